@@ -1,4 +1,4 @@
-"""A request that needs much memory at once, while the disk takes what has to go: who waits, and for how long."""
+"""A request that needs much memory at once waits while the disk takes evicted leaves, and streams do not wait."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def full_drive(
     files: Files | None = None,
     queue_share: float = 1 / 16,
 ) -> Iterator[Drive]:
-    """Memory holds some chats, of which nothing is on the disk, and the disk's queue this share of them."""
+    """Yield an engine with `NUM_CHATS` chats in memory and none on the disk. The disk's queue holds `queue_share` of
+    their bytes."""
     chat_bytes = CHAT_TOKENS * Drive(loaded).budget.token_bytes
     queue_bytes = int(NUM_CHATS * chat_bytes * queue_share)
     options = DiskOptions(folder, 256 * MIB, queue_bytes=queue_bytes, reserve_bytes=0)
@@ -54,28 +55,28 @@ def full_drive(
     kv_bytes = (NUM_CHATS + 4) * chat_bytes
     storage = dataclasses.replace(storage or KvConfig(), disk_write="at-eviction")
     drive = Drive(loaded, LIMITS, kv_bytes=kv_bytes, storage=storage, tier=tier)
-    spill_ahead = drive.stock.offloader.offer_under_pressure
+    offer_under_pressure = drive.stock.offloader.offer_under_pressure
     drive.stock.offloader.offer_under_pressure = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
     for seed in range(NUM_CHATS):
         drive.submit(prompt(CHAT_TOKENS, seed=seed), 2)
         drive.run()
     while drive.loop.pacer.has_work:
         drive.loop.pacer.run_slice(1.0)
-    drive.stock.offloader.offer_under_pressure = spill_ahead
+    drive.stock.offloader.offer_under_pressure = offer_under_pressure
     assert tier.usage().num_queued == tier.usage().num_blocks == 0
     yield drive
     tier.close()
 
 
 def num_kept(drive: Drive, seed: int) -> int:
-    """Tokens of a chat that memory or the disk has."""
+    """Return how many tokens of a chat memory or the disk has."""
     ids = as_ids(prompt(CHAT_TOKENS, seed=seed)[:-1])
     on_disk = finish(drive.stock.disk.longest_chain(drive.stock.matcher.root_of(""), ids))
     return max(drive.stock.store.lookup(ids, "").num_tokens, on_disk.num_tokens)
 
 
-def step_until_it_waits_for_room(drive: Drive) -> None:
-    """First the disk is asked what it has for it."""
+def step_until_request_waits_for_memory(drive: Drive) -> None:
+    """Run steps until the disk has answered the lookup and the first request waits for memory."""
     until_s = time.monotonic() + 60
     while (
         drive.loop.admission.patience_left_s(drive.loop.sequences.waiting[0]) == math.inf
@@ -95,10 +96,10 @@ def dropped(drive: Drive) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_request_waits_for_the_disk_while_streams_go_on_and_nothing_is_lost(dynamic: bool, tmp_path: Path) -> None:
-    goes_on = threading.Event()
-    files = FaultyFiles(before={"sync": wait_for(goes_on)})
-    # At 8 bits there would almost be room for all.
+def test_request_waits_for_disk_while_stream_decodes_and_no_token_is_lost(dynamic: bool, tmp_path: Path) -> None:
+    resumes = threading.Event()
+    files = FaultyFiles(before={"sync": wait_for(resumes)})
+    # At 8 bits the memory almost holds all chats.
     storage = KvConfig(dynamic=dynamic, floor_k_bits=8, floor_v_bits=8)
     with full_drive(tmp_path, tiny_loaded("llama"), storage, files) as drive:
         stream = drive.submit(prompt(32, seed=99), 400)
@@ -108,20 +109,20 @@ def test_a_request_waits_for_the_disk_while_streams_go_on_and_nothing_is_lost(dy
         late = drive.submit(prompt((NUM_CHATS + 2) * CHAT_TOKENS, seed=77), 2)
         while len(stream.ids) < before + 20:
             drive.loop.executor.step()
-        # The disk has not taken anything yet.
+        # The disk has taken nothing yet.
         assert not late.events
         assert dropped(drive) == {}
-        goes_on.set()
+        resumes.set()
         drive.run(most_steps=1_000_000)
         assert late.finished.usage.completion_tokens == 2
         assert dropped(drive) == {}
         assert [num_kept(drive, seed) for seed in range(NUM_CHATS)] == [CHAT_TOKENS - 1] * NUM_CHATS
 
 
-def test_a_request_does_not_wait_for_the_disk_while_there_is_memory(tmp_path: Path) -> None:
-    """What is over the share of stored KV goes when the disk has taken it."""
-    goes_on = threading.Event()
-    files = FaultyFiles(before={"sync": wait_for(goes_on)})
+def test_request_with_free_memory_does_not_wait_for_disk(tmp_path: Path) -> None:
+    """Bytes above the share of cached KV are evicted once the disk has them."""
+    resumes = threading.Event()
+    files = FaultyFiles(before={"sync": wait_for(resumes)})
     loaded = tiny_loaded("llama")
     hot_bytes = (NUM_CHATS * CHAT_TOKENS + 200) * Drive(loaded).budget.token_bytes
     with full_drive(tmp_path, loaded, KvConfig(hot_bytes=hot_bytes), files) as drive:
@@ -130,7 +131,7 @@ def test_a_request_does_not_wait_for_the_disk_while_there_is_memory(tmp_path: Pa
         assert late.finished.usage.completion_tokens == 2
         assert hot_bytes < drive.stock.table.nbytes <= MOST_OVER * hot_bytes
         assert dropped(drive) == {}
-        goes_on.set()
+        resumes.set()
         until_s = time.monotonic() + 60
         while drive.stock.table.nbytes > hot_bytes:
             assert time.monotonic() < until_s
@@ -138,25 +139,25 @@ def test_a_request_does_not_wait_for_the_disk_while_there_is_memory(tmp_path: Pa
         assert dropped(drive) == {}
 
 
-def test_a_request_waits_only_until_what_is_held_nearly_fits(tmp_path: Path) -> None:
-    """The rest is for the chores, between later steps. The disk could take all of it at once."""
+def test_request_waits_only_until_cached_bytes_nearly_fit(tmp_path: Path) -> None:
+    """Background work does the rest between later steps. The disk could take all bytes at once."""
     with full_drive(tmp_path, tiny_loaded("llama"), queue_share=1.0) as drive:
-        shelf, room = drive.stock.table, drive.stock.reclaimer
-        chat_bytes = shelf.nbytes / NUM_CHATS
-        shelf.max_bytes = int(NUM_CHATS / 2 * chat_bytes)
-        assert drive.loop.admission.reclaim_for([waiting(drive)], [0], 2 * shelf.nbytes, slice_s=math.inf) == 1
-        assert shelf.max_bytes + chat_bytes <= shelf.nbytes <= MOST_OVER * shelf.max_bytes
-        assert room.shrink_to(shelf.max_bytes) == "done"
-        assert shelf.nbytes <= shelf.max_bytes
+        table, reclaimer = drive.stock.table, drive.stock.reclaimer
+        chat_bytes = table.nbytes / NUM_CHATS
+        table.max_bytes = int(NUM_CHATS / 2 * chat_bytes)
+        assert drive.loop.admission.reclaim_for([waiting(drive)], [0], 2 * table.nbytes, slice_s=math.inf) == 1
+        assert table.max_bytes + chat_bytes <= table.nbytes <= MOST_OVER * table.max_bytes
+        assert reclaimer.shrink_to(table.max_bytes) == "done"
+        assert table.nbytes <= table.max_bytes
         assert dropped(drive) == {}
 
 
-def test_a_request_waits_no_longer_than_its_patience(tmp_path: Path) -> None:
-    goes_on = threading.Event()
-    files = FaultyFiles(before={"sync": wait_for(goes_on)})
+def test_request_waits_for_disk_no_longer_than_its_patience(tmp_path: Path) -> None:
+    resumes = threading.Event()
+    files = FaultyFiles(before={"sync": wait_for(resumes)})
     with full_drive(tmp_path, tiny_loaded("llama"), None, files) as drive:
         late = drive.submit(prompt((NUM_CHATS + 2) * CHAT_TOKENS, seed=77), 2)
-        step_until_it_waits_for_room(drive)
+        step_until_request_waits_for_memory(drive)
         assert drive.loop.executor.is_stalled
         assert 0 < drive.loop.admission.seconds_to_wait() <= 60
         assert not late.events
@@ -165,22 +166,22 @@ def test_a_request_waits_no_longer_than_its_patience(tmp_path: Path) -> None:
         drive.run()
         assert late.finished.usage.completion_tokens == 2
         assert set(dropped(drive)) == {"dropped_tokens_disk_slow"}
-        goes_on.set()
+        resumes.set()
 
 
-def test_a_stream_that_has_to_grow_waits_for_no_disk(tmp_path: Path) -> None:
-    goes_on = threading.Event()
-    files = FaultyFiles(before={"sync": wait_for(goes_on)})
+def test_growing_stream_does_not_wait_for_disk(tmp_path: Path) -> None:
+    resumes = threading.Event()
+    files = FaultyFiles(before={"sync": wait_for(resumes)})
     with full_drive(tmp_path, tiny_loaded("llama"), None, files) as drive:
         stream = drive.submit(prompt(3 * CHAT_TOKENS, seed=99), 600)
         drive.run()
         assert stream.finished.usage.completion_tokens == 600
         assert set(dropped(drive)) == {"dropped_tokens_disk_slow"}
-        goes_on.set()
+        resumes.set()
 
 
-def test_what_a_waiting_request_would_go_on_from_is_held_for_it(tmp_path: Path) -> None:
-    """Though nothing was asked for longer ago."""
+def test_prefix_of_waiting_request_is_kept_for_it(tmp_path: Path) -> None:
+    """The prefix is the least recently used entry of all."""
     with full_drive(tmp_path, tiny_loaded("llama")) as drive:
         longer = prompt(CHAT_TOKENS, seed=0) + prompt((NUM_CHATS + 1) * CHAT_TOKENS, seed=77)
         late = drive.submit(longer, 2)
@@ -189,51 +190,53 @@ def test_what_a_waiting_request_would_go_on_from_is_held_for_it(tmp_path: Path) 
         assert dropped(drive) == {}
 
 
-def test_one_that_waits_and_is_cancelled_holds_nothing(tmp_path: Path) -> None:
-    goes_on = threading.Event()
-    files = FaultyFiles(before={"sync": wait_for(goes_on)})
+def test_cancelled_waiting_request_releases_its_prefix(tmp_path: Path) -> None:
+    resumes = threading.Event()
+    files = FaultyFiles(before={"sync": wait_for(resumes)})
     with full_drive(tmp_path, tiny_loaded("llama"), None, files) as drive:
         late = drive.submit(prompt(CHAT_TOKENS, seed=0) + prompt((NUM_CHATS + 1) * CHAT_TOKENS, seed=77), 2)
-        step_until_it_waits_for_room(drive)
+        step_until_request_waits_for_memory(drive)
         assert drive.stock.table.evictable_bytes < drive.stock.table.nbytes
         drive.loop.executor.end_request(late.request.id)
         assert drive.loop.executor.is_idle
         assert drive.stock.table.evictable_bytes == drive.stock.table.nbytes
-        goes_on.set()
+        resumes.set()
 
 
-def test_the_engine_is_woken_when_the_disk_has_taken_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would look again in an hour."""
+def test_disk_wakes_engine_after_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the wake the engine would rest for an hour."""
     monkeypatch.setattr("kvstrata.engine.admission.MAX_REST_S", 3600.0)
-    goes_on, waits = threading.Event(), threading.Event()
+    resumes, waits = threading.Event(), threading.Event()
 
     def hang() -> None:
         waits.set()
-        goes_on.wait(30)
+        resumes.wait(30)
 
     files = FaultyFiles()
     with engine_on(tmp_path, tiny_loaded("llama"), queue_bytes=1000, wait_s=3600.0, files=files) as engine:
         answer(engine, "first", 700)
         settle(engine)
         files.before = {"sync": hang}
-        engine.ask(leave_room_for_one).result(60)
+        engine.ask(leave_memory_for_one).result(60)
         reply = Reply()
         engine.submit(Request("second", tuple(prompt(900, seed=5)), 2, GREEDY), reply.sink)
         assert waits.wait(60)
         assert not reply.events
-        goes_on.set()
+        resumes.set()
         assert isinstance(reply.wait(), Finished)
         assert cached(answer(engine, "again", 700)) == 699
 
 
-def leave_room_for_one(loop: EngineCore) -> None:
+def leave_memory_for_one(loop: EngineCore) -> None:
     loop.memory.budget = dataclasses.replace(loop.budget, total_bytes=1000 * loop.budget.token_bytes)
 
 
-def logged_at_the_end(
+def log_line_of_final_write(
     folder: Path, files: FaultyFiles, caplog: pytest.LogCaptureFixture, before: dict[str, Act], flush_s: float
 ) -> str:
-    with engine_on(folder, tiny_loaded("llama", 4), files=files, flush_s=flush_s) as engine:
+    # No block is written before the end: a write after the reply could come before the fault is in place.
+    storage = KvConfig(disk_write="at-eviction")
+    with engine_on(folder, tiny_loaded("llama", 4), storage, files=files, flush_s=flush_s) as engine:
         answer(engine, "first", 700)
         files.before = before
     files.before = {}
@@ -241,16 +244,16 @@ def logged_at_the_end(
     return line
 
 
-def test_the_log_says_what_was_not_written_in_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_reports_tokens_not_written_in_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     num_synced = itertools.count()
 
     def hang_after_one() -> None:
-        """Until it is said; closing waits for the block at hand."""
+        """Hang until the log line appears: closing waits for the current block."""
         until_s = time.monotonic() + 30
         while next(num_synced) > 0 and "conversations" not in caplog.text and time.monotonic() < until_s:
             time.sleep(0.01)
 
-    line = logged_at_the_end(tmp_path, FaultyFiles(), caplog, {"sync": hang_after_one}, 1.0)
+    line = log_line_of_final_write(tmp_path, FaultyFiles(), caplog, {"sync": hang_after_one}, 1.0)
     # 711 tokens, of which 256 were written.
     assert line.startswith("455 tokens of 1 conversations (0.4 MiB) were not written to the disk cache within 1.")
     assert "the time was up (455 tokens)" in line
@@ -260,15 +263,15 @@ def test_the_log_says_what_was_not_written_in_time(tmp_path: Path, caplog: pytes
 @pytest.mark.parametrize(
     ("code", "why"), [(errno.EIO, "the disk could not be written"), (errno.ENOSPC, "the disk has no room for it")]
 )
-def test_the_log_says_why_the_disk_took_nothing(
+def test_log_reports_why_disk_took_nothing(
     code: int, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    line = logged_at_the_end(tmp_path, FaultyFiles(), caplog, {"sync": fail(code)}, 30.0)
+    line = log_line_of_final_write(tmp_path, FaultyFiles(), caplog, {"sync": fail(code)}, 30.0)
     assert f"{why} (711 tokens)" in line
     assert "is not known" in line
 
 
-def test_the_log_says_nothing_where_all_was_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_is_silent_after_complete_write(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with engine_on(tmp_path, tiny_loaded("llama")) as engine:
         answer(engine, "first", 700)
     assert "conversations" not in caplog.text

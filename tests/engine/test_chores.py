@@ -1,4 +1,4 @@
-"""Work on what is stored that fails: it costs the span concerned, and no request."""
+"""Failing background work: it costs the span concerned, and no request."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.engine.test_disk_keeps import prompt_of
 from tests.engine.test_engine import Reply
 from tests.tiny import tiny_loaded
 
-# Of the request whose span fails: its prompt and reply, but for the last token, which is never fed.
+# Length of the failing span: prompt and reply without the last token, which is never fed.
 FAILING_TOKENS = 600 + 9 - 1
 
 
 def failing(work: Callable[..., Any]) -> Callable[..., Any]:
-    """Fails for one span, the first argument."""
+    """Wrap a function of a span so that it fails for one span."""
 
     def fail(span: Span, *given: Any, **named: Any) -> Any:
         if span.num_tokens == FAILING_TOKENS:
@@ -37,14 +37,14 @@ def failing(work: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def ask(engine: Engine, name: str, seed: int, max_tokens: int) -> int:
-    """Tells how much of the prompt was there."""
+    """Submit a request and return how many tokens of its prompt were cached."""
     engine.ask(make_computing_slow).result(60)
     reply = Reply()
     engine.submit(Request(name, prompt_of(seed), max_tokens, GREEDY), reply.sink)
-    found = cached(reply)
+    num_cached = cached(reply)
     settle(engine)
     assert engine.ask(flush_tier).result(60)
-    return found
+    return num_cached
 
 
 def counters(engine: Engine) -> dict[str, int]:
@@ -55,12 +55,12 @@ def num_logged(caplog: pytest.LogCaptureFixture) -> int:
     return len([record for record in caplog.records if "defect" in record.getMessage()])
 
 
-def test_a_span_that_cannot_be_rewritten_stays_as_it_is(
+def test_span_stays_raw_after_transcoding_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     advance = LayerRewrite.advance
-    fail = failing(lambda span, rewriting, **named: advance(rewriting, span, **named))
-    monkeypatch.setattr(LayerRewrite, "advance", lambda rewriting, span, **named: fail(span, rewriting, **named))
+    fail = failing(lambda span, transcoding, **named: advance(transcoding, span, **named))
+    monkeypatch.setattr(LayerRewrite, "advance", lambda transcoding, span, **named: fail(span, transcoding, **named))
     with engine_on(tmp_path, tiny_loaded("llama"), KvConfig(k=parse("planes:8"), v=parse("planes:8"))) as engine:
         assert [ask(engine, "failing", 1, 9), ask(engine, "good", 2, 5)] == [0, 0]
         assert [ask(engine, "failing again", 1, 9), ask(engine, "good again", 2, 5)] == [599, 599]
@@ -72,7 +72,7 @@ def test_a_span_that_cannot_be_rewritten_stays_as_it_is(
     assert num_logged(caplog) == 1
 
 
-def test_a_span_that_cannot_be_packed_is_not_written_and_the_others_are(
+def test_packing_failure_leaves_only_its_span_unwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from kvstrata.prefix_cache import tier_client
@@ -88,7 +88,7 @@ def test_a_span_that_cannot_be_packed_is_not_written_and_the_others_are(
         assert [ask(engine, "failing", 1, 9), ask(engine, "good", 2, 5)] == [0, 599]
 
 
-def test_what_cannot_be_promoted_is_computed(
+def test_prefix_is_computed_after_promotion_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from kvstrata.prefix_cache import prefetch

@@ -1,4 +1,4 @@
-"""A request whose prefix still waits to be encoded: it waits, and streams do not."""
+"""A request waits until its prefix is encoded; streams do not wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHAT_TOKENS = 1500
 NUM_LAYERS = 2  # at least one small step of encoding each
 
 
-def test_next_turn_waits_until_the_previous_one_is_encoded_and_streams_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_turn_waits_for_encoding_of_previous_one_while_stream_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = KvConfig(k=parse("planes:8"), v=parse("planes:8"))
     drive = Drive(steady_loaded("llama"), EngineLimits(prefill_chunk_tokens=256), storage=storage)
     do_one_step(drive.loop.pacer)
@@ -41,7 +41,7 @@ def test_next_turn_waits_until_the_previous_one_is_encoded_and_streams_go_on(mon
         assert turn.events or len(stream.ids) == num_tokens + 1
     assert most_advanced == 1
     assert num_waited > NUM_LAYERS
-    assert set(drive.cache.usage().tiers["hot"].by_precision) == {"planes:8"}  # of the chat; nothing else is cached yet
-    drive.loop.executor.end_request(stream.request.id)
+    assert set(drive.cache.usage().tiers["hot"].by_precision) == {"planes:8"}  # only the chat is cached yet
+    drive.loop.endings.end(stream.request.id)
     drive.run()
     assert cached(turn) == CHAT_TOKENS + 1

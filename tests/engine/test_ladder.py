@@ -1,4 +1,4 @@
-"""Precision that steps down by itself, through the loop."""
+"""Automatic step-downs in the engine."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from tests.tiny import tiny_loaded
 
 
 def chats(drive: Drive, count: int) -> list[int]:
-    """Each chat comes, and comes back when all have come; tells what was cached when it came back."""
+    """Submit each chat once and then once more. Return how many tokens of each were cached the second time."""
     cached = []
-    for turn in range(2):
+    for is_repeat in (False, True):
         for i in range(count):
             client = drive.submit(prompt(400, seed=i), 8)
             drive.run()
             settle(drive)
             assert client.finished.usage.completion_tokens == 8
             assert drive.loop.state().kv_bytes <= drive.budget.total_bytes
-            if turn:
+            if is_repeat:
                 cached.append(client.finished.usage.cached_tokens)
     return cached
 
 
-def test_a_quarter_of_the_memory_keeps_all_chats_at_a_lower_precision() -> None:
+def test_ladder_keeps_all_chats_in_quarter_of_memory() -> None:
     loaded = tiny_loaded("llama")
     token_bytes = Drive(loaded).budget.token_bytes
     needed = 10 * 408 * token_bytes
-    kv_bytes = needed // 4 + 900 * token_bytes  # and what one request needs to run
+    kv_bytes = needed // 4 + 900 * token_bytes  # the rest is for one running request
     plain = chats(Drive(loaded, EngineLimits(buffer_step_tokens=16), kv_bytes=kv_bytes), 10)
     ladder = Drive(loaded, EngineLimits(buffer_step_tokens=16), kv_bytes=kv_bytes, storage=KvConfig(dynamic=True))
     stepped = chats(ladder, 10)
@@ -41,7 +41,7 @@ def test_a_quarter_of_the_memory_keeps_all_chats_at_a_lower_precision() -> None:
     assert ladder.stock.usage.count()["stepped_down_spans"] > 0
 
 
-def test_layers_at_the_edges_do_not_hide_how_far_the_others_have_stepped_down() -> None:
+def test_edge_layers_do_not_hide_bits_of_other_layers() -> None:
     loaded = tiny_loaded("llama", 4)
     kv_bytes = 3000 * Drive(loaded).budget.token_bytes
     drive = Drive(
@@ -53,10 +53,10 @@ def test_layers_at_the_edges_do_not_hide_how_far_the_others_have_stepped_down() 
         settle(drive)
     counts = drive.stock.usage.count()
     assert counts["evicted_tokens"] == 0
-    # V to 8 bits, K to 8, V to 4, K to 4: more steps than these there are not.
+    # A chat has four steps at most: V to 8 bits, K to 8, V to 4, K to 4.
     assert 13 < counts["stepped_down_spans"] <= 4 * 13
     assert drive.stock.usage.usage().by_precision["planes:4"] > 0
-    # All is as low as it may be, and stays so.
+    # Every span is at its floor and stays there.
     drive.stock.reclaimer.step_down(kv_bytes)
     settle(drive)
     counts = drive.stock.usage.count()
@@ -64,7 +64,7 @@ def test_layers_at_the_edges_do_not_hide_how_far_the_others_have_stepped_down() 
     assert drive.stock.usage.count() == counts
 
 
-def test_what_cannot_step_down_stays_beside_what_can() -> None:
+def test_codec_without_steps_stays_while_other_side_steps_down() -> None:
     loaded = tiny_loaded("llama")
     kv_bytes = 1500 * Drive(loaded).budget.token_bytes
     storage = KvConfig(k=parse("rotated:4"), v=parse("raw"), dynamic=True)
@@ -78,7 +78,7 @@ def test_what_cannot_step_down_stays_beside_what_can() -> None:
     assert "planes:8" in {v.name for _, v in pairs}
 
 
-def test_without_the_ladder_precision_stays() -> None:
+def test_precision_stays_without_ladder() -> None:
     loaded = tiny_loaded("llama")
     token_bytes = Drive(loaded).budget.token_bytes
     drive = Drive(loaded, EngineLimits(buffer_step_tokens=16), kv_bytes=1500 * token_bytes)
@@ -87,7 +87,7 @@ def test_without_the_ladder_precision_stays() -> None:
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_long_conversations_step_down_at_their_length(live: bool) -> None:
+def test_long_conversation_steps_down_at_configured_length(live: bool) -> None:
     steps = ((600, parse("planes:8")), (1200, parse("planes:4")))
     drive = Drive(
         tiny_loaded("llama"), EngineLimits(prefill_chunk_tokens=300), storage=KvConfig(dynamic_at=steps, live=live)
@@ -100,7 +100,7 @@ def test_long_conversations_step_down_at_their_length(live: bool) -> None:
         drive.clear()
 
 
-def test_what_a_long_and_a_short_sequence_share_steps_down_once() -> None:
+def test_prefix_shared_by_long_and_short_sequence_gets_lower_format_once() -> None:
     steps = ((256, parse("planes:8")), (1024, parse("planes:4")))
     drive = Drive(tiny_loaded("llama"), EngineLimits(prefill_chunk_tokens=64), storage=KvConfig(dynamic_at=steps))
     drive.submit(prompt(300), 2)
@@ -114,11 +114,11 @@ def test_what_a_long_and_a_short_sequence_share_steps_down_once() -> None:
         1199: "planes:4",
         399: "planes:8",
     }
-    # What they share and the long one twice, the short one once.
+    # The shared prefix and the long sequence step down twice, the short one once.
     assert drive.stock.usage.count()["stepped_down_spans"] == 5
 
 
-def test_a_request_waits_for_what_steps_down_and_streams_go_on() -> None:
+def test_request_waits_for_step_downs_while_streams_decode() -> None:
     loaded = tiny_loaded("llama")
     token_bytes = Drive(loaded).budget.token_bytes
     limits = EngineLimits(buffer_step_tokens=16)
@@ -131,7 +131,7 @@ def test_a_request_waits_for_what_steps_down_and_streams_go_on() -> None:
     while len(stream.ids) < 4:
         drive.loop.executor.step()
     assert drive.stock.usage.count()["stepped_down_spans"] == 0
-    do_one_step(drive.loop.pacer)  # a layer of a span in each step
+    do_one_step(drive.loop.pacer)  # one layer of a span in each step
     late = drive.submit(prompt(900, seed=77), 2)
     before = len(stream.ids)
     while not late.events:
@@ -141,5 +141,5 @@ def test_a_request_waits_for_what_steps_down_and_streams_go_on() -> None:
     drive.run()
     assert late.finished.usage.completion_tokens == 2
     assert drive.stock.usage.count()["evicted_tokens"] == 0
-    # Not further than was needed.
+    # Spans step down no further than was needed.
     assert set(drive.stock.usage.usage().by_precision) == {"raw", "planes:8"}

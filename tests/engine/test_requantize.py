@@ -1,4 +1,4 @@
-"""Precision that changes while sequences run, through the loop."""
+"""Changes of precision in the engine while sequences run."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ def settle(drive: Drive) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next"])
-def test_a_dry_run_tells_what_a_change_frees(architecture: str) -> None:
+def test_dry_run_reports_bytes_that_change_frees(architecture: str) -> None:
     drive = Drive(tiny_loaded(architecture))
     drive.submit(prompt(700), 20)
     drive.run()
     settle(drive)
     before = drive.stock.table.nbytes
-    told = drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:4"), dry_run=True))
+    estimated = drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:4"), dry_run=True))
     assert drive.stock.table.nbytes == before
-    assert (told.k, told.v, told.dry_run) == ("planes:8", "planes:4", True)
-    assert 0 < told.expected_error < 0.1
+    assert (estimated.k, estimated.v, estimated.dry_run) == ("planes:8", "planes:4", True)
+    assert 0 < estimated.expected_error < 0.1
     done = drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:4")))
     settle(drive)
     freed = before - drive.stock.table.nbytes
-    assert freed == told.tiers["hot"].bytes_freed == done.bytes_before - done.bytes_after
-    assert set(told.tiers) == {"hot"}
+    assert freed == estimated.tiers["hot"].bytes_freed == done.bytes_before - done.bytes_after
+    assert set(estimated.tiers) == {"hot"}
     reasons = {RECURRENT} if architecture == "qwen3_next" else set()
-    assert {left.reason for left in told.left_alone} == reasons
+    assert {left.reason for left in estimated.left_alone} == reasons
     assert drive.cache.requantize_progress().bytes_freed == freed
 
 
-def test_going_up_leaves_what_is_lower_and_says_so() -> None:
+def test_raising_precision_leaves_lower_spans_and_reports_them() -> None:
     drive = Drive(tiny_loaded("llama"), storage=KvConfig(k=parse("planes:4"), v=parse("planes:4")))
     drive.submit(prompt(700), 20)
     drive.run()
     settle(drive)
     before = drive.stock.table.nbytes
-    told = drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
+    estimated = drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
     settle(drive)
     assert drive.stock.table.nbytes == before
-    assert told.spans == 0
-    assert [left.reason for left in told.left_alone] == [LOWER]
-    # New tokens follow the new target.
+    assert estimated.spans == 0
+    assert [left.reason for left in estimated.left_alone] == [LOWER]
+    # New tokens get the new target.
     drive.submit(prompt(700, seed=9), 20)
     drive.run()
     settle(drive)
@@ -64,23 +64,23 @@ def test_going_up_leaves_what_is_lower_and_says_so() -> None:
     assert set(drive.stock.usage.usage().by_precision) == {"planes:8"}
 
 
-def test_running_sequences_change_too_and_all_finish() -> None:
+def test_running_sequences_change_and_finish() -> None:
     drive = Drive(tiny_loaded("llama"), EngineLimits(buffer_step_tokens=1000))
     clients = [drive.submit(prompt(500 + i, seed=i), 120) for i in range(4)]
     while not all(len(client.ids) > 20 for client in clients):
         drive.loop.executor.step()
     before = drive.cache.usage().running_bytes
-    told = drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8"), scope="live"))
+    estimated = drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8"), scope="live"))
     settle(drive)
     freed = before - drive.cache.usage().running_bytes
-    assert freed == pytest.approx(told.bytes_before - told.bytes_after, rel=0.01)
+    assert freed == pytest.approx(estimated.bytes_before - estimated.bytes_after, rel=0.01)
     assert freed > 0
-    # Again: what was sealed steps down under its owner.
+    # The second change takes sealed tokens down under their owner.
     before = drive.cache.usage().running_bytes
-    told = drive.cache.requantize(PrecisionChange(parse("planes:4"), parse("planes:4"), scope="live"))
+    estimated = drive.cache.requantize(PrecisionChange(parse("planes:4"), parse("planes:4"), scope="live"))
     settle(drive)
     freed = before - drive.cache.usage().running_bytes
-    assert freed == pytest.approx(told.bytes_before - told.bytes_after, rel=0.01)
+    assert freed == pytest.approx(estimated.bytes_before - estimated.bytes_after, rel=0.01)
     assert freed > 0
     parts = {part.k for sequence in drive.cache.usage().sequences for part in sequence.parts}
     assert parts == {"raw", "planes:4"}
@@ -88,7 +88,7 @@ def test_running_sequences_change_too_and_all_finish() -> None:
     assert all(client.finished.usage.completion_tokens == 120 for client in clients)
 
 
-def test_stepping_down_within_planes_keeps_the_planes_that_stay() -> None:
+def test_stepping_down_within_planes_keeps_remaining_arrays() -> None:
     drive = Drive(tiny_loaded("llama"), storage=KvConfig(k=parse("planes:8"), v=parse("planes:8")))
     drive.submit(prompt(700), 20)
     drive.run()
@@ -103,7 +103,7 @@ def test_stepping_down_within_planes_keeps_the_planes_that_stay() -> None:
         assert all(now[name] is arrays[name] for name in now)
 
 
-def test_a_later_change_replaces_an_earlier_one_and_work_can_be_cancelled() -> None:
+def test_later_change_replaces_earlier_one_and_cancel_stops_work() -> None:
     drive = Drive(tiny_loaded("llama"))
     for i in range(6):
         drive.submit(prompt(600, seed=i), 4)
@@ -119,7 +119,7 @@ def test_a_later_change_replaces_an_earlier_one_and_work_can_be_cancelled() -> N
     drive.cache.requantize(PrecisionChange(parse("planes:2"), parse("planes:2")))
     drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
     settle(drive)
-    # One layer of one span had been begun before it was cancelled.
+    # The cancelled change had begun one layer of one span.
     assert set(drive.stock.usage.usage().by_precision) <= {"planes:8", "planes:2"}
     assert drive.stock.usage.usage().by_precision["planes:8"] > 0
     again = drive.submit(prompt(600, seed=3), 4)
@@ -127,7 +127,7 @@ def test_a_later_change_replaces_an_earlier_one_and_work_can_be_cancelled() -> N
     assert again.finished.usage.cached_tokens == 599
 
 
-def test_a_cancelled_change_does_not_go_on_in_a_running_request() -> None:
+def test_cancelled_change_does_not_continue_in_running_request() -> None:
     drive = Drive(tiny_loaded("llama"))
     drive.submit(prompt(600), 4)
     drive.run()
@@ -136,7 +136,7 @@ def test_a_cancelled_change_does_not_go_on_in_a_running_request() -> None:
         drive.loop.executor.step()
     settle(drive)
     drive.cache.requantize(PrecisionChange(parse("planes:2"), parse("planes:2")))
-    # Of the running request nothing is to be encoded yet.
+    # The running request has too few tokens to be encoded yet.
     assert drive.cache.cancel_requantize().is_running
     while len(running.ids) < 390:
         drive.loop.executor.step()
@@ -146,7 +146,7 @@ def test_a_cancelled_change_does_not_go_on_in_a_running_request() -> None:
     assert set(drive.stock.usage.usage().by_precision) == {"raw"}
 
 
-def test_bad_changes_are_refused_and_nothing_is_lost() -> None:
+def test_invalid_changes_are_refused_and_change_nothing() -> None:
     drive = Drive(tiny_loaded("llama"))
     drive.submit(prompt(600), 4)
     drive.run()
@@ -162,7 +162,7 @@ def test_bad_changes_are_refused_and_nothing_is_lost() -> None:
 
 
 @pytest.mark.usefixtures("exact_buffers")
-def test_memory_that_is_said_to_be_free_is_free_before_the_readers_next_step() -> None:
+def test_reported_bytes_are_free_before_next_step_of_readers() -> None:
     drive = Drive(tiny_loaded("llama", 4))
     drive.submit(prompt(1500), 4)
     drive.run()
@@ -178,11 +178,11 @@ def test_memory_that_is_said_to_be_free_is_free_before_the_readers_next_step() -
 
     gc.collect()
     for name in ("planes:8", "planes:4"):
-        said_before, active_before = held()
+        counted_before, active_before = held()
         drive.cache.requantize(PrecisionChange(parse(name), parse(name)))
         settle(drive)
-        said, active = held()
-        assert said_before - said > 100_000
-        assert active_before - active == pytest.approx(said_before - said, rel=0.02)
+        counted, active = held()
+        assert counted_before - counted > 100_000
+        assert active_before - active == pytest.approx(counted_before - counted, rel=0.02)
     drive.run()
     assert all(reader.finished.usage.cached_tokens == 1500 for reader in readers)

@@ -1,4 +1,4 @@
-"""Precision that changes in random order under requests that come, run and go, on a real model."""
+"""Random changes of precision while requests arrive, run and end, on a real model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAME = st.sampled_from(["planes:8", "planes:4", "planes:2", "raw"])
 SCOPE = st.sampled_from(["all", "all", "live", "stored"])
 FORCE = st.sampled_from([False, False, True])
 SEEDS = st.integers(0, 5)
-OF = st.none() | SEEDS  # one of the running requests
+OF = st.none() | SEEDS  # index of a running request
 
 
 @cache
@@ -34,7 +34,8 @@ def loaded() -> LoadedModel:
 
 @dataclass
 class Played:
-    """A loop, and all that was done to it. Jobs are counted, not timed: the same rules do the same again."""
+    """An engine loop with the calls made on it. Jobs advance by steps, not by time, so that the same calls repeat the
+    same run."""
 
     live: bool
     drive: Drive = field(init=False)
@@ -60,18 +61,18 @@ class Played:
         running = [sequence.id for sequence in self.drive.cache.usage().sequences]
         sequence = running[of % len(running)] if of is not None and running else None
         change = PrecisionChange(parse(k), parse(v), scope=scope, force=force, sequence=sequence, salt=salt)
-        said = self.drive.cache.requantize(
+        estimated = self.drive.cache.requantize(
             PrecisionChange(parse(k), parse(v), scope=scope, force=force, dry_run=True, salt=salt)
         )
-        assert said.tiers["hot"].bytes_freed >= 0 or force
+        assert estimated.tiers["hot"].bytes_freed >= 0 or force
         self.drive.cache.requantize(change)
 
     def cancel(self) -> None:
         self.drive.cache.cancel_requantize()
         assert not self.drive.cache.requantize_progress().is_running
 
-    def leave(self, which: int) -> None:
-        self.drive.loop.executor.end_request(self.clients[which % len(self.clients)].request.id)
+    def end_request(self, which: int) -> None:
+        self.drive.loop.endings.end(self.clients[which % len(self.clients)].request.id)
 
     def finish(self) -> None:
         self.drive.run()
@@ -88,7 +89,7 @@ class RequantizeMachine(RuleBasedStateMachine):
         self.live = live
         self.played = Played(live)
         self.was_played: list[tuple[str, tuple[Any, ...]]] = []
-        # Something is stored, something runs and some of it changes, whatever comes.
+        # Every example has a cached prefix, running requests and changes of both.
         self.play("submit", 0, 420, 2, "")
         self.play("finish")
         self.play("submit", 1, 300, 40, "")
@@ -126,8 +127,8 @@ class RequantizeMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.played.clients)
     @rule(which=SEEDS)
-    def leave(self, which: int) -> None:
-        self.play("leave", which)
+    def end_request(self, which: int) -> None:
+        self.play("end_request", which)
 
     @rule()
     def finish(self) -> None:
@@ -147,13 +148,13 @@ class RequantizeMachine(RuleBasedStateMachine):
                     assert all(np.isfinite(np.asarray(array)).all() for array in dense)
 
     @invariant()
-    def counts_are_right(self) -> None:
+    def byte_counts_match_entries(self) -> None:
         if hasattr(self, "played"):
             entries = self.played.drive.stock.table.entries
             assert self.played.drive.stock.table.nbytes == sum(entry.nbytes for entry in entries)
 
     def teardown(self) -> None:
-        """All finish, and the same rules on a fresh engine give the same output."""
+        """Check that all requests finish, and that the same calls on a fresh engine give the same output."""
         if not hasattr(self, "played") or not self.played.clients:
             return
         self.play("finish")
@@ -165,5 +166,5 @@ class RequantizeMachine(RuleBasedStateMachine):
 
 
 TestRequantize = RequantizeMachine.TestCase
-# The same examples each time: what they find depends on nothing but the engine.
+# The same examples each time, so that a failure depends on the engine alone.
 TestRequantize.settings = settings(max_examples=5, stateful_step_count=10, deadline=None, derandomize=True)

@@ -1,4 +1,4 @@
-"""Much has to go at once: what a working disk has room for gets there, and what is lost is counted by its reason."""
+"""Evictions in bursts: a working disk gets the leaves first, and lost tokens are counted by their reason."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def fill(stock: Stock) -> None:
         stock.background.run_background(0)
 
 
-def shrink_with_the_disk(stock: Stock, limit_bytes: int) -> int:
-    """As the engine does it. Tells how often it had to wait for the disk."""
+def shrink_with_disk(stock: Stock, limit_bytes: int) -> int:
+    """Reclaim memory as the engine does. Return how often it waited for the disk."""
     num_waits = 0
     while stock.reclaimer.shrink_to(limit_bytes) == "awaits_disk":
         num_waits += 1
@@ -35,7 +35,8 @@ def shrink_with_the_disk(stock: Stock, limit_bytes: int) -> int:
     return num_waits
 
 
-def num_found(stock: Stock, chat: list[int]) -> int:
+def num_kept(stock: Stock, chat: list[int]) -> int:
+    """Return how many tokens of a chat memory or the disk has."""
     return max(stock.store.lookup(chat, "").num_tokens, reachable(stock, chat))
 
 
@@ -45,70 +46,70 @@ def dropped(stock: Stock) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("queue_bytes", [9 * MIB // 16, BLOCK_BYTES, 1000])
-def test_a_burst_gets_to_the_disk_through_a_small_queue(queue_bytes: int, tmp_path: Path) -> None:
+def test_burst_reaches_disk_through_small_queue(queue_bytes: int, tmp_path: Path) -> None:
     with store_on(tmp_path, hot_bytes=16 * MIB, queue_bytes=queue_bytes) as stock:
         fill(stock)
-        assert shrink_with_the_disk(stock, MIB) > 3
+        assert shrink_with_disk(stock, MIB) > 3
         assert stock.table.nbytes <= MIB
-        assert [num_found(stock, chat) for chat in CHATS] == [1024] * 10
+        assert [num_kept(stock, chat) for chat in CHATS] == [1024] * 10
         assert dropped(stock) == {}
 
 
-def test_the_ladder_and_the_disk_together_lose_nothing(tmp_path: Path) -> None:
-    ladder, goes_on = LadderConfig(by_pressure=True), threading.Event()
-    files = FaultyFiles(before={"sync": wait_for(goes_on)})
+def test_ladder_and_disk_together_lose_no_tokens(tmp_path: Path) -> None:
+    ladder, resumes = LadderConfig(by_pressure=True), threading.Event()
+    files = FaultyFiles(before={"sync": wait_for(resumes)})
     with store_on(tmp_path, hot_bytes=16 * MIB, queue_bytes=9 * MIB // 16, ladder=ladder, files=files) as stock:
         fill(stock)
-        # As long as the disk takes nothing, spans step down as far as they may; then the store waits for it.
+        # While the disk takes nothing, spans step down to the floors; then reclaiming waits for the disk.
         assert stock.reclaimer.shrink_to(MIB // 2, 0.0) == "steps_down"
         while not stock.transcoder.jobs.idle:
             stock.transcoder.jobs.run(1.0)
         assert stock.reclaimer.shrink_to(MIB // 2, 0.0) == "awaits_disk"
         assert set(stock.usage.usage().by_precision) == {"planes:4"}
         assert [stock.store.lookup(chat, "").num_tokens for chat in CHATS] == [1024] * 10
-        goes_on.set()
-        shrink_with_the_disk(stock, MIB // 2)
+        resumes.set()
+        shrink_with_disk(stock, MIB // 2)
         assert stock.table.nbytes <= MIB // 2
-        assert [num_found(stock, chat) for chat in CHATS] == [1024] * 10
+        assert [num_kept(stock, chat) for chat in CHATS] == [1024] * 10
         assert dropped(stock) == {}
 
 
-def test_memory_that_is_needed_now_is_not_waited_for_and_what_is_lost_is_counted(tmp_path: Path) -> None:
-    goes_on = threading.Event()
-    with store_on(tmp_path, queue_bytes=BLOCK_BYTES, files=FaultyFiles(before={"sync": wait_for(goes_on)})) as stock:
+def test_most_bytes_evicts_without_disk_and_counts_lost_tokens(tmp_path: Path) -> None:
+    resumes = threading.Event()
+    with store_on(tmp_path, queue_bytes=BLOCK_BYTES, files=FaultyFiles(before={"sync": wait_for(resumes)})) as stock:
         fill(stock)
         assert stock.reclaimer.shrink_to(MIB) == "awaits_disk"
         assert stock.table.nbytes == 10 * MIB
         stock.reclaimer.shrink_to(5 * MIB, most_bytes=5 * MIB)
         assert stock.table.nbytes <= 5 * MIB
-        # Of one of them the first block is in the queue.
+        # The queue has the first block of one evicted chat.
         assert dropped(stock) == {"disk_slow": 5 * 1024 - 256}
         assert stock.usage.count()["refused_disk_slow"] == 5
-        goes_on.set()
+        resumes.set()
 
 
-def test_what_the_disk_has_goes_rather_than_what_would_be_lost(tmp_path: Path) -> None:
-    goes_on, files = threading.Event(), FaultyFiles()
+def test_leaf_on_disk_is_evicted_before_leaf_that_would_be_lost(tmp_path: Path) -> None:
+    resumes, files = threading.Event(), FaultyFiles()
     with store_on(tmp_path, queue_bytes=4 * BLOCK_BYTES, files=files) as stock:
         fill(stock)
         newest = tuple(stock.table.entries)[-1]
         stock.offloader.add_entry(newest)
         settle(stock)
         assert written(stock) == 1024
-        # Whatever it is worth: the others are much older.
+        # The newest leaf is worth more than the others, which are much older.
         stock.candidates._clock.now_s += 1e6  # pyright: ignore[reportFunctionMemberAccess]
         stock.store.release(stock.store.lease(CHATS[-1], ""))
-        files.before = {"sync": wait_for(goes_on)}
+        files.before = {"sync": wait_for(resumes)}
         stock.reclaimer.shrink_to(stock.table.nbytes - 2 * MIB, most_bytes=stock.table.nbytes - 2 * MIB)
         assert stock.store.lookup(CHATS[-1], "").num_tokens == 0
         assert dropped(stock) == {}
-        goes_on.set()
+        resumes.set()
 
 
 @pytest.mark.parametrize(
     ("code", "reason"), [(errno.EIO, "disk_failed"), (errno.EROFS, "disk_failed"), (errno.ENOSPC, "disk_full")]
 )
-def test_a_disk_that_fails_holds_up_nobody(code: int, reason: str, tmp_path: Path) -> None:
+def test_failing_disk_does_not_hold_up_reclaim(code: int, reason: str, tmp_path: Path) -> None:
     with store_on(tmp_path, queue_bytes=BLOCK_BYTES, files=FaultyFiles(before={"sync": fail(code)})) as stock:
         fill(stock)
         stock.reclaimer.shrink_to(9 * MIB)
@@ -120,21 +121,21 @@ def test_a_disk_that_fails_holds_up_nobody(code: int, reason: str, tmp_path: Pat
         assert dropped(stock)[reason] >= 8 * 1024
 
 
-def test_a_disk_that_hangs_is_waited_for_once(tmp_path: Path) -> None:
-    goes_on = threading.Event()
-    files = FaultyFiles(before={"sync": wait_for(goes_on)})
+def test_reclaim_waits_for_hanging_disk_only_once(tmp_path: Path) -> None:
+    resumes = threading.Event()
+    files = FaultyFiles(before={"sync": wait_for(resumes)})
     with store_on(tmp_path, queue_bytes=BLOCK_BYTES, files=files, patience_s=0.2) as stock:
         fill(stock)
         assert stock.reclaimer.shrink_to(9 * MIB) == "awaits_disk"
         while stock.reclaimer.shrink_to(9 * MIB) == "awaits_disk":
             pass
-        # From now on no request waits.
+        # After its patience has run out, no reclaim waits.
         assert stock.reclaimer.shrink_to(MIB) == "done"
         assert dropped(stock)["disk_slow"] >= 8 * 1024
-        goes_on.set()
+        resumes.set()
 
 
-def test_what_is_not_written_by_choice_is_counted_so(tmp_path: Path) -> None:
+def test_tokens_left_unwritten_by_policy_are_counted_by_reason(tmp_path: Path) -> None:
     with store_on(tmp_path, second_touch=True) as stock:
         fill(stock)
         assert stock.reclaimer.shrink_to(9 * MIB) == "done"
@@ -145,8 +146,8 @@ def test_what_is_not_written_by_choice_is_counted_so(tmp_path: Path) -> None:
         assert set(dropped(stock)) == {"write_budget"}
 
 
-def test_what_found_the_queue_full_is_written_as_soon_as_there_is_room(tmp_path: Path) -> None:
-    """Also where no request comes that would need the memory."""
+def test_entry_that_met_full_queue_is_written_later(tmp_path: Path) -> None:
+    """The retry needs no further request."""
     with store_on(tmp_path, queue_bytes=BLOCK_BYTES) as stock:
         fill(stock)
         stock.offloader.offer_changed()
@@ -158,7 +159,7 @@ def test_what_found_the_queue_full_is_written_as_soon_as_there_is_room(tmp_path:
         assert [reachable(stock, chat) for chat in CHATS] == [1024] * 10
 
 
-def test_what_the_disk_has_too_goes_before_others_step_down(tmp_path: Path) -> None:
+def test_leaf_on_disk_is_evicted_before_others_step_down(tmp_path: Path) -> None:
     with store_on(tmp_path, ladder=LadderConfig(by_pressure=True)) as stock:
         fill(stock)
         stock.offloader.add_entry(tuple(stock.table.entries)[5])
@@ -166,13 +167,13 @@ def test_what_the_disk_has_too_goes_before_others_step_down(tmp_path: Path) -> N
         assert stock.reclaimer.shrink_to(9 * MIB, 0.0) == "done"
         assert stock.store.lookup(CHATS[5], "").num_tokens < 1024
         assert stock.usage.count()["stepped_down_spans"] == 0
-        # Now none of them is on the disk, and memory is still short.
+        # None of the others is on the disk, and memory is still short.
         stock.reclaimer.shrink_to(8 * MIB, 0.0)
         assert stock.usage.count()["stepped_down_spans"] > 0
 
 
-def test_what_is_in_use_is_not_thrown_out_just_because_the_disk_has_it(tmp_path: Path) -> None:
-    """Where the disk takes nothing that was asked for once, only what is asked for often is there."""
+def test_recently_used_leaf_on_disk_stays_in_memory(tmp_path: Path) -> None:
+    """A disk with second touch has only the leaves that are used often."""
     with store_on(tmp_path, second_touch=True) as stock:
         fill(stock)
         stock.candidates._clock.now_s += 1e6  # pyright: ignore[reportFunctionMemberAccess]
@@ -184,9 +185,9 @@ def test_what_is_in_use_is_not_thrown_out_just_because_the_disk_has_it(tmp_path:
         assert stock.store.lookup(CHATS[0], "").num_tokens == 1024
 
 
-def test_what_is_written_ahead_of_need_waits_for_the_disk_beside_streams(tmp_path: Path) -> None:
-    goes_on = threading.Event()
-    files = FaultyFiles(before={"sync": wait_for(goes_on)})
+def test_writes_ahead_of_need_wait_for_calm_disk_beside_streams(tmp_path: Path) -> None:
+    resumes = threading.Event()
+    files = FaultyFiles(before={"sync": wait_for(resumes)})
     queue_bytes = 16 * BLOCK_BYTES
     with store_on(tmp_path, queue_bytes=queue_bytes, files=files, disk_write="after-reply") as stock:
         fill(stock)
@@ -195,20 +196,20 @@ def test_what_is_written_ahead_of_need_waits_for_the_disk_beside_streams(tmp_pat
         queued_bytes = stock.disk.tier.writing().queue_bytes
         assert CALM_SHARE * queue_bytes < queued_bytes <= CALM_SHARE * queue_bytes + BLOCK_BYTES
         assert stock.background.has_work
-        goes_on.set()
+        resumes.set()
         while stock.background.has_work:
             settle(stock)
             assert stock.disk.tier.flush(60).is_empty
         assert [reachable(stock, chat) for chat in CHATS] == [1024] * 10
 
 
-def test_what_memory_must_let_go_waits_for_no_calm_disk(tmp_path: Path) -> None:
-    goes_on = threading.Event()
-    files = FaultyFiles(before={"sync": wait_for(goes_on)})
+def test_writes_under_pressure_do_not_wait_for_calm_disk(tmp_path: Path) -> None:
+    resumes = threading.Event()
+    files = FaultyFiles(before={"sync": wait_for(resumes)})
     with store_on(tmp_path, queue_bytes=16 * BLOCK_BYTES, files=files, disk_write="after-reply") as stock:
         fill(stock)
         while stock.background.has_work_beside_streams:
             stock.background.run_background(0)
         stock.reclaimer.shrink_to(stock.table.nbytes, 0.0)
         assert stock.background.has_work_beside_streams
-        goes_on.set()
+        resumes.set()

@@ -1,4 +1,4 @@
-"""Who steps down, and how far: the policy alone."""
+"""The ladder alone: which spans step down, and how far."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def token_bytes(bits: Bits) -> float:
 
 
 def edged_token_bytes(bits: Bits) -> float:
-    """Of four layers two keep at least 8 bits."""
+    """Return the bytes of a token where two of four layers keep at least 8 bits."""
     return 2 * (bits.k + bits.v + max(bits.k, 8) + max(bits.v, 8))
 
 
@@ -42,13 +42,13 @@ def step_down(
 
 
 def by_hand(spans: Sequence[SpanPrecision], need: float, floors: PrecisionFloors, size: Size) -> dict[int, Bits]:
-    """Every span looked at on every rung."""
+    """Choose the moves by trying every span at every step."""
     bits = {id_: span.bits for id_, span in enumerate(spans)}
-    for rung, side in ((rung, side) for rung in (8, 4, 2) for side in "vk"):
+    for step, side in ((step, side) for step in (8, 4, 2) for side in "vk"):
         for id_ in sorted(bits, key=lambda id_: spans[id_].used_s):
-            lowered = replace(bits[id_], **{side: min(rung, getattr(bits[id_], side))})
+            lowered = replace(bits[id_], **{side: min(step, getattr(bits[id_], side))})
             freed = spans[id_].num_tokens * (size(bits[id_]) - size(lowered))
-            if need > 0 and freed > 0 and rung >= getattr(floors, f"{side}_bits"):
+            if need > 0 and freed > 0 and step >= getattr(floors, f"{side}_bits"):
                 need -= freed
                 bits[id_] = lowered
     return {id_: after for id_, after in bits.items() if after != spans[id_].bits}
@@ -60,7 +60,7 @@ def by_hand(spans: Sequence[SpanPrecision], need: float, floors: PrecisionFloors
     FLOORS,
     st.sampled_from([token_bytes, edged_token_bytes]),
 )
-def test_moves_are_those_of_looking_at_every_span_on_every_rung(
+def test_ladder_chooses_same_moves_as_trial_of_every_span_at_every_step(
     spans: list[SpanPrecision], need: int, floors: PrecisionFloors, size: Size
 ) -> None:
     moves = step_down(spans, need, floors, size)
@@ -69,7 +69,9 @@ def test_moves_are_those_of_looking_at_every_span_on_every_rung(
 
 
 @given(st.lists(SPANS, max_size=8), st.integers(0, 20_000), FLOORS)
-def test_nothing_goes_up_or_below_its_floor(spans: list[SpanPrecision], need: int, floors: PrecisionFloors) -> None:
+def test_move_never_raises_bits_nor_falls_below_floor(
+    spans: list[SpanPrecision], need: int, floors: PrecisionFloors
+) -> None:
     for move in step_down(spans, need, floors).values():
         before, after = move.before, move.after
         assert after != before
@@ -78,7 +80,7 @@ def test_nothing_goes_up_or_below_its_floor(spans: list[SpanPrecision], need: in
 
 
 @given(st.lists(SPANS, max_size=8), st.integers(0, 20_000))
-def test_more_need_never_moves_less(spans: list[SpanPrecision], need: int) -> None:
+def test_larger_need_never_moves_spans_less(spans: list[SpanPrecision], need: int) -> None:
     less, more = step_down(spans, need, PrecisionFloors()), step_down(spans, need + 500, PrecisionFloors())
     for id_, move in less.items():
         assert more[id_].after.k <= move.after.k
@@ -86,26 +88,28 @@ def test_more_need_never_moves_less(spans: list[SpanPrecision], need: int) -> No
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), SPANS | st.none() | st.integers(0, 3000)), max_size=30))
-def test_the_ladder_goes_by_what_it_was_told_last(told: list[tuple[int, SpanPrecision | int | None]]) -> None:
+def test_ladder_after_updates_chooses_like_fresh_ladder(
+    operations: list[tuple[int, SpanPrecision | int | None]],
+) -> None:
     ladder: Ladder[int] = Ladder(PrecisionFloors(), token_bytes)
     known: dict[int, SpanPrecision] = {}
-    for id_, what in told:
-        if isinstance(what, SpanPrecision):
-            known[id_] = replace(what, used_s=float(id_))
+    for id_, operation in operations:
+        if isinstance(operation, SpanPrecision):
+            known[id_] = replace(operation, used_s=float(id_))
             ladder.put_span(id_, known[id_])
-        elif what is None:
+        elif operation is None:
             known.pop(id_, None)
             ladder.discard_span(id_)
         else:
             fresh: Ladder[int] = Ladder(PrecisionFloors(), token_bytes)
             for each, span in known.items():
                 fresh.put_span(each, span)
-            moves = ladder.choose(what)
-            assert moves == fresh.choose(what)
+            moves = ladder.choose(operation)
+            assert moves == fresh.choose(operation)
             known |= {move.id: replace(known[move.id], bits=move.after) for move in moves}
 
 
-def test_the_coldest_values_go_first_then_keys_then_the_next_rung() -> None:
+def test_oldest_values_step_down_first_then_keys_then_next_step() -> None:
     spans = [SpanPrecision(Bits(16, 16), 10, used_s=2.0), SpanPrecision(Bits(16, 16), 10, used_s=1.0)]
 
     def moved(need: int) -> dict[int, tuple[int, int]]:
@@ -122,18 +126,18 @@ def test_the_coldest_values_go_first_then_keys_then_the_next_rung() -> None:
     assert moved(10_000) == {1: (4, 4), 0: (4, 4)}
 
 
-def test_what_a_move_frees_is_what_the_layers_that_follow_it_free() -> None:
+def test_layers_that_keep_bits_free_nothing() -> None:
     spans = [SpanPrecision(Bits(8, 8), 10, used_s=i) for i in range(4)]
     moves = step_down(spans, 160, PrecisionFloors(), edged_token_bytes)
     assert {id_: move.after for id_, move in moves.items()} == {0: Bits(8, 4), 1: Bits(8, 4)}
 
 
 @given(st.lists(SPANS, max_size=8), st.integers(0, 20_000))
-def test_a_move_that_frees_nothing_is_not_made(spans: list[SpanPrecision], need: int) -> None:
+def test_move_that_frees_nothing_is_not_made(spans: list[SpanPrecision], need: int) -> None:
     assert step_down(spans, need, PrecisionFloors(), lambda bits: max(bits.k, 32) + max(bits.v, 32)) == {}
 
 
-def test_lengths_are_read_or_refused() -> None:
+def test_parse_lengths_reads_steps_and_refuses_errors() -> None:
     assert parse_lengths("16k=planes:8, 65536=planes:4") == ((16384, PlanesCodec(8)), (65536, PlanesCodec(4)))
     assert parse_lengths("") == ()
     for text in ("16k", "=planes:8", "k=planes:8", "64k=planes:4,16k=planes:8", "1k=planes:8,1024=planes:4"):

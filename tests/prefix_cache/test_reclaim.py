@@ -1,4 +1,4 @@
-"""What memory pressure takes: no more than is needed, and what went is remembered."""
+"""Reclaiming memory takes no more than is needed, and evicted prompts are remembered."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ CHAT_TOKENS = 1024
 CHAT_BYTES = CHAT_TOKENS * TOKEN_BYTES
 
 
-def stock_that_steps_down() -> Stock:
+def stepping_down_stock() -> Stock:
     options = CacheConfig(hot_bytes=64 * CHAT_BYTES, ladder=LadderConfig(by_pressure=True))
     identity = Identity("weights", "float32", tuple(spec.signature for spec in LAYOUT.flat()))
     return PrefixCache(LAYOUT, identity, options, partial(make_plan, LAYOUT))
 
 
-def targets(stock: Stock) -> dict[int, object]:
+def pending_plans(stock: Stock) -> dict[int, object]:
     return {place: stock.transcoder.precision.pending_plan(entry) for place, entry in enumerate(stock.table.entries)}
 
 
-def test_bytes_that_a_step_down_is_about_to_free_are_not_asked_for_again() -> None:
-    stock = stock_that_steps_down()
+def test_reclaim_counts_bytes_that_pending_step_downs_free() -> None:
+    stock = stepping_down_stock()
     for seed in range(8):
         store_tokens(stock, tokens(CHAT_TOKENS, seed))
     while not stock.transcoder.jobs.idle:
         stock.background.run_background(0)
     limit_bytes = stock.table.nbytes - 2 * CHAT_BYTES
     assert stock.reclaimer.shrink_to(limit_bytes, slice_s=0.0) == "steps_down"
-    first = targets(stock)
+    first = pending_plans(stock)
     assert 0 < sum(plan is not None for plan in first.values()) < 8
     for _ in range(3):
         assert stock.reclaimer.shrink_to(limit_bytes, slice_s=0.0) == "steps_down"
-    assert targets(stock) == first
+    assert pending_plans(stock) == first
 
 
-def test_several_evicted_prompts_are_all_explained_as_evicted() -> None:
+def test_explain_names_eviction_for_each_evicted_prompt() -> None:
     stock = new_stock()
     prompts = [tokens(CHAT_TOKENS, seed) for seed in range(3)]
     for prompt in prompts:
@@ -53,7 +53,7 @@ def test_several_evicted_prompts_are_all_explained_as_evicted() -> None:
     assert [stock.explain([*prompt, 5], "").ends_because for prompt in prompts] == ["evicted"] * 3
 
 
-def test_the_memory_of_evicted_prompts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_of_evicted_prompts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entry_table, "GHOST_TOKENS", 2 * CHAT_TOKENS)
     stock = new_stock()
     for seed in range(9):
