@@ -369,7 +369,7 @@ def test_a_long_match_comes_in_batches_within_the_bound_while_others_decode(
         first = answer(engine, "first", 4000)
     files = Watched()
     with engine_on(tmp_path, loaded, files=files, read_ahead_bytes=bound_bytes // 2) as engine:
-        cold = engine._thread.cold
+        cold = engine._thread.disk
         files.look = lambda: cold.tier.usage().unused_bytes + cold.loader.unused_bytes
         decodes = threading.Event()
         other = Reply(lambda event: decodes.set() if isinstance(event, TextDelta) else None)
