@@ -33,7 +33,7 @@ from tests.tiny import VOCAB, tiny_loaded
 
 
 def blocks_of(engine: Engine) -> DiskBlocks:
-    blocks = engine._thread.cold.tier.blocks
+    blocks = engine._thread.disk.tier.blocks
     assert isinstance(blocks, DiskBlocks)
     return blocks
 
@@ -243,7 +243,7 @@ def make_computing_take(loop: EngineCore, seconds: float) -> None:
 
 
 def disk_rates(engine: Engine) -> rates.Rates:
-    return engine._thread.cold.tier.rates
+    return engine._thread.disk.tier.rates
 
 
 @pytest.mark.cache_faults

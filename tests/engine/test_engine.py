@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import queue
 import random
 import threading
 import time
@@ -22,9 +21,11 @@ from kvstrata.engine import thread as engine_thread
 from kvstrata.engine.background import BackgroundPacer
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
+from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.request import Event, Failed, Finished, Request, Sampling, TextDelta
 from kvstrata.engine.runner import ModelRunner
 from kvstrata.engine.sequence import Sequence
+from kvstrata.engine.thread import TierEvent
 from kvstrata.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, NeverFits, QueueFull, Unavailable
 from kvstrata.layers import buffers
 from kvstrata.metrics import Metrics
@@ -248,18 +249,15 @@ def test_two_hundred_clients_that_leave_at_random_moments_leave_nothing_behind()
 
 
 def _settled_memory(engine: Engine) -> int:
-    """MLX's active memory once the engine has nothing in flight: asked for on its own thread, after all else."""
-    answer: queue.SimpleQueue[int] = queue.SimpleQueue()
+    """Return MLX's active memory after all background work, with an empty cache."""
 
-    def measure() -> None:
-        stock = engine._thread.loop.stock
-        while stock.background.has_work:
-            stock.background.run_background(1.0)
-        stock.evictor.clear()
-        answer.put(mx.get_active_memory())
+    def measure(loop: EngineCore) -> int:
+        while loop.stock.background.has_work:
+            loop.stock.background.run_background(1.0)
+        loop.stock.evictor.clear()
+        return mx.get_active_memory()
 
-    engine._thread.post(measure)
-    return answer.get(timeout=60)
+    return engine.ask(measure).result(60)
 
 
 class Brittle(nn.Module):
@@ -335,7 +333,7 @@ def test_a_command_that_fails_does_not_end_the_engine(caplog: pytest.LogCaptureF
         replies = [Reply() for _ in range(2)]
         for i, reply in enumerate(replies):
             engine.submit(request(f"r{i}", max_tokens=8000), reply.sink)
-        engine._thread.post(fail)
+        engine._thread.post(TierEvent(fail))
         assert all(isinstance(reply.wait(), Failed) for reply in replies)
         engine.submit(request("next"), (following := Reply()).sink)
         assert isinstance(following.wait(), Finished)

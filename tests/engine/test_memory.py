@@ -45,7 +45,7 @@ def shares_of_a_start(architecture: str) -> MemoryPlan:
     engine = Engine(tiny_loaded(architecture), limits, Metrics())
     engine.start()
     engine.stop()
-    return engine._thread.shares
+    return engine._thread.memory_plan
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
@@ -235,7 +235,7 @@ def test_mlx_stays_within_the_limit_with_its_cache_while_kv_is_encoded() -> None
                 prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(200, 1000)))
                 engine.submit(Request(f"r{i}", prompt, 8, GREEDY), sink)
             assert all(end.wait(120) for end in ended)
-        shares = engine._thread.shares
+        shares = engine._thread.memory_plan
     finally:
         engine.stop()
     assert watch.most_kv_bytes > shares.kv_bytes / 2  # it was a load

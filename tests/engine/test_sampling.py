@@ -18,7 +18,7 @@ from hypothesis.extra.numpy import arrays
 
 from kvstrata.engine import sampling as sampling_module
 from kvstrata.engine.request import Sampling
-from kvstrata.engine.runner import PendingStep, _inputs
+from kvstrata.engine.runner import PendingStep, step_inputs
 from kvstrata.engine.sampling import Sampler, sample
 
 VOCAB = 40
@@ -264,7 +264,7 @@ def test_a_batch_that_changes_needs_none_either() -> None:
     )
     before = PendingStep((1, 2, 3), sampled, began_s=0.0)
     rows: Any = [SimpleNamespace(id=id_, token=token) for id_, token in ((3, None), (4, 7), (1, None))]
-    tokens = _inputs(rows, before)
+    tokens = step_inputs(rows, before)
     found = operations(tokens)
     assert "Concatenate" in found
     assert not found & COMPILED_LATE

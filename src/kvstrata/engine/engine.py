@@ -1,6 +1,6 @@
-"""The engine as other threads see it: hand in requests and cancellations, get events back through each request's sink.
+"""The engine as other threads see it: submit and cancel requests, and receive events through each request's sink.
 
-One thread owns MLX and runs the loop; what crosses to it goes through a queue.
+One thread owns MLX and runs the engine core. The engine posts commands to that thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvstrata.engine.config import EngineLimits, KvConfig, TierConfig, half_of_p
 from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.request import EngineState, Event, Failed, Finished, Request, Sink
 from kvstrata.engine.sequence import Sequence
-from kvstrata.engine.thread import EngineThread
+from kvstrata.engine.thread import EndRequest, EngineThread, Submit
 from kvstrata.errors import ContextTooLong, InvalidRequest, QueueFull, RequestError, Unavailable
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
@@ -41,60 +41,67 @@ T = TypeVar("T")
 
 
 class Engine:
+    """Requests of all clients on one model. Every method may be called from any thread."""
+
     def __init__(
         self,
         loaded: LoadedModel,
         limits: EngineLimits,
         metrics: Metrics,
-        storage: KvConfig | None = None,
+        kv_config: KvConfig | None = None,
         disk: DiskOptions | None = None,
         files: Files | None = None,
         *,
         remote: RemoteOptions | None = None,
         watcher: CacheListener | None = None,
     ) -> None:
-        """Of `disk` to `watcher`: see `Outside`."""
+        """`disk`, `files`, `remote` and `watcher` are the fields of `TierConfig`."""
         self._limits = limits
         self._metrics = metrics
         self._thread = EngineThread(
-            loaded, limits, metrics, storage or KvConfig(), TierConfig(disk, files, remote, watcher)
+            loaded, limits, metrics, kv_config or KvConfig(), TierConfig(disk, files, remote, watcher)
         )
-        self._lock = threading.Lock()  # guards the next three
-        self._open: dict[str, str] = {}  # submitted and not ended: id to owner
-        self._num_open: Counter[str] = Counter()  # of each owner
+        self._lock = threading.Lock()  # guards _open, _num_open and _accepting
+        self._open: dict[str, str] = {}  # owner of each request that has not ended, by request id
+        self._num_open: Counter[str] = Counter()  # open requests of each owner
         self._accepting = False
         self._arrivals = itertools.count()
 
     def start(self) -> None:
-        """Blocks until the model was probed; raises what went wrong."""
+        """Start the engine's thread, and wait until it can serve. Raises the error that prevents it."""
         self._thread.start()
         with self._lock:
             self._accepting = True
 
     def submit(self, request: Request, sink: Sink) -> None:
+        """Queue a request. The engine's thread calls `sink` with every event. Raises RequestError for a refusal."""
         with self._counting_refusals():
             self._enqueue(request, sink)
         self._metrics.prompt_tokens.inc(len(request.prompt))
 
     def require_place(self, owner: str = "") -> None:
-        """Raises what `submit` would raise now for any request of this owner: for callers who have work to do before
-        they submit."""
+        """Raise what `submit` would raise now for any request of this owner.
+
+        For callers with work to do before they submit.
+        """
         with self._counting_refusals(), self._lock:
             self._require_place(owner)
 
     def cancel(self, request_id: str) -> None:
-        self._thread.post(lambda: self._thread.loop.executor.end_request(request_id, "cancelled"))
+        """End a request whose client has left."""
+        self._thread.post(EndRequest(request_id, "cancelled"))
 
     def finish_early(self, request_id: str) -> None:
-        """The reply is complete as it is, though the model would go on."""
-        self._thread.post(lambda: self._thread.loop.executor.end_request(request_id, "stop"))
+        """End a request whose reply is complete although the model would go on."""
+        self._thread.post(EndRequest(request_id, "stop"))
 
     def drain(self) -> None:
-        """Take no new requests; those that wait or run go on."""
+        """Refuse new requests. Waiting and running requests go on."""
         with self._lock:
             self._accepting = False
 
     def idle(self) -> bool:
+        """Whether every request has ended."""
         with self._lock:
             return not self._open
 
@@ -103,10 +110,12 @@ class Engine:
         return self._thread.alive
 
     def stop(self) -> None:
+        """Fail all requests, write the cache to its tiers, and end the engine's thread."""
         self.drain()
         self._thread.stop()
 
     def state(self) -> EngineState:
+        """Return the state as of the last step."""
         return self._thread.state
 
     @property
@@ -115,17 +124,18 @@ class Engine:
 
     @property
     def identity(self) -> Identity:
-        """By which it names what it stores."""
+        """Identity of the model, by which cached blocks are named."""
         return identity_of(self._thread.served)
 
     @property
     def resumes_at_checkpoints(self) -> bool:
-        """Whether it matters to know where later requests will part from a prompt."""
+        """Whether the model resumes only at checkpoints, so that `Request.resume_at` matters."""
         return needs_marks(self._thread.served.layout)
 
     def props(self) -> dict[str, Any]:
+        """Return the engine's part of GET /props."""
         served = self._thread.served
-        layout, budget, storage = served.layout, served.budget, served.storage
+        layout, budget, kv_config = served.layout, served.budget, served.storage
         return {
             "layers": layout.count_by_kind(),
             "attention": {
@@ -136,11 +146,11 @@ class Engine:
             },
             "key_means": layout.turning(),
             "max_kv_size": self._limits.max_kv_size,
-            "kv": {"k": storage.k.name, "v": storage.v.name, "dtype": served.loaded.dtype},
+            "kv": {"k": kv_config.k.name, "v": kv_config.v.name, "dtype": served.loaded.dtype},
             "kv_bytes_per_token": budget.token_bytes,
             "kv_bytes_per_sequence": budget.fixed_bytes,
             "kv_budget_bytes": budget.total_bytes,
-            "memory": dataclasses.asdict(self._thread.shares),
+            "memory": dataclasses.asdict(self._thread.memory_plan),
             "context_tokens": self.context_tokens,
             "max_running": self._limits.max_running,
             "max_waiting": self._limits.max_waiting,
@@ -151,12 +161,12 @@ class Engine:
         return BundleTransfer(self._thread, self._thread.served.loaded, self._thread.loop.stock.table.max_bytes)
 
     def ask(self, question: Callable[[EngineCore], T]) -> Future[T]:
-        """Have the engine's thread answer something between two steps."""
+        """Have the engine thread call a function with the engine core between two steps."""
         return self._thread.ask(question)
 
     def ask_cache(self, question: Callable[[CacheApi], T]) -> Future[T]:
-        """Have the engine's thread answer a question about the cache between two steps."""
-        return self._thread.ask(lambda loop: question(CacheApi(loop)))
+        """Have the engine thread answer a question about the cache between two steps."""
+        return self._thread.ask(lambda core: question(CacheApi(core)))
 
     def _enqueue(self, request: Request, sink: Sink) -> None:
         max_tokens, owner = self._check(request), owner_of(request.salt)
@@ -165,8 +175,8 @@ class Engine:
                 raise InvalidRequest(f"A request with the id {request.id!r} is running already.")
             self._require_place(owner)
             sequence = Sequence(request, self._closing(request.id, sink), max_tokens, next(self._arrivals))
-            # Under the lock: a stop that comes now finds it.
-            if not self._thread.post(lambda: self._thread.loop.executor.enqueue_sequence(sequence)):
+            # Posted under the lock: the request is open before its first event can close it.
+            if not self._thread.post(Submit(sequence)):
                 raise Unavailable("The engine has stopped. Restart the server; its log says why.")
             self._open[request.id] = owner
             self._num_open[owner] += 1
@@ -192,7 +202,10 @@ class Engine:
             raise
 
     def _closing(self, request_id: str, sink: Sink) -> Sink:
-        """The request's sink. We see its last event first: the client that gets it may submit the next at once."""
+        """Return a sink that frees the request's id before it passes the last event on.
+
+        The client may submit its next request as soon as it receives that event.
+        """
 
         def emit(event: Event) -> None:
             if isinstance(event, Finished | Failed):
@@ -201,7 +214,7 @@ class Engine:
             try:
                 sink(event)
             except Exception:
-                # One client's sink must not cost the others their replies.
+                # A fault in the sink of one client must not fail the requests of others.
                 log.exception("the sink of %s failed", request_id)
 
         return emit
@@ -214,7 +227,7 @@ class Engine:
                 del self._num_open[owner]
 
     def _check(self, request: Request) -> int:
-        """Refuse what can never be served; tell how long the reply may get."""
+        """Refuse a request that can never be served. Return the most tokens of its reply."""
         if not request.prompt:
             raise InvalidRequest("The prompt is empty.", param="prompt")
         if request.max_tokens < 1:

@@ -1,6 +1,6 @@
-"""Values that cross between server and engine: a request one way, events the other.
+"""Values that cross between server and engine: requests to the engine, events and state from it.
 
-They know nothing of HTTP, text or MLX arrays. All are immutable, so any thread may hold them.
+The module knows nothing of HTTP, text templates or MLX arrays. All values are immutable, so any thread may hold them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ from kvstrata.grammar.grammars import Grammar
 from kvstrata.prefix_cache.keys import TokenIds
 from kvstrata.sizes import Size
 
+# Ids of a prompt that are compared with the prompt's array.
 COMPARED_IDS = 64
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
-# broken: the engine could not go on. pinned: what it needs is pinned, and another try would find it so. grammar: it
-# asks for more than can be followed
+# broken: the engine failed. pinned: pins hold the memory that the request needs, so a retry would fail, too.
+# grammar: the grammar cannot be followed further.
 FailReason = Literal["broken", "pinned", "grammar"]
 
 
 @dataclass(frozen=True)
 class Sampling:
+    """Sampling settings of a request."""
+
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 is off
@@ -33,44 +36,46 @@ class Sampling:
     frequency_penalty: float = 0.0  # over the reply
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
-    num_logprobs: int | None = None  # None: no logprobs; 0: the chosen token's only; n: and the n most likely
+    num_logprobs: int | None = None  # None: no logprobs; 0: of the sampled token; n: also of the n most likely
 
 
 @dataclass(frozen=True)
 class PinRequest:
-    """What of a prompt is to stay for some time, within a quota."""
+    """Beginning of a prompt that the client wants pinned for some time, within a quota."""
 
     ttl_s: float
     num_tokens: int
-    quota: Size  # of the memory for stored KV: what all pins of the salt's owner may take
+    quota: Size  # most memory for cached KV that all pins of the salt's owner may take
 
 
 @dataclass(frozen=True)
 class Request:
+    """A generation request: prompt, sampling settings, and the conditions that end the reply."""
+
     id: str
     prompt: tuple[int, ...]
     max_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()  # end the reply and are not shown (the model's end-of-sequence ids)
-    # Part the reply's text: no character or stop string reaches across, and each comes as a piece without text.
+    # Ids that separate the reply's text: no character or stop string spans them, and their own delta has no text.
     break_ids: frozenset[int] = frozenset()
-    continues_prompt: bool = False  # a plain completion: the reply's text goes on where the prompt's ends
-    open_ended: bool = False  # the client named no max_tokens: as much of it as memory allows will do
-    salt: str = ""  # requests with different salts never share cached state
-    session: str = ""  # requests of one name belong together, under one salt; empty: it belongs to none
-    resume_at: tuple[int, ...] = ()  # positions in the prompt where later requests are likely to part from it
+    continues_prompt: bool = False  # plain completion: the reply's text continues that of the prompt
+    open_ended: bool = False  # the client gave no max_tokens: memory may allow fewer
+    salt: str = ""  # requests with different salts never share KV
+    session: str = ""  # requests of one session and salt belong together; empty: none
+    resume_at: tuple[int, ...] = ()  # positions in the prompt where later requests are likely to diverge
     pin: PinRequest | None = None
-    grammar: Grammar | None = None  # what the reply is held to; its end must be among the `stop_ids`
-    grammar_after: tuple[int, ...] = ()  # it begins after these ids in a row (the end of thinking); none: at once
-    # The prompt as the index wants it, if the caller has made that: it takes the engine's thread 5 ms for 100,000 ids.
+    grammar: Grammar | None = None  # of the reply; the id that ends it must be in `stop_ids`
+    grammar_after: tuple[int, ...] = ()  # the grammar begins after these ids in a row (end of thinking); empty: at once
+    # The prompt as an array, made on a worker thread: it would take the engine's thread 5 ms for 100,000 ids.
     prompt_ids: TokenIds | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         ids = self.prompt_ids
         if ids is None:
             return
-        # Of one that is as long, some tokens across all of it: comparing every one would take as long as making it.
+        # Compare a sample: a comparison of every id would take as long as making the array.
         step = max(1, len(ids) // COMPARED_IDS)
         if len(ids) != len(self.prompt) or tuple(ids[::step]) != self.prompt[::step]:
             raise ValueError("prompt_ids are those of another prompt")
@@ -78,6 +83,8 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprob:
+    """Log-probability of a sampled token, and of the most likely tokens in its place."""
+
     id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (id, logprob), most likely first
@@ -85,13 +92,13 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class PrefillProgress:
-    """Progress of a prompt: `done` of `total` tokens, those found in the cache included."""
+    """Progress of a prompt's prefill: `num_done` of `num_total` tokens, cached tokens included."""
 
     num_done: int
     num_total: int
-    num_cached: int = 0  # of those that are done: not computed for this request
-    miss_reason: str = ""  # why not more was cached; empty: all that can be was
-    unpinned_reason: str = ""  # why it will not be pinned as asked; empty: it will be, or the request asks for no pin
+    num_cached: int = 0  # of `num_done`: not computed for this request
+    miss_reason: str = ""  # why no more tokens were cached; empty: all that can be cached were
+    unpinned_reason: str = ""  # why the prompt will not be pinned; empty: it will be, or no pin was requested
 
 
 @dataclass(frozen=True)
@@ -105,22 +112,26 @@ class TextDelta:
 
 @dataclass(frozen=True)
 class TokenUsage:
+    """Token counts of a request, for the client."""
+
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # prompt tokens that were really not computed
+    cached_tokens: int = 0  # prompt tokens that were not computed
     completion_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class Finished:
+    """Last event of a request that ended as intended."""
+
     reason: FinishReason
     usage: TokenUsage
-    stop: str = ""  # the stop string that ended the reply; empty: none did
-    ids: tuple[int, ...] = ()  # the reply as it was sampled, with the id that ended it
+    stop: str = ""  # stop string that ended the reply; empty: none
+    ids: tuple[int, ...] = ()  # all sampled ids, with the id that ended the reply
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The request ended without a result. `message` is fit for a client."""
+    """Last event of a request that failed. `message` is fit for a client."""
 
     message: str
     reason: FailReason = "broken"
@@ -128,18 +139,18 @@ class Failed:
 
 Event = PrefillProgress | TextDelta | Finished | Failed
 
-# Called on the engine's thread: must not block and must not raise.
+# Receives the events of a request on the engine's thread. Must not block and must not raise.
 Sink = Callable[[Event], None]
 
 
 @dataclass(frozen=True)
 class EngineState:
-    """A picture of the engine, taken between two steps."""
+    """Snapshot of the engine between two steps."""
 
     waiting: int = 0
     prefilling: int = 0
-    running: int = 0  # those that decode, and those that prefill
-    kv_bytes: int = 0  # of running sequences, and stored
+    running: int = 0  # sequences that prefill or decode
+    kv_bytes: int = 0  # of running sequences and cached entries
     cached_bytes: int = 0
     kv_budget_bytes: int = 0
     active_bytes: int = 0

@@ -1,8 +1,9 @@
-"""Forward passes: chunks of prompts, one token for every row of the batch, or both in one.
+"""Forward passes: prompt chunks, one token per row, or both.
 
-Knows the model and the sequences' caches; does not know requests. Decoding is pipelined: `launch` takes the tokens of
-the step before as they are, computed or not, so the device always has a step to work on while the host reads the last.
-Rows that follow a grammar need those tokens before theirs can be drawn: the pass is started first, then they are read.
+The runner knows the model and the caches of sequences; it does not know requests. Decoding is pipelined: `launch`
+reads the tokens of the pending step on the device, computed or not, so that the device runs one step while the host
+reads the step before. A row with a grammar needs its pending token on the host before its next token can be drawn:
+`launch` starts the pass first, then reads the pending step.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from kvstrata.layers.sequence import Prefix, SequenceCache
 
 log = logging.getLogger(__name__)
 
-# Rows of the largest step that is traced before a request comes.
+# Rows of the largest step that is traced at the start.
 MAX_TRACED_ROWS = 32
 
 
 @dataclass(frozen=True)
 class GrammarState:
-    """The grammar of a row. `num_known`: tokens of the reply without the one in flight; the matcher has them all."""
+    """Grammar of a row. `num_known`: reply tokens before the pending one, all of which the matcher has consumed."""
 
     matcher: Matcher
     num_known: int
@@ -43,18 +44,18 @@ class GrammarState:
 
 @dataclass(frozen=True)
 class BatchRow:
-    """One sequence in a step. `token` is its next input; None: what the step in flight gives it."""
+    """One sequence in a step. `token`: its next input; None: the token that the pending step samples."""
 
     id: int
     cache: SequenceCache
     sampler: Sampler
     token: int | None
-    grammar: GrammarState | None = None  # None: any token may come
+    grammar: GrammarState | None = None  # None: every token is allowed
 
 
 @dataclass(frozen=True)
 class PromptChunk:
-    """The next tokens of a sequence's prompt."""
+    """Next tokens of a sequence's prompt."""
 
     id: int
     cache: SequenceCache
@@ -63,16 +64,18 @@ class PromptChunk:
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step in flight: `ids` are its rows."""
+    """A launched step that the host has not read. `ids`: sequences of its rows."""
 
     ids: tuple[int, ...]
     sampled: Sampled
     began_s: float
-    num_prompt_tokens: int = 0  # prompt tokens
-    failures: dict[int, str] = field(default_factory=dict)  # by id: why a row's token is not to be used
+    num_prompt_tokens: int = 0  # of chunks in the same pass
+    failures: dict[int, str] = field(default_factory=dict)  # reasons why tokens are invalid, by id of the sequence
 
 
 class ModelRunner:
+    """Runs forward passes of one model. Owns the batch: the caches of all rows, joined for steps."""
+
     def __init__(self, model: Any, layout: Layout) -> None:
         self._model = model
         self._layout = layout
@@ -96,13 +99,13 @@ class ModelRunner:
         return SequenceCache(self._layout, self._model, capacity, prefix, raw_tokens)
 
     def prefill(self, cache: SequenceCache, tokens: Sequence[int]) -> None:
-        """Compute KV for `tokens`. No logits: no code reads them, so the output layer never runs."""
+        """Compute KV for `tokens`. MLX is lazy and no code reads the logits, so the output layer never runs."""
         self._model(mx.array([tokens]), cache=PromptCaches(cache.caches()))
         cache.end_pass(len(tokens))
         mx.eval(cache.arrays())
 
     def prefill_together(self, chunks: Sequence[PromptChunk]) -> None:
-        """As `prefill`, of several sequences in one pass: only if it `mixes`."""
+        """Compute KV for chunks of several sequences in one pass. Needs a runner that `mixes`."""
         mixed = MixedPass([(chunk.cache, len(chunk.tokens)) for chunk in chunks], None)
         self._model(mx.array([token for chunk in chunks for token in chunk.tokens])[:, None], cache=mixed.begin())
         mixed.end()
@@ -110,96 +113,96 @@ class ModelRunner:
 
     @property
     def mixes(self) -> bool:
-        """Whether chunks may ride along with a decode step, and several with each other."""
+        """Whether one pass may have several chunks, and chunks beside rows that decode."""
         return self._layout.mixes
 
     def launch(
-        self, rows: Sequence[BatchRow], before: PendingStep | None, riding: Sequence[PromptChunk] = ()
+        self, rows: Sequence[BatchRow], pending: PendingStep | None, chunks: Sequence[PromptChunk] = ()
     ) -> PendingStep:
-        """Start one token for every row. `riding` goes through the same pass: only if it `mixes`."""
+        """Start a step: one token for every row. `chunks` share its pass, which needs a runner that `mixes`."""
         began_s = time.perf_counter()
-        tokens = _inputs(rows, before)
-        logits = self._forward_mixed(rows, tokens, riding) if riding else self._forward(rows, tokens)
-        written = [chunk.cache.arrays() for chunk in riding]
+        tokens = step_inputs(rows, pending)
+        logits = self._forward_mixed(rows, tokens, chunks) if chunks else self._forward(rows, tokens)
+        written = [chunk.cache.arrays() for chunk in chunks]
         allowed = Allowed()
         if any(row.grammar is not None for row in rows):
             mx.async_eval(logits, self._state_arrays(rows), written)
-            allowed = self._allowed(rows, before, vocab_size=logits.shape[-1])
+            allowed = self._allowed_tokens(rows, pending, vocab_size=logits.shape[-1])
         sampled = sample(logits, [row.sampler for row in rows], allowed.tokens)
         changed = [array for row in rows for array in row.sampler.arrays()]
         mx.async_eval(sampled.arrays(), changed, self._state_arrays(rows), written)
-        num_riding = sum(len(chunk.tokens) for chunk in riding)
-        failures = {rows[place].id: why for place, why in allowed.failures.items()}
-        return PendingStep(tuple(row.id for row in rows), sampled, began_s, num_riding, failures)
+        num_prompt_tokens = sum(len(chunk.tokens) for chunk in chunks)
+        failures = {rows[index].id: reason for index, reason in allowed.failures.items()}
+        return PendingStep(tuple(row.id for row in rows), sampled, began_s, num_prompt_tokens, failures)
 
-    def _allowed(self, rows: Sequence[BatchRow], before: PendingStep | None, vocab_size: int) -> Allowed:
-        """What may follow the tokens of the step before, which it waits for."""
-        ahead = any(row.grammar is not None and row.token is None for row in rows)
-        tokens = dict(zip(before.ids, before.sampled.read(), strict=True)) if before and ahead else {}
+    def _allowed_tokens(self, rows: Sequence[BatchRow], pending: PendingStep | None, vocab_size: int) -> Allowed:
+        """Return the tokens that the grammars allow next. Waits for the pending step where a grammar needs it."""
+        needs_pending = any(row.grammar is not None and row.token is None for row in rows)
+        tokens = dict(zip(pending.ids, pending.sampled.read(), strict=True)) if pending and needs_pending else {}
         matchers: list[Matcher | None] = [None] * len(rows)
         failures: dict[int, str] = {}
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             if row.grammar is None:
                 continue
             try:
                 if row.token is None:
                     row.grammar.matcher.consume(row.grammar.num_known, tokens[row.id])
-                matchers[place] = row.grammar.matcher
+                matchers[index] = row.grammar.matcher
             except Exception as error:
                 log.exception("A grammar failed")
-                failures[place] = shortened(repr(error))
-        allowed = self._fill(matchers, vocab_size)
+                failures[index] = shortened(repr(error))
+        allowed = self._fill_masks(matchers, vocab_size)
         return Allowed(allowed.tokens, {**failures, **allowed.failures})
 
-    def _fill(self, matchers: Sequence[Matcher | None], vocab_size: int) -> Allowed:
-        """Masks of all rows in one call; where that raises, row by row: only the one that raises again fails."""
+    def _fill_masks(self, matchers: Sequence[Matcher | None], vocab_size: int) -> Allowed:
+        """Fill the masks of all rows in one call. Where it raises, fill row by row, and fail the rows that raise."""
         try:
             return self._masks.fill(matchers, vocab_size)
         except Exception:
             log.exception("Masks of a batch could not be made together")
         tokens, failures = np.ones((len(matchers), vocab_size), np.bool_), dict[int, str]()
-        for place, matcher in enumerate(matchers):
+        for index, matcher in enumerate(matchers):
             try:
-                alone = self._masks.fill([matcher], vocab_size)
+                single = self._masks.fill([matcher], vocab_size)
             except Exception as error:
                 log.exception("A grammar failed")
-                failures[place] = shortened(repr(error))
+                failures[index] = shortened(repr(error))
             else:
-                if alone.failures:
-                    failures[place] = alone.failures[0]
-                if alone.tokens is not None:
-                    tokens[place] = alone.tokens[0]
+                if single.failures:
+                    failures[index] = single.failures[0]
+                if single.tokens is not None:
+                    tokens[index] = single.tokens[0]
         return Allowed(tokens, failures)
 
     @property
     def plans_steps(self) -> bool:
-        """Whether what a step reads is found before it, and again when it is stored in another way."""
+        """Whether the reads of a step are planned before it, and again after KV was transcoded."""
         return self._compiled is not None
 
     @property
     def planning_s(self) -> float:
-        """How long that took for the last step."""
+        """Seconds that the plan of the last step took; 0: it was reused or there is none."""
         return self._batch.planning_s if self._batch else 0.0
 
-    def trace_steps(self, most_rows: int) -> None:
-        """Run a compiled step of each number of rows: the first of each is traced, which takes as long as several."""
+    def trace_steps(self, max_rows: int) -> None:
+        """Run a compiled step of each number of rows, because tracing the first step takes as long as several steps."""
         if self._compiled is None:
             return
-        for num_rows in range(1, min(most_rows, MAX_TRACED_ROWS) + 1):
-            # Rows may share a sequence here: no code reads what they write.
+        for num_rows in range(1, min(max_rows, MAX_TRACED_ROWS) + 1):
+            # All rows share one cache, because no code reads the tokens that they write.
             batch = BatchCache([self.new_cache(num_rows)] * num_rows)
             self._compiled.run(mx.zeros((num_rows,), mx.int32), batch)
             batch.end_plan()
 
     def disband(self) -> None:
-        """Give every sequence of the batch its own state back."""
+        """Dissolve the batch: give every sequence its own recurrent state back."""
         if self._batch is not None:
             self._batch.release()
             self._batch = None
 
     def abandon(self) -> None:
-        """Forget the batch as it is: its sequences are at an end, and what it holds may not be computable."""
-        # What is in flight may read through addresses, of which MLX knows nothing.
+        """Drop the batch without giving states back: its sequences have ended, and its arrays may be invalid."""
+        # Wait for kernels that read through addresses, because MLX does not keep their arrays alive.
         with suppress(RuntimeError):
             mx.synchronize()
         self._batch = None
@@ -217,11 +220,11 @@ class ModelRunner:
         return logits[:, -1]
 
     def _forward_mixed(
-        self, rows: Sequence[BatchRow], tokens: mx.array, riding: Sequence[PromptChunk]
+        self, rows: Sequence[BatchRow], tokens: mx.array, chunks: Sequence[PromptChunk]
     ) -> mx.array:  # -> [rows, vocab]
-        chunks = [(chunk.cache, len(chunk.tokens)) for chunk in riding]
-        mixed = MixedPass(chunks, self._batch_of(rows), is_planned=self._layout.compiles)
-        prompts = mx.array([token for chunk in riding for token in chunk.tokens], mx.int32)
+        sizes = [(chunk.cache, len(chunk.tokens)) for chunk in chunks]
+        mixed = MixedPass(sizes, self._batch_of(rows), is_planned=self._layout.compiles)
+        prompts = mx.array([token for chunk in chunks for token in chunk.tokens], mx.int32)
         inputs = mx.concatenate([prompts, tokens])
         logits = self._model(inputs[:, None], cache=mixed.begin())
         mixed.end()
@@ -243,16 +246,17 @@ class ModelRunner:
         return self._batch.states() if self._batch else [array for row in rows for array in row.cache.states()]
 
 
-def _inputs(rows: Sequence[BatchRow], before: PendingStep | None) -> mx.array:
-    if before is not None and tuple(row.id for row in rows) == before.ids and all(row.token is None for row in rows):
-        return before.sampled.tokens
-    places = {id_: place for place, id_ in enumerate(before.ids)} if before else {}
+def step_inputs(rows: Sequence[BatchRow], pending: PendingStep | None) -> mx.array:  # [rows]
+    """Return the next input of each row: a known token, or the token that the pending step samples."""
+    if pending is not None and tuple(row.id for row in rows) == pending.ids and all(row.token is None for row in rows):
+        return pending.sampled.tokens
+    index_of = {id_: index for index, id_ in enumerate(pending.ids)} if pending else {}
     tokens = []
     for row in rows:
         if row.token is not None:
             tokens.append(mx.array([row.token], mx.int32))
         else:
-            assert before is not None
-            # A slice: MLX gathers by a number, on CUDA with a kernel that it first has to compile.
-            tokens.append(before.sampled.tokens[places[row.id] : places[row.id] + 1])
+            assert pending is not None
+            # A slice instead of an index: for an index MLX gathers, on CUDA with a kernel that it first compiles.
+            tokens.append(pending.sampled.tokens[index_of[row.id] : index_of[row.id] + 1])
     return mx.concatenate(tokens)

@@ -1,10 +1,8 @@
-"""From logits to tokens, each row of the batch by its own rules, all on the device.
+"""Sampling: tokens from logits, each row of the batch with its own settings, on the device.
 
-The order is that of transformers: bias and penalties, temperature, top-k, top-p of what top-k leaves, min-p, draw; what
-a grammar does not allow is left out before the temperature. The
-draw inverts the cumulative distribution at one uniform number for each row, and that number comes from the request's
-own generator on the host: so a seed gives the same tokens whatever else is in the batch, and nothing random lives on
-the device.
+The order is that of transformers: bias and penalties, grammar mask, temperature, top-k, top-p of the tokens that top-k
+keeps, min-p, draw. The draw inverts the cumulative distribution at one uniform number per row. The request's own
+generator on the host gives that number, so a seed gives the same tokens in any batch.
 """
 
 from __future__ import annotations
@@ -18,22 +16,22 @@ import numpy as np
 
 from kvstrata.engine.request import Sampling, TokenLogprob
 
-# Below this the largest logit is all that is left, and dividing by it would overflow.
+# Below this temperature only the largest logit matters, and a division by the temperature would overflow.
 _GREEDY_BELOW = 1e-5
-# One bit less than a float32 holds: u * total then stays below total, and a draw never runs past the last token.
+# One bit less than a float32 has: u * total then stays below total, and no draw runs past the last token.
 _DRAW_BITS = 23
 
 
 class Sampler:
-    """The sampling state of one request: its random numbers, and what it has seen so far."""
+    """Sampling state of one request: its random numbers and the tokens seen so far."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int], vocab_size: int) -> None:
         self.sampling = sampling
         self._random = random.Random(sampling.seed)
         self._bias = _dense_bias(sampling, vocab_size)
-        self._seen = _marks(prompt, vocab_size) if sampling.repetition_penalty != 1.0 else None  # [vocab]
+        self._seen = _token_mask(prompt, vocab_size) if sampling.repetition_penalty != 1.0 else None  # [vocab]
         counts_reply = sampling.presence_penalty or sampling.frequency_penalty
-        self._counts = mx.zeros((vocab_size,)) if counts_reply else None  # [vocab], of the reply
+        self._counts = mx.zeros((vocab_size,)) if counts_reply else None  # [vocab], tokens of the reply
 
     @property
     def greedy(self) -> bool:
@@ -41,12 +39,15 @@ class Sampler:
 
     @property
     def adjusts(self) -> bool:
+        """Whether bias or penalties change the logits."""
         return self._bias is not None or self._seen is not None or self._counts is not None
 
     def draw(self) -> float:
+        """Return the next uniform number of the request."""
         return self._random.getrandbits(_DRAW_BITS) / 2**_DRAW_BITS
 
     def adjust(self, logits: mx.array) -> mx.array:  # [1, vocab]
+        """Apply bias and penalties."""
         if self._bias is not None:
             logits = logits + self._bias
         if self._seen is not None:
@@ -58,7 +59,7 @@ class Sampler:
         return logits
 
     def record(self, token: mx.array) -> None:  # [1]
-        """`token`, maybe not computed yet, is part of the reply from now on."""
+        """Count a token of the reply for the penalties. The token may still be computed."""
         if self._seen is not None:
             self._seen = self._seen | (mx.arange(self._seen.size) == token)
         if self._counts is not None:
@@ -70,13 +71,13 @@ class Sampler:
 
 @dataclass(frozen=True)
 class Sampled:
-    """One step of a batch, maybe still being computed."""
+    """Sampled tokens of a step. The device may still compute them."""
 
     tokens: mx.array  # int32 [rows]
-    logprobs: dict[int, RowLogprobs]  # by row, where they were asked for
+    logprobs: dict[int, RowLogprobs]  # by row, where the request asks for logprobs
 
     def read(self) -> list[int]:
-        """The tokens, once they are computed."""
+        """Wait for the tokens, and return them."""
         mx.eval(self.arrays())
         return np.asarray(self.tokens).tolist()
 
@@ -86,10 +87,13 @@ class Sampled:
 
 @dataclass(frozen=True)
 class RowLogprobs:
-    ids: mx.array  # [1 + n], the one that was chosen, then the most likely, not sorted
+    """Log-probabilities of one row."""
+
+    ids: mx.array  # [1 + n], the sampled token, then the most likely tokens, not sorted
     values: mx.array  # [1 + n]
 
     def read(self, token: int) -> TokenLogprob:
+        """Wait for the log-probabilities of the sampled `token`, and return them."""
         (chosen, *values), (_, *ids) = _floats(self.values), _floats(self.ids)
         pairs = sorted(zip(values, ids, strict=True), reverse=True)
         return TokenLogprob(token, chosen, tuple((int(id_), value) for value, id_ in pairs))
@@ -100,6 +104,7 @@ def sample(
     samplers: Sequence[Sampler],
     allowed: np.ndarray | None = None,  # [rows, vocab], bool, at least one in each row; None: all
 ) -> Sampled:
+    """Sample a token for each row. `allowed`: tokens that the grammars allow."""
     logits = logits.astype(mx.float32)
     adjusted = logits
     if any(sampler.adjusts for sampler in samplers):
@@ -122,12 +127,12 @@ def _draw_tokens(logits: mx.array, samplers: Sequence[Sampler]) -> mx.array:
     cumulative = mx.cumsum(probabilities, axis=-1)
     draws = _column([sampler.draw() for sampler in samplers])
     drawn = (cumulative <= draws * cumulative[:, -1:]).sum(axis=-1)
-    # Whatever a broken model's logits do to the sums, the next step looks this id up.
+    # NaN in the logits of a broken model could give an id past the vocabulary, and the next step uses it as an index.
     return mx.minimum(drawn, logits.shape[-1] - 1).astype(mx.int32)
 
 
 def _truncate(probabilities: mx.array, rows: Sequence[Sampling]) -> mx.array:
-    """Set to zero what top-k, top-p and min-p leave out. Each comes down to a smallest probability that stays."""
+    """Set the probabilities that top-k, top-p and min-p exclude to zero. Each filter keeps all from a floor upward."""
     floor = mx.zeros((len(rows), 1))
     if any(row.top_k or row.top_p < 1 for row in rows):
         descending = _descending(probabilities)
@@ -142,7 +147,7 @@ def _truncate(probabilities: mx.array, rows: Sequence[Sampling]) -> mx.array:
 def _descending(probabilities: mx.array) -> mx.array:
     if mx.default_device() != mx.cpu:
         return -mx.sort(-probabilities, axis=-1)
-    # numpy sorts with vector instructions: about five times faster than MLX on a CPU.
+    # numpy sorts with vector instructions, about five times as fast as MLX on a CPU.
     return mx.array(np.sort(np.asarray(probabilities), axis=-1))[:, ::-1]
 
 
@@ -153,22 +158,24 @@ def _top_k_floor(descending: mx.array, rows: Sequence[Sampling]) -> mx.array:
 
 
 def _top_p_floor(descending: mx.array, rows: Sequence[Sampling]) -> mx.array:
-    """The smallest set that has the share top_p of the sum: what comes before a token must be less than that."""
+    """Return the floor that keeps the smallest set of tokens with a share of top_p of the sum."""
     cumulative = mx.cumsum(descending, axis=-1)
-    # A row without top-p keeps everything, whatever the sum was rounded to.
+    # 2.0: a row without top-p keeps all tokens even where the sum was rounded up.
     top_p = _column([row.top_p if row.top_p < 1 else 2.0 for row in rows])
     return _smallest(descending, cumulative - descending < top_p * cumulative[:, -1:])
 
 
 def _smallest(descending: mx.array, is_kept: mx.array) -> mx.array:
-    """Of those that are kept, and of the first in any case -> [rows, 1]. Looked up by its place it would be gathered,
-    on CUDA with a kernel that MLX first has to compile."""
+    """Return the smallest kept probability of each row, and keep at least the first -> [rows, 1].
+
+    No index is used: for an index MLX gathers, on CUDA with a kernel that it first compiles.
+    """
     kept = mx.where(is_kept, descending, mx.inf)
     return mx.minimum(kept.min(axis=-1, keepdims=True), descending[:, :1])
 
 
 def _row_logprobs(logits: mx.array, tokens: mx.array, samplers: Sequence[Sampler]) -> dict[int, RowLogprobs]:
-    """Of the model's own distribution, before bias, penalties and temperature."""
+    """Return log-probabilities by row, from the model's logits before bias, penalties and temperature."""
     result = {}
     for row, sampler in enumerate(samplers):
         count = sampler.sampling.num_logprobs
@@ -183,7 +190,7 @@ def _row_logprobs(logits: mx.array, tokens: mx.array, samplers: Sequence[Sampler
 
 
 def _row(array: mx.array, row: int) -> mx.array:
-    """As an array of one row: MLX gathers by a number, and slices by two."""
+    """Return one row as an array [1, ...]: a slice, because MLX gathers for an index."""
     return array[row : row + 1]
 
 
@@ -192,14 +199,14 @@ def _column(values: list[float]) -> mx.array:
 
 
 def _floats(array: mx.array) -> list[float]:
-    """A vector on the host. (tolist() promises nothing about its type.)"""
+    """Return a vector on the host. (`mx.array.tolist` has no precise type.)"""
     return np.asarray(array.astype(mx.float32)).tolist()
 
 
-def _marks(ids: Sequence[int], vocab_size: int) -> mx.array:
-    marks = np.zeros(vocab_size, np.bool_)
-    marks[list(ids)] = True
-    return mx.array(marks)  # pyright: ignore[reportArgumentType]
+def _token_mask(ids: Sequence[int], vocab_size: int) -> mx.array:  # [vocab]
+    mask = np.zeros(vocab_size, np.bool_)
+    mask[list(ids)] = True
+    return mx.array(mask)  # pyright: ignore[reportArgumentType]
 
 
 def _dense_bias(sampling: Sampling, vocab_size: int) -> mx.array | None:

@@ -1,4 +1,4 @@
-"""Measured speeds of passes and steps, for people and for the scheduler."""
+"""Measured speeds of passes and steps, for metrics and for the scheduler."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from kvstrata.engine.scheduler import (
 )
 from kvstrata.metrics import Metrics
 
-# Speeds are those of the last so many seconds of work.
+# Token rates cover the last ten seconds of work.
 WINDOW_S = 10.0
 
-# Steps that the usual one is the median of.
-PACE_STEPS = 8
+# Steps of which the median is the usual time of a step.
+RECENT_STEPS = 8
 
-# Chunks beside streams that the size of the next one is chosen by.
-ADDED_CHUNKS = 6
+# Latest chunks beside streams, by which the size of the next chunk is chosen.
+RECENT_CHUNKS = 6
 
-# Such chunks, one after the other, after which a decode step runs without one: streams get slower as they get longer.
+# Chunks beside streams in a row until a decode step runs without a chunk: its time grows with the streams' contexts.
 FRESH_CHUNKS = 64
 
 
 class TokenRate:
-    """Tokens over the time in which there was such work, whether or not all of it went there."""
+    """Tokens per second, over the time in which such work was pending, even where other work took a part of it."""
 
     def __init__(self) -> None:
-        self._spent: deque[tuple[int, float]] = deque()  # tokens, seconds
+        self._work: deque[tuple[int, float]] = deque()  # tokens, seconds
         self._num_tokens = 0
         self._seconds = 0.0
 
     def add_work(self, num_tokens: int, seconds: float) -> None:
-        self._spent.append((num_tokens, seconds))
+        self._work.append((num_tokens, seconds))
         self._num_tokens += num_tokens
         self._seconds += seconds
-        while self._seconds - self._spent[0][1] >= WINDOW_S:
-            old_tokens, old_s = self._spent.popleft()
+        while self._seconds - self._work[0][1] >= WINDOW_S:
+            old_tokens, old_s = self._work.popleft()
             self._num_tokens -= old_tokens
             self._seconds -= old_s
 
@@ -54,10 +54,10 @@ class TokenRate:
 
 
 class StepTimes:
-    """How long a decode step of so many streams usually takes. Only those count that had no other work between them."""
+    """Usual time of a decode step, by number of streams. Only steps without other work in between count."""
 
     def __init__(self) -> None:
-        self._steps: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=PACE_STEPS))
+        self._steps: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT_STEPS))
         self._last_streams = 0
 
     def add_step(self, num_streams: int, seconds: float) -> None:
@@ -65,46 +65,50 @@ class StepTimes:
         self._last_streams = num_streams
 
     def step_s(self, num_streams: int | None = None) -> float:
-        """Of the number of streams that ran last, if none is given; 0: there was no such step."""
+        """Return the usual time with this many streams (None: as many as in the last step); 0: unknown."""
         steps = self._steps.get(self._last_streams if num_streams is None else num_streams)
         return statistics.median(steps) if steps else 0.0
 
 
 class ChunkCosts:
-    """What chunks add to the steps of running streams."""
+    """Time that prompt chunks add to the steps of running streams."""
 
-    def __init__(self, least_tokens: int) -> None:
+    def __init__(self, min_tokens: int) -> None:
         self.step_times = StepTimes()
-        self._least_tokens = least_tokens  # shorter ones tell nothing of others: they cost as much
-        self._added: deque[ChunkCost] = deque(maxlen=ADDED_CHUNKS)
+        self._min_tokens = min_tokens  # shorter chunks do not count: all of them cost the same
+        self._recent: deque[ChunkCost] = deque(maxlen=RECENT_CHUNKS)
         self._chunks_since_step = 0
         self.steps_since_chunk = 0
 
     def add_step(self, num_streams: int, seconds: float | None) -> None:
-        """A decode step without a chunk; None: how long it took is not known."""
+        """Count a decode step without a chunk. `seconds`: None where other work fell into its time."""
         self.steps_since_chunk += 1
         if seconds is not None:
             self._chunks_since_step = 0
             self.step_times.add_step(num_streams, seconds)
 
     def add_chunk(self, num_tokens: int, seconds: float) -> None:
+        """Count a chunk, and the time that it added to a step."""
         self.steps_since_chunk = 0
         self._chunks_since_step += 1
-        if num_tokens >= self._least_tokens:
-            self._added.append(ChunkCost(num_tokens, seconds))
+        if num_tokens >= self._min_tokens:
+            self._recent.append(ChunkCost(num_tokens, seconds))
 
     @property
     def recent(self) -> tuple[ChunkCost, ...]:
-        return tuple(self._added)
+        return tuple(self._recent)
 
     def step_s(self, num_streams: int) -> float:
-        """0: a step without a chunk has to tell first."""
+        """Return the usual time of a step without a chunk; 0: such a step has to be measured first."""
         return 0.0 if self._chunks_since_step >= FRESH_CHUNKS else self.step_times.step_s(num_streams)
 
 
 class StepSpeeds:
-    """Counts passes as they end. `share`: of the time, that prompts may take while streams run. `max_chunk`: largest
-    chunk of a prompt; `fixed_chunk`: the size of all, whatever is measured."""
+    """Measured speeds of all passes and steps, and the sizes of prompt chunks that follow from them.
+
+    `share`: most of the time that prompts may take while streams run. `max_chunk`: largest chunk. `fixed_chunk`: size
+    of all chunks; None: chosen from the speeds.
+    """
 
     def __init__(
         self,
@@ -120,39 +124,41 @@ class StepSpeeds:
         self._max_chunk = max_chunk
         self._fixed_chunk = fixed_chunk
         self._clock = clock
-        self.pass_cost = UNMEASURED  # until the start has measured it
-        self.num_passes = 0  # with chunks
+        self.pass_cost = UNMEASURED  # until the startup profile is complete
+        self.num_passes = 0  # passes with chunks
         self._last_read_s = 0.0
         self._did_background_work = False  # since the last decode step was read
         self._beside = ChunkCosts(MIN_BESIDE_TOKENS)
         self.decode = TokenRate()
         self.prefill = TokenRate()
-        self.alone = TokenRate()  # of prompts, while nothing decoded
+        self.alone = TokenRate()  # prefill without running streams
 
     @property
     def step_s(self) -> float:
-        """How long a decode step usually takes; 0: not known."""
+        """Usual time of a decode step; 0: unknown."""
         return self._beside.step_times.step_s()
 
     def chunk_tokens(self) -> int:
-        """Of the next chunk while nothing decodes."""
+        """Return the size of the next chunk while no stream runs."""
         return self._fixed_chunk or chunk_tokens(self.alone.tokens_s, self._max_chunk)
 
     def beside_tokens(self, num_streams: int) -> int:
-        """Of the next chunk beside so many streams; 0: they go on without one."""
+        """Return the size of the next chunk beside this many streams; 0: the next step takes no chunk."""
         if self._fixed_chunk:
             return self._fixed_chunk
         beside = self._beside
         step_s = beside.step_s(num_streams)
-        known = beside.recent, beside.steps_since_chunk
-        sharing = PrefillSharing(self._share, step_s, self.alone.tokens_s, *known, self.pass_cost)
+        sharing = PrefillSharing(
+            self._share, step_s, self.alone.tokens_s, beside.recent, beside.steps_since_chunk, self.pass_cost
+        )
         return beside_tokens(sharing, least=MIN_BESIDE_TOKENS, most=self._max_chunk)
 
     def note_background_work(self) -> None:
+        """Keep the next decode step out of the usual times, because background work fell into its time."""
         self._did_background_work = True
 
     def count_chunk(self, num_tokens: int, seconds: float, *, has_streams: bool) -> None:
-        """A pass of its own."""
+        """Count a pass that computed only prompt chunks."""
         self.num_passes += 1
         self.prefill.add_work(num_tokens, seconds)
         self._metrics.step_s.labels(kind="prefill").observe(seconds)
@@ -163,13 +169,14 @@ class StepSpeeds:
             self.alone.add_work(num_tokens, seconds)
 
     def count_step(self, step: PendingStep, num_kept: int, *, is_last: bool, has_prompts: bool) -> None:
-        """A step was read: `num_kept` of its tokens go to streams. `is_last`: no other was launched before that."""
+        """Count a step that was read. `num_kept`: tokens that streams got. `is_last`: no later step is launched."""
         now_s = self._clock()
-        # Steps overlap: what one adds is the time since the one before was read.
-        is_behind = step.began_s < self._last_read_s
+        # Steps overlap: the time of a step begins when the step before it was read.
+        is_overlapped = step.began_s < self._last_read_s
         seconds = now_s - max(step.began_s, self._last_read_s)
-        # On a CPU launching is most of the work: the first of overlapping steps is read after two, the last after none.
-        is_usual = is_behind != is_last and not (is_behind and self._did_background_work)
+        # The first of overlapping steps is read after two launches, the last after none. On a CPU a launch is most of
+        # the work, so neither counts as usual.
+        is_usual = is_overlapped != is_last and not (is_overlapped and self._did_background_work)
         self._last_read_s, self._did_background_work = now_s, False
         self.decode.add_work(num_kept, seconds)
         if step.num_prompt_tokens:
@@ -181,7 +188,7 @@ class StepSpeeds:
             self.prefill.add_work(0, seconds)
 
     def _count_mixed(self, step: PendingStep, seconds: float) -> None:
-        """What it took more than a step without the chunk is the chunk's."""
+        """Count a step with chunks: the time beyond that of a usual step belongs to the chunks."""
         self.num_passes += 1
         step_s = min(self._beside.step_times.step_s(len(step.ids)), seconds)
         self._beside.add_chunk(step.num_prompt_tokens, seconds - step_s)

@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
@@ -26,10 +27,10 @@ from kvstrata.engine.config import EngineLimits, KvConfig, TierConfig
 from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.memory_plan import DEFAULT_SHARE, MemoryPlan, make_budget, plan_memory
 from kvstrata.engine.profiling import PassShape, max_chunk, measure_prefill, remembered_scratch, warm_up_kernels
-from kvstrata.engine.request import EngineState, Request
+from kvstrata.engine.request import EngineState, FinishReason, Request
 from kvstrata.engine.runner import ModelRunner
 from kvstrata.engine.scheduler import PassCost
-from kvstrata.engine.sequence import ENGINE_FAILED
+from kvstrata.engine.sequence import ENGINE_FAILED, Sequence
 from kvstrata.errors import Unavailable
 from kvstrata.layers.kinds import Layout
 from kvstrata.metrics import Metrics
@@ -44,46 +45,81 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Ids before a plain completion that the first word of its text may depend on.
+# Prompt ids that the first word of a plain completion's text may depend on.
 CONTEXT_IDS = 8
 
-# Without a request, until memory that was freed goes back to the system. On a GPU few other programs could use it, and
-# people read for a while before they answer.
+# Idle time until freed memory goes back to the system. On a GPU few other programs could use that memory, and people
+# read a reply for a while before they send the next message.
 KEEPS_FREED_S = 300.0 if mx.cuda.is_available() else 5.0
 
-# Work on stored KV while no sequence runs, until the inbox is looked at again.
+# Slice of background work while the engine is idle. After each slice the thread checks its inbox.
 IDLE_SLICE_S = 0.002
 
 
+@dataclass(frozen=True)
+class Submit:
+    """Command: enqueue a sequence."""
+
+    sequence: Sequence
+
+
+@dataclass(frozen=True)
+class EndRequest:
+    """Command: end a request before the model ends it."""
+
+    request_id: str
+    reason: FinishReason
+
+
+@dataclass(frozen=True)
+class CoreQuestion:
+    """Command: call a function with the engine core, and give its result or exception to the caller."""
+
+    function: Callable[[EngineCore], Any]
+    answer: Future[Any]
+
+
+@dataclass(frozen=True)
+class TierEvent:
+    """Command: handle a tier's result, such as a block that was read."""
+
+    handle: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Command: end the thread."""
+
+
+EngineCommand = Submit | EndRequest | CoreQuestion | TierEvent | Stop
+
+
 class EngineThread:
+    """The thread that owns MLX. Other threads post commands, which it runs between two steps."""
+
     def __init__(
-        self,
-        loaded: LoadedModel,
-        limits: EngineLimits,
-        metrics: Metrics,
-        storage: KvConfig,
-        outside: TierConfig,
+        self, loaded: LoadedModel, limits: EngineLimits, metrics: Metrics, kv_config: KvConfig, tiers: TierConfig
     ) -> None:
         self._loaded = loaded
         self._limits = limits
         self._metrics = metrics
-        self._storage = storage
-        self._outside = outside
+        self._kv_config = kv_config
+        self._tiers = tiers
         self._special = special_tokens(loaded.tokenizer)
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[EngineCommand] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="kvstrata-engine", daemon=True)
         self._ready = threading.Event()
         self._start_error: BaseException | None = None
-        self._lock = threading.Lock()  # guards the next one
+        self._lock = threading.Lock()  # guards _stopped
         self._stopped = False
         self._stopping = False
-        # When memory goes back to the system; None: something may have been freed since it was last decided.
+        # When freed memory goes back to the system; inf: it has gone; None: memory may have been freed since.
         self._frees_at_s: float | None = None
         self.state = EngineState()
-        # Made by the thread before start() returns.
+        # The thread sets these before start() returns.
         self.served: ServedModel
-        self.shares: MemoryPlan
-        self.cold: TierClient
+        self.memory_plan: MemoryPlan
+        self.disk: TierClient
         self.shared: SharedTierClient | None
         self.loop: EngineCore
         self._pass_cost: PassCost
@@ -91,7 +127,7 @@ class EngineThread:
     # Called by other threads.
 
     def start(self) -> None:
-        """Blocks until the model was probed; raises what went wrong."""
+        """Start the thread, and wait until the engine can serve. Raises the error that prevents it."""
         self._thread.start()
         self._ready.wait()
         if self._start_error is not None:
@@ -106,77 +142,67 @@ class EngineThread:
     def context_tokens(self) -> int:
         return min(self._limits.context_tokens or self._loaded.context_tokens, self._loaded.context_tokens)
 
-    def post(self, job: Callable[[], None]) -> bool:
-        """Have something done between two steps. False: the thread has stopped, and does nothing any more."""
+    def post(self, command: EngineCommand) -> bool:
+        """Have a command run between two steps. False: the thread has stopped and runs no more commands."""
         with self._lock:
             if not self._stopped:
-                self._inbox.put(job)
+                self._inbox.put(command)
             return not self._stopped
 
     def ask(self, question: Callable[[EngineCore], T]) -> Future[T]:
-        """Have the thread answer something between two steps."""
+        """Have the thread call a function with the engine core between two steps."""
         answer: Future[T] = Future()
-
-        def run() -> None:
-            if not answer.set_running_or_notify_cancel():
-                return
-            loop = self.loop
-            try:
-                with loop.stock.failures.watching():
-                    result = question(loop)
-                answer.set_result(result)
-            except Exception as error:  # noqa: BLE001
-                # The caller gets it.
-                answer.set_exception(error)
-
-        if not self.post(run):
+        if not self.post(CoreQuestion(question, answer)):
             answer.set_exception(Unavailable("The engine has stopped."))
         return answer
 
     def stop(self) -> None:
-        self._inbox.put(self._end)
+        """End the thread, and wait until the tiers have written what they can."""
+        self._inbox.put(Stop())
         self._thread.join()
 
-    # From here on: the thread itself.
+    # Called by the thread itself.
 
     def _main(self) -> None:
         try:
             with streams().borrowed(), limits_restored():
-                self._live()
+                self._run_until_stopped()
         except BaseException as error:
             if self._ready.is_set():
                 raise
-            self._start_error = error  # raised by the thread that waits in start()
+            self._start_error = error  # start() raises it in the caller's thread
             self._ready.set()
 
-    def _live(self) -> None:
+    def _run_until_stopped(self) -> None:
         self._set_up()
         self._ready.set()
         try:
             while not self._stopping:
-                self._turn()
+                self._run_once()
         finally:
             self._close()
 
     def _close(self) -> None:
-        """Stopped, or at an end because recovery failed: from now on `post` takes nothing, and all clients hear of it.
-        What running sequences have computed is written with the rest."""
+        """End every request after a stop or a failed recovery; `post` takes no command from now on.
+
+        Tokens that running sequences have computed are written with the rest of the cache.
+        """
         with self._lock:
             self._stopped = True
         try:
             while not self._inbox.empty():
                 with _logging("A command"):
-                    self._inbox.get()()
+                    self._run_command(self._inbox.get())
             with _logging("Ending all requests"):
                 self.loop.end_all("The server was stopped." if self._stopping else ENGINE_FAILED)
             if self._stopping:
-                self._write_rest()
+                self._flush_tiers()
         finally:
             self.loop.stock.close()
 
-    def _write_rest(self) -> None:
-        """To the tiers, for as long as each may take."""
-        disk, remote, stock = self._outside.disk, self._outside.remote, self.loop.stock
+    def _flush_tiers(self) -> None:
+        """Write unwritten entries to each tier, within the time that its settings allow."""
+        disk, remote, stock = self._tiers.disk, self._tiers.remote, self.loop.stock
         if disk is not None:
             unwritten = stock.flush(disk.flush_s)
             if unwritten.tokens:
@@ -185,6 +211,7 @@ class EngineThread:
             stock.sharing.flush(remote.flush_s)
 
     def _set_up(self) -> None:
+        """Probe the model, plan memory, open the tiers and build the engine core."""
         map_large_buffers()
         if self._limits.wired_bytes:
             mx.set_wired_limit(self._limits.wired_bytes)
@@ -195,64 +222,70 @@ class EngineThread:
         warm_up_kernels(layout)
         limit_bytes = self._limits.memory_bytes or _default_limit_bytes()
         runner = ModelRunner(self._loaded.module, layout)
-        shape = self._shape(layout, limit_bytes)
+        shape = self._pass_shape(layout, limit_bytes)
         begin("memory", "Measuring what forward passes take (remembered for the next start)")
-        self.shares = plan_memory(
+        self.memory_plan = plan_memory(
             limit_bytes,
             self._loaded.weight_bytes,
             remembered_scratch(self._loaded, runner, shape),
-            token_bytes=least_token_bytes(layout, self._storage),
+            token_bytes=least_token_bytes(layout, self._kv_config),
             context_tokens=self.context_tokens,
             backend=device().backend,
         )
-        self.served = ServedModel(self._loaded, layout, make_budget(layout, self.shares), self._limits, self._storage)
-        mx.set_cache_limit(self.shares.allocator_cache_bytes)
-        mx.set_memory_limit(self.shares.run_ahead_bytes)
-        begin("tiers", "Opening the disk cache" if self._outside.disk else "Making the cache")
-        self.cold = open_disk_tier(self.served, self._outside.disk, self._outside.files, self._inbox.put)
-        self.shared = self._open_remote()
+        budget = make_budget(layout, self.memory_plan)
+        self.served = ServedModel(self._loaded, layout, budget, self._limits, self._kv_config)
+        mx.set_cache_limit(self.memory_plan.allocator_cache_bytes)
+        mx.set_memory_limit(self.memory_plan.run_ahead_bytes)
+        begin("tiers", "Opening the disk cache" if self._tiers.disk else "Making the cache")
+        self.disk = open_disk_tier(self.served, self._tiers.disk, self._tiers.files, self._post_tier_event)
+        self.shared = self._open_shared_tier()
         begin("speed", "Timing a short prompt")
         self._pass_cost = measure_prefill(runner, min(shape.chunk_tokens, shape.max_context_tokens))
-        self.loop = self._make_loop()
-        # Not after a failed step: what failed once may fail again, and a server that goes on can trace when it has to.
+        self.loop = self._build_core()
+        # Recovery traces no steps: the fault of a step may come back in tracing, and would end the thread.
         self.loop.runner.trace_steps(self._limits.max_running)
         self.state = self.loop.state()
 
-    def _open_remote(self) -> SharedTierClient | None:
+    def _post_tier_event(self, handle: Callable[[], None]) -> None:
+        self._inbox.put(TierEvent(handle))
+
+    def _open_shared_tier(self) -> SharedTierClient | None:
         try:
-            return open_shared_tier(self.served, self._outside.remote, device().backend, self._inbox.put)
+            return open_shared_tier(self.served, self._tiers.remote, device().backend, self._post_tier_event)
         except BaseException:
-            self.cold.tier.close()
+            self.disk.tier.close()
             raise
 
-    def _shape(self, layout: Layout, limit_bytes: int) -> PassShape:
-        """Of the passes to come, no longer than memory allows."""
+    def _pass_shape(self, layout: Layout, limit_bytes: int) -> PassShape:
+        """Return the largest passes that memory and the settings allow."""
         free_bytes = limit_bytes - self._loaded.weight_bytes
-        most_tokens = free_bytes // max(1, least_token_bytes(layout, self._storage))
+        most_tokens = free_bytes // max(1, least_token_bytes(layout, self._kv_config))
         return PassShape(
             rows=self._limits.max_running,
             vocab_size=self._loaded.vocab_size,
             max_context_tokens=int(min(most_tokens, self.context_tokens)),
             chunk_tokens=self._limits.prefill_chunk_tokens or max_chunk(),
-            pairs=sealed_pairs(layout, self._storage),
+            pairs=sealed_pairs(layout, self._kv_config),
         )
 
-    def _make_loop(self, failed: EngineCore | None = None) -> EngineCore:
-        """`failed`: the loop before, where its model is well."""
-        parts = (self.served, self._metrics, self.cold, self.make_detokenizer, self.shared, self._outside.watcher)
+    def _build_core(self, failed: EngineCore | None = None) -> EngineCore:
+        """Build an engine core. `failed`: a core with a broken cache, whose runner and speeds are still good."""
+        parts = (self.served, self._metrics, self.disk, self.make_detokenizer, self.shared, self._tiers.watcher)
         if failed is not None:
             return build_core(*parts, runner=failed.runner, speeds=failed.speeds)
-        loop = build_core(*parts)
-        # Before the first request: whether it is worth waiting for the disk must be known then.
-        loop.speeds.alone.add_work(1, 1 / self._pass_cost.tokens_s)
-        loop.speeds.pass_cost = self._pass_cost
-        return loop
+        core = build_core(*parts)
+        # The first request already needs a prefill speed: it decides whether a read from the disk pays.
+        core.speeds.alone.add_work(1, 1 / self._pass_cost.tokens_s)
+        core.speeds.pass_cost = self._pass_cost
+        return core
 
     def make_detokenizer(self, request: Request) -> Detokenizer:
+        """Return a detokenizer for the reply to this request."""
         context = request.prompt[-CONTEXT_IDS:] if request.continues_prompt else ()
         return Detokenizer(self._loaded.tokenizer, context, special=self._special)
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
+        """Run the commands that have arrived, then a step."""
         try:
             self._receive()
             if not self._stopping and not self.loop.executor.is_idle and not self.loop.has_broken_cache:
@@ -266,27 +299,29 @@ class EngineThread:
         self.state = self.loop.state()
 
     def _recover(self) -> None:
-        """A defect of ours or of the model: those that ran lose their reply, the server goes on with a fresh loop. A
-        second fault must not keep it from that; where no loop can be made, the thread ends, and says so."""
+        """Fail all requests after a defect of ours or of the model, and go on with a new engine core.
+
+        A second fault in between is logged. Where no core can be built, the thread ends and fails all requests.
+        """
         failed = self.loop
         with _logging("Ending the requests of a failed step"):
             failed.fail_all(ENGINE_FAILED)
-        self.loop = self._make_loop()
+        self.loop = self._build_core()
         with _logging("Taking over counters and pins"):
             self.loop.stock.take_over(failed.stock)
         mx.clear_cache()
 
     def _empty_cache(self) -> None:
-        """An operation of the cache failed half-way: requests go on, with an empty one."""
+        """Replace a prefix cache in which an operation failed half-way by an empty one. Requests go on."""
         log.error(
             "The cache in memory was emptied, because an operation failed half-way (the error before this one). "
             "Requests go on without it. Please report the error."
         )
-        failed, self.loop = self.loop, self._make_loop(self.loop)
+        failed, self.loop = self.loop, self._build_core(self.loop)
         self.loop.take_over(failed)
 
     def _receive(self) -> None:
-        """Take in what other threads asked for; wait for it if there is nothing else to do."""
+        """Run the commands that have arrived. An idle engine works in the background, then waits for a command."""
         loop = self.loop
         while loop.executor.is_idle and loop.pacer.has_work and self._inbox.empty():
             loop.pacer.run_slice(IDLE_SLICE_S)
@@ -296,13 +331,15 @@ class EngineThread:
             self.state = loop.state()
             self._rest()
         elif loop.executor.is_stalled and self._inbox.empty():
-            with contextlib.suppress(queue.Empty):
-                self._inbox.get(timeout=loop.admission.seconds_to_wait())()
-        self._receive_all()
+            self._run_command(self._wait_for_command(loop.admission.seconds_to_wait()))
+        while not self._inbox.empty() and not self.loop.has_broken_cache:
+            self._run_command(self._inbox.get())
 
     def _rest(self) -> None:
-        """Until something comes, or something stored has not been asked for in time. The memory that MLX has freed it
-        keeps for a while: the next turn of a chat takes the same again."""
+        """Wait for a command, or until cached entries expire, and run or expire them.
+
+        MLX keeps freed memory for a while, because the next turn of a chat takes the same again.
+        """
         now_s = time.monotonic()
         if self._frees_at_s is None:
             self._frees_at_s = now_s + KEEPS_FREED_S
@@ -312,9 +349,9 @@ class EngineThread:
             trim_heap()
             self.state = self.loop.state()
         expires_s, frees_s = self.loop.pacer.seconds_to_expiry(), self._frees_at_s - now_s
-        job = self._job_within(min(expires_s, frees_s))
-        if job is not None:
-            job()
+        command = self._wait_for_command(min(expires_s, frees_s))
+        if command is not None:
+            self._run_command(command)
         elif expires_s <= frees_s:
             self.loop.pacer.expire()
         else:
@@ -322,22 +359,41 @@ class EngineThread:
         if self._frees_at_s == math.inf:
             self._frees_at_s = None
 
-    def _job_within(self, seconds: float) -> Callable[[], None] | None:
+    def _wait_for_command(self, seconds: float) -> EngineCommand | None:
         with contextlib.suppress(queue.Empty):
             return self._inbox.get(timeout=min(seconds, threading.TIMEOUT_MAX))
         return None
 
-    def _receive_all(self) -> None:
-        while not self._inbox.empty() and not self.loop.has_broken_cache:
-            self._inbox.get()()
+    def _run_command(self, command: EngineCommand | None) -> None:
+        match command:
+            case Submit(sequence):
+                self.loop.executor.enqueue_sequence(sequence)
+            case EndRequest(request_id, reason):
+                self.loop.executor.end_request(request_id, reason)
+            case CoreQuestion():
+                self._answer(command)
+            case TierEvent(handle):
+                handle()
+            case Stop():
+                self._stopping = True
+            case None:
+                pass
 
-    def _end(self) -> None:
-        self._stopping = True
+    def _answer(self, question: CoreQuestion) -> None:
+        if not question.answer.set_running_or_notify_cancel():
+            return
+        try:
+            with self.loop.stock.failures.watching():
+                result = question.function(self.loop)
+            question.answer.set_result(result)
+        except Exception as error:  # noqa: BLE001
+            # The caller gets it.
+            question.answer.set_exception(error)
 
 
 @contextlib.contextmanager
 def _logging(work: str) -> Iterator[None]:
-    """An exception of work that nothing else may depend on."""
+    """Log an exception of this work instead of raising it, because recovery and stopping must go on."""
     try:
         yield
     except Exception:
