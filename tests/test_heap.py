@@ -54,7 +54,7 @@ def ask(i, length):
     engine.submit(request, lambda e: isinstance(e, Finished) and end.set())
     assert end.wait(120)
 ask(0, 900)
-engine.ask(lambda loop: loop.stock.evictor.clear()).result()
+engine.ask(lambda core: core.prefix_cache.evictor.clear()).result()
 def settled():
     values = []
     until_s = time.monotonic() + 2 * KEEPS_FREED_S
@@ -65,7 +65,7 @@ start = settled()
 for i in range(1, 5):
     ask(i, 900)
 held = settled()
-engine.ask(lambda loop: loop.stock.evictor.clear()).result()
+engine.ask(lambda core: core.prefix_cache.evictor.clear()).result()
 after = settled()
 engine.stop()
 print(json.dumps([held - start, after - start]))

@@ -130,7 +130,7 @@ def assert_refused(served: Served, content: bytes) -> None:
 
 
 def parts_of(served: Served, content: bytes) -> tuple[Header, list[Block], bytes]:
-    identity = served.server.service.engine.ask(lambda loop: loop.stock.matcher.identity).result(60)
+    identity = served.server.service.engine.ask(lambda core: core.prefix_cache.matcher.identity).result(60)
     root, bundle = neutral_root(identity), opened(content)
     return bundle.header, list(blocks(bundle, Lineage(root, chain, 1 << 30))), root
 
@@ -326,7 +326,7 @@ def described(exported: tuple[Served, bytes]) -> tuple[Served, list[Block], Layo
     served, content = exported
     _, good, _ = parts_of(served, content)
     engine = served.server.service.engine
-    layout, example = engine.ask(lambda loop: (loop.runner.layout, run_to_end(example_checkpoint(loop)))).result(60)
+    layout, example = engine.ask(lambda core: (core.runner.layout, run_to_end(example_checkpoint(core)))).result(60)
     return served, good, layout, example
 
 
@@ -349,7 +349,7 @@ def test_changed_description_is_refused_or_within_the_counts_of_the_model(
     assert len(description.get("groups") or description["states"]) <= len(layout.flat())
     with contextlib.suppress(ConfigError, ValueError, TypeError, LookupError, ArithmeticError):
         engine = served.server.service.engine
-        engine.ask(lambda loop: run_to_end(loop.stock.incoming.check_block(changed, example))).result(60)
+        engine.ask(lambda core: run_to_end(core.prefix_cache.incoming.check_block(changed, example))).result(60)
 
 
 @settings(max_examples=200)

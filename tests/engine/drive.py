@@ -18,7 +18,7 @@ from kvstrata.engine.sequence import Sequence
 from kvstrata.layers.kinds import Layout
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.prefix_cache.prefix_cache import Stock
+from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.tier_client import TierClient
 from kvstrata.text.detokenizer import Detokenizer
 from kvstrata.tier.nothing import NoTier
@@ -80,24 +80,24 @@ class Drive:
         self.budget = Budget(kv_bytes or 4 * GIB, layout.fixed_bytes, layout.token_bytes)
         self.metrics = Metrics()
         served = ServedModel(loaded, layout, self.budget, limits, storage or KvConfig())
-        self.loop = build_core(served, self.metrics, cold, lambda _: Detokenizer(loaded.tokenizer))
+        self.core = build_core(served, self.metrics, cold, lambda _: Detokenizer(loaded.tokenizer))
         # Steps overlap as on a GPU. Tests of a whole engine run it as this machine does.
-        self.loop.executor.overlaps = True
+        self.core.executor.overlaps = True
         self._numbers = itertools.count()
 
     @property
-    def stock(self) -> Stock:
-        return self.loop.stock
+    def prefix_cache(self) -> PrefixCache:
+        return self.core.prefix_cache
 
     @property
     def cache(self) -> CacheApi:
-        return CacheApi(self.loop)
+        return CacheApi(self.core)
 
     def clear(self) -> None:
         """Empty the cache."""
-        while self.loop.pacer.has_work:
-            self.loop.pacer.run_slice(1.0)
-        self.stock.evictor.clear()
+        while self.core.pacer.has_work:
+            self.core.pacer.run_slice(1.0)
+        self.prefix_cache.evictor.clear()
         gc.collect()  # what earlier tests left must not go while this one measures
         mx.clear_cache()
 
@@ -105,15 +105,15 @@ class Drive:
         number = next(self._numbers)
         request = Request(f"r{number}", tuple(prompt), max_tokens, sampling, **fields)  # pyright: ignore[reportArgumentType]
         client = Client(request)
-        reply_tokens = self.loop.budget.reply_tokens(len(prompt), max_tokens)
-        self.loop.executor.enqueue_sequence(Sequence(request, client.events.append, reply_tokens, number))
+        reply_tokens = self.core.budget.reply_tokens(len(prompt), max_tokens)
+        self.core.executor.enqueue_sequence(Sequence(request, client.events.append, reply_tokens, number))
         return client
 
     def run(self, most_steps: int = 5000) -> None:
         for _ in range(most_steps):
-            if self.loop.executor.is_idle:
+            if self.core.executor.is_idle:
                 return
-            self.loop.executor.step()
+            self.core.executor.step()
         raise AssertionError(f"not done after {most_steps} steps")
 
     def num_preempted(self) -> float:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from kvstrata.engine.admission import Admission
-from tests.prefix_cache.kv import new_stock
+from tests.prefix_cache.kv import new_cache
 
 PATIENCE_S = 5.0
 
@@ -28,16 +28,16 @@ def test_request_starts_as_soon_as_it_nearly_fits(
     shrunk: str, fits_then: bool, may_start: bool, waits_for_disk: bool
 ) -> None:
     fits = iter([False, fits_then])
-    stock = SimpleNamespace(
+    cache = SimpleNamespace(
         reclaimer=SimpleNamespace(fits=lambda _: False, nearly_fits=lambda _: next(fits), shrink_to=lambda *_: shrunk),
         leases=SimpleNamespace(hold=tuple, release=lambda _: None),
         shortening=None,
-        failures=new_stock().failures,
+        failures=new_cache().failures,
         disk=SimpleNamespace(patience_s=PATIENCE_S),
     )
     request: Any = SimpleNamespace(arrival=1)
     admission = Admission(
-        cast("Any", stock),
+        cast("Any", cache),
         *cast("Any", (None, None, SimpleNamespace(prefix_entries=lambda _: ()), None)),
         max_running=1,
         joined_context=0,

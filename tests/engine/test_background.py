@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from kvstrata.engine.background import BackgroundPacer
-from tests.prefix_cache.kv import new_stock
+from tests.prefix_cache.kv import new_cache
 
 SLICE_S = 0.005
 
@@ -24,22 +24,24 @@ class Machine:
         self.slices: list[float] = []
         self._pending_s = pending_s
         self._replan_share = replan_share  # of a slice, what the plan after it takes; None: steps are not planned
-        self.background = SimpleNamespace(run_background=self._run_background, is_asked_for=False, is_rewriting=True)
         self.requantizer = SimpleNamespace(is_running=False)
         self.sequences = SimpleNamespace(has_streams=True, drop_replaced_spans=lambda: None)
         self.runner = SimpleNamespace(plans_steps=replan_share is not None, planning_s=0.0)
         nothing: Any = SimpleNamespace(
             shrink_to=lambda *_, **__: "done", nearly_fits=lambda _: True, fits=lambda _: True
         )
-        stock: Any = SimpleNamespace(
-            background=self.background,
+        self.cache = SimpleNamespace(
+            run_background=self._run_background,
+            is_asked_for=False,
+            is_transcoding=True,
             reclaimer=nothing,
             evictor=None,
             candidates=None,
             pins=None,
             requantizer=self.requantizer,
-            failures=new_stock().failures,
+            failures=new_cache().failures,
         )
+        cache: Any = self.cache
         self.memory = SimpleNamespace(
             budget=SimpleNamespace(total_bytes=100), running_bytes=20, cached_bytes=20, keeps_growth_free=False
         )
@@ -47,7 +49,7 @@ class Machine:
         speeds: Any = SimpleNamespace(step_s=step_s, note_background_work=lambda: None)
         runner, sequences = self.runner, self.sequences
         self.pacer = BackgroundPacer(
-            stock,
+            cache,
             sequences,  # pyright: ignore[reportArgumentType]
             memory,
             speeds,
@@ -93,7 +95,7 @@ def test_unawaited_work_takes_up_to_half_of_the_time_under_pressure() -> None:
 @pytest.mark.parametrize("reason", ["asked", "idle", "awaited", "changing"])
 def test_awaited_work_does_not_rest(reason: str) -> None:
     machine = Machine(0.004, 0.01)
-    machine.background.is_asked_for = reason == "asked"
+    machine.cache.is_asked_for = reason == "asked"
     machine.sequences.has_streams = reason != "idle"
     machine.requantizer.is_running = reason == "changing"
     for _ in range(20):

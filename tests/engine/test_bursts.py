@@ -55,14 +55,14 @@ def full_drive(
     kv_bytes = (NUM_CHATS + 4) * chat_bytes
     storage = dataclasses.replace(storage or KvConfig(), disk_write="at-eviction")
     drive = Drive(loaded, LIMITS, kv_bytes=kv_bytes, storage=storage, tier=tier)
-    offer_under_pressure = drive.stock.offloader.offer_under_pressure
-    drive.stock.offloader.offer_under_pressure = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
+    offer_under_pressure = drive.prefix_cache.offloader.offer_under_pressure
+    drive.prefix_cache.offloader.offer_under_pressure = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
     for seed in range(NUM_CHATS):
         drive.submit(prompt(CHAT_TOKENS, seed=seed), 2)
         drive.run()
-    while drive.loop.pacer.has_work:
-        drive.loop.pacer.run_slice(1.0)
-    drive.stock.offloader.offer_under_pressure = offer_under_pressure
+    while drive.core.pacer.has_work:
+        drive.core.pacer.run_slice(1.0)
+    drive.prefix_cache.offloader.offer_under_pressure = offer_under_pressure
     assert tier.usage().num_queued == tier.usage().num_blocks == 0
     yield drive
     tier.close()
@@ -71,28 +71,28 @@ def full_drive(
 def num_kept(drive: Drive, seed: int) -> int:
     """Return how many tokens of a chat memory or the disk has."""
     ids = as_ids(prompt(CHAT_TOKENS, seed=seed)[:-1])
-    on_disk = finish(drive.stock.disk.longest_chain(drive.stock.matcher.root_of(""), ids))
-    return max(drive.stock.store.lookup(ids, "").num_tokens, on_disk.num_tokens)
+    on_disk = finish(drive.prefix_cache.disk.longest_chain(drive.prefix_cache.matcher.root_of(""), ids))
+    return max(drive.prefix_cache.lookup(ids, "").num_tokens, on_disk.num_tokens)
 
 
 def step_until_request_waits_for_memory(drive: Drive) -> None:
     """Run steps until the disk has answered the lookup and the first request waits for memory."""
     until_s = time.monotonic() + 60
     while (
-        drive.loop.admission.patience_left_s(drive.loop.sequences.waiting[0]) == math.inf
-        or not drive.loop.executor.is_stalled
+        drive.core.admission.patience_left_s(drive.core.sequences.waiting[0]) == math.inf
+        or not drive.core.executor.is_stalled
     ):
         assert time.monotonic() < until_s
-        drive.loop.executor.step()
+        drive.core.executor.step()
 
 
 def waiting(drive: Drive) -> Sequence:
     drive.submit(prompt(32, seed=77), 2)
-    return drive.loop.sequences.waiting[0]
+    return drive.core.sequences.waiting[0]
 
 
 def dropped(drive: Drive) -> dict[str, int]:
-    return {name: count for name, count in drive.stock.usage.count().items() if name.startswith("dropped_")}
+    return {name: count for name, count in drive.prefix_cache.usage.count().items() if name.startswith("dropped_")}
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -104,11 +104,11 @@ def test_request_waits_for_disk_while_stream_decodes_and_no_token_is_lost(dynami
     with full_drive(tmp_path, tiny_loaded("llama"), storage, files) as drive:
         stream = drive.submit(prompt(32, seed=99), 400)
         while len(stream.ids) < 4:
-            drive.loop.executor.step()
+            drive.core.executor.step()
         before = len(stream.ids)
         late = drive.submit(prompt((NUM_CHATS + 2) * CHAT_TOKENS, seed=77), 2)
         while len(stream.ids) < before + 20:
-            drive.loop.executor.step()
+            drive.core.executor.step()
         # The disk has taken nothing yet.
         assert not late.events
         assert dropped(drive) == {}
@@ -129,23 +129,23 @@ def test_request_with_free_memory_does_not_wait_for_disk(tmp_path: Path) -> None
         late = drive.submit(prompt(CHAT_TOKENS // 2, seed=77), 2)
         drive.run()
         assert late.finished.usage.completion_tokens == 2
-        assert hot_bytes < drive.stock.table.nbytes <= MOST_OVER * hot_bytes
+        assert hot_bytes < drive.prefix_cache.table.nbytes <= MOST_OVER * hot_bytes
         assert dropped(drive) == {}
         resumes.set()
         until_s = time.monotonic() + 60
-        while drive.stock.table.nbytes > hot_bytes:
+        while drive.prefix_cache.table.nbytes > hot_bytes:
             assert time.monotonic() < until_s
-            drive.loop.pacer.run_slice(0.01)
+            drive.core.pacer.run_slice(0.01)
         assert dropped(drive) == {}
 
 
 def test_request_waits_only_until_cached_bytes_nearly_fit(tmp_path: Path) -> None:
     """Background work does the rest between later steps. The disk could take all bytes at once."""
     with full_drive(tmp_path, tiny_loaded("llama"), queue_share=1.0) as drive:
-        table, reclaimer = drive.stock.table, drive.stock.reclaimer
+        table, reclaimer = drive.prefix_cache.table, drive.prefix_cache.reclaimer
         chat_bytes = table.nbytes / NUM_CHATS
         table.max_bytes = int(NUM_CHATS / 2 * chat_bytes)
-        assert drive.loop.admission.reclaim_for([waiting(drive)], [0], 2 * table.nbytes, slice_s=math.inf) == 1
+        assert drive.core.admission.reclaim_for([waiting(drive)], [0], 2 * table.nbytes, slice_s=math.inf) == 1
         assert table.max_bytes + chat_bytes <= table.nbytes <= MOST_OVER * table.max_bytes
         assert reclaimer.shrink_to(table.max_bytes) == "done"
         assert table.nbytes <= table.max_bytes
@@ -158,11 +158,11 @@ def test_request_waits_for_disk_no_longer_than_its_patience(tmp_path: Path) -> N
     with full_drive(tmp_path, tiny_loaded("llama"), None, files) as drive:
         late = drive.submit(prompt((NUM_CHATS + 2) * CHAT_TOKENS, seed=77), 2)
         step_until_request_waits_for_memory(drive)
-        assert drive.loop.executor.is_stalled
-        assert 0 < drive.loop.admission.seconds_to_wait() <= 60
+        assert drive.core.executor.is_stalled
+        assert 0 < drive.core.admission.seconds_to_wait() <= 60
         assert not late.events
         now_s = time.monotonic()
-        drive.loop.admission._clock = lambda: now_s + 61
+        drive.core.admission._clock = lambda: now_s + 61
         drive.run()
         assert late.finished.usage.completion_tokens == 2
         assert set(dropped(drive)) == {"dropped_tokens_disk_slow"}
@@ -196,10 +196,10 @@ def test_cancelled_waiting_request_releases_its_prefix(tmp_path: Path) -> None:
     with full_drive(tmp_path, tiny_loaded("llama"), None, files) as drive:
         late = drive.submit(prompt(CHAT_TOKENS, seed=0) + prompt((NUM_CHATS + 1) * CHAT_TOKENS, seed=77), 2)
         step_until_request_waits_for_memory(drive)
-        assert drive.stock.table.evictable_bytes < drive.stock.table.nbytes
-        drive.loop.executor.end_request(late.request.id)
-        assert drive.loop.executor.is_idle
-        assert drive.stock.table.evictable_bytes == drive.stock.table.nbytes
+        assert drive.prefix_cache.table.evictable_bytes < drive.prefix_cache.table.nbytes
+        drive.core.executor.end_request(late.request.id)
+        assert drive.core.executor.is_idle
+        assert drive.prefix_cache.table.evictable_bytes == drive.prefix_cache.table.nbytes
         resumes.set()
 
 
@@ -227,8 +227,8 @@ def test_disk_wakes_engine_after_write(tmp_path: Path, monkeypatch: pytest.Monke
         assert cached(answer(engine, "again", 700)) == 699
 
 
-def leave_memory_for_one(loop: EngineCore) -> None:
-    loop.memory.budget = dataclasses.replace(loop.budget, total_bytes=1000 * loop.budget.token_bytes)
+def leave_memory_for_one(core: EngineCore) -> None:
+    core.memory.budget = dataclasses.replace(core.budget, total_bytes=1000 * core.budget.token_bytes)
 
 
 def log_line_of_final_write(

@@ -71,9 +71,9 @@ class Work:
         return [self._rng.randrange(250) for _ in range(length)]
 
     def reset(self) -> None:
-        def forget(loop: EngineCore) -> None:
-            loop.stock.pins.unpin(as_ids(self._prompts["c"]), "")
-            loop.stock.pins.unpin(as_ids(self._shared), "")
+        def forget(core: EngineCore) -> None:
+            core.prefix_cache.pins.unpin(as_ids(self._prompts["c"]), "")
+            core.prefix_cache.pins.unpin(as_ids(self._shared), "")
 
         self.engine.ask(forget).result(60)
         self._requantize("raw").result(60)
@@ -118,7 +118,7 @@ class Work:
         self._settle()
         self._try(lambda: self.engine.ask_cache(lambda cache: cache.requantize_progress()))
         self._try(lambda: self.engine.ask_cache(lambda cache: cache.drop_conversation(as_ids(b), "", is_dry=False)))
-        self._try(lambda: self.engine.ask(lambda loop: loop.stock.flush(30)))
+        self._try(lambda: self.engine.ask(lambda core: core.prefix_cache.flush(30)))
         return replies
 
     def _ask_all(self, asked: dict[str, dict[str, Any]]) -> dict[str, Reply]:
@@ -138,9 +138,9 @@ class Work:
         return replies
 
     def _settle(self) -> None:
-        def work(loop: EngineCore) -> None:
-            while loop.pacer.has_work:
-                loop.pacer.run_slice(1.0)
+        def work(core: EngineCore) -> None:
+            while core.pacer.has_work:
+                core.pacer.run_slice(1.0)
 
         self.engine.ask(work).result(60)
 
@@ -157,13 +157,13 @@ class Work:
         return self.engine.ask(count).result(60)
 
     def assert_nothing_is_held(self) -> None:
-        def held(loop: EngineCore) -> None:
-            entries = loop.stock.table.entries
-            assert not loop.sequences.all
+        def held(core: EngineCore) -> None:
+            entries = core.prefix_cache.table.entries
+            assert not core.sequences.all
             assert not [entry for entry in entries if entry.num_leases or entry.is_running]
-            assert loop.stock.table.nbytes == sum(entry.nbytes for entry in entries)
-            assert loop.memory.running_bytes == 0
-            assert loop.stock.disk.loader.unused_bytes == 0
+            assert core.prefix_cache.table.nbytes == sum(entry.nbytes for entry in entries)
+            assert core.memory.running_bytes == 0
+            assert core.prefix_cache.disk.loader.unused_bytes == 0
 
         self._settle()
         self.engine.ask(held).result(60)
@@ -237,12 +237,12 @@ def test_fault_at_every_call_site_costs_no_request(work: Work, monkeypatch: pyte
 
 
 def test_half_done_operation_empties_the_cache_under_running_requests(work: Work) -> None:
-    def fail_half_way(loop: EngineCore) -> None:
-        loop.stock.table.record_use((), ReuseClass.FRESH)
+    def fail_half_way(core: EngineCore) -> None:
+        core.prefix_cache.table.record_use((), ReuseClass.FRESH)
         raise Fault("half done")
 
-    def bytes_of(loop: EngineCore) -> tuple[int, int]:
-        return loop.memory.running_bytes, loop.memory.cached_bytes
+    def bytes_of(core: EngineCore) -> tuple[int, int]:
+        return core.memory.running_bytes, core.memory.cached_bytes
 
     prompt = tuple(range(200)) + tuple(range(100))
     whole = Reply()

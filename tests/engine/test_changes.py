@@ -22,11 +22,11 @@ def drive_with(salts: list[str]) -> Drive:
 
 
 def precisions(drive: Drive) -> list[tuple[str, set[str]]]:
-    return [(entry.salt, set(share_of(entry).by_precision)) for entry in drive.stock.table.entries]
+    return [(entry.salt, set(share_of(entry).by_precision)) for entry in drive.prefix_cache.table.entries]
 
 
 def target(drive: Drive) -> str:
-    return drive.stock.requantizer.target.k.name
+    return drive.prefix_cache.requantizer.target.k.name
 
 
 def test_scoped_change_leaves_general_target() -> None:
@@ -49,12 +49,12 @@ def test_scoped_change_leaves_general_target() -> None:
 
 def test_freed_bytes_of_overlapping_changes_count_from_before_the_first() -> None:
     drive = drive_with(["", "x"])
-    before = drive.stock.table.nbytes
+    before = drive.prefix_cache.table.nbytes
     drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
-    drive.loop.pacer.run_slice(0)
+    drive.core.pacer.run_slice(0)
     drive.cache.requantize(PrecisionChange(parse("planes:4"), parse("planes:4"), salt="x"))
     settle(drive)
-    assert drive.cache.requantize_progress().bytes_freed == before - drive.stock.table.nbytes
+    assert drive.cache.requantize_progress().bytes_freed == before - drive.prefix_cache.table.nbytes
 
 
 def test_last_general_change_wins() -> None:
@@ -95,18 +95,18 @@ def test_raising_precision_stays_within_memory_and_reports_the_rest() -> None:
     drive = drive_with([str(seed) for seed in range(4)])
     drive.cache.requantize(PrecisionChange(parse("planes:4"), parse("planes:4")))
     settle(drive)
-    held = drive.stock.table.nbytes
-    grows = max(entry.nbytes for entry in drive.stock.table.entries) * 8  # float32 from 4 bits
-    drive.stock.reclaimer.limit_bytes = held + 2 * grows
+    held = drive.prefix_cache.table.nbytes
+    grows = max(entry.nbytes for entry in drive.prefix_cache.table.entries) * 8  # float32 from 4 bits
+    drive.prefix_cache.reclaimer.limit_bytes = held + 2 * grows
     up = PrecisionChange(parse("raw"), parse("raw"), force=True)
     estimated = drive.cache.requantize(PrecisionChange(parse("raw"), parse("raw"), force=True, dry_run=True))
     (left,) = [left for left in estimated.left_alone if left.reason == NO_MEMORY]
     assert 0 < left.spans < 4
     done = drive.cache.requantize(up)
     assert done.bytes_after == estimated.bytes_after
-    limit = drive.stock.reclaimer.limit_bytes
+    limit = drive.prefix_cache.reclaimer.limit_bytes
     settle(drive)
-    assert drive.stock.table.nbytes == estimated.bytes_after <= limit
-    assert len(drive.stock.table.entries) == 4
+    assert drive.prefix_cache.table.nbytes == estimated.bytes_after <= limit
+    assert len(drive.prefix_cache.table.entries) == 4
     # The memory went to the entries that were used last.
     assert [precisions(drive)[i][1] for i in (0, 3)] == [{"planes:4"}, {"raw"}]

@@ -48,7 +48,7 @@ def ask(engine: Engine, name: str, seed: int, max_tokens: int) -> int:
 
 
 def counters(engine: Engine) -> dict[str, int]:
-    return engine.ask(lambda loop: dict(CacheApi(loop).usage().counters)).result(60)
+    return engine.ask(lambda core: dict(CacheApi(core).usage().counters)).result(60)
 
 
 def num_logged(caplog: pytest.LogCaptureFixture) -> int:
@@ -65,7 +65,7 @@ def test_span_stays_raw_after_transcoding_fails(
         assert [ask(engine, "failing", 1, 9), ask(engine, "good", 2, 5)] == [0, 0]
         assert [ask(engine, "failing again", 1, 9), ask(engine, "good again", 2, 5)] == [599, 599]
         assert counters(engine)["failed_rewrites"] == 1
-        assert set(engine.ask(lambda loop: CacheApi(loop).usage().tiers["hot"].by_precision).result(60)) == {
+        assert set(engine.ask(lambda core: CacheApi(core).usage().tiers["hot"].by_precision).result(60)) == {
             "raw",
             "planes:8",
         }

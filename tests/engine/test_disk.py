@@ -54,10 +54,10 @@ def engine_on(
         engine.stop()
 
 
-def make_computing_slow(loop: EngineCore) -> None:
+def make_computing_slow(core: EngineCore) -> None:
     """Make loads worthwhile: a tiny model computes a prompt faster than any disk reads it."""
-    loop.speeds.alone = TokenRate()
-    loop.speeds.alone.add_work(1, 1.0)
+    core.speeds.alone = TokenRate()
+    core.speeds.alone.add_work(1, 1.0)
 
 
 def answer(engine: Engine, name: str, prompt_tokens: int, max_tokens: int = 12) -> Reply:
@@ -74,16 +74,16 @@ def cached(reply: Reply) -> int:
 
 
 def settle(engine: Engine) -> None:
-    def work(loop: EngineCore) -> None:
-        while loop.pacer.has_work:
-            loop.pacer.run_slice(1.0)
+    def work(core: EngineCore) -> None:
+        while core.pacer.has_work:
+            core.pacer.run_slice(1.0)
 
     engine.ask(work).result(60)
 
 
-def flush_tier(loop: EngineCore) -> bool:
+def flush_tier(core: EngineCore) -> bool:
     """Wait until the disk has all that is on its way to it."""
-    return loop.stock.disk.tier.flush(30).is_empty
+    return core.prefix_cache.disk.tier.flush(30).is_empty
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -138,11 +138,11 @@ def test_failed_step_loses_memory_and_keeps_the_disk(tmp_path: Path, monkeypatch
     with engine_on(tmp_path, tiny_loaded("llama")) as engine:
         before = engine.ask(lambda _: mx.get_active_memory()).result(60)
         answer(engine, "first", 2000)
-        engine.ask(lambda loop: CacheApi(loop).requantize(PrecisionChange(parse("raw"), parse("planes:8")))).result(60)
+        engine.ask(lambda core: CacheApi(core).requantize(PrecisionChange(parse("raw"), parse("planes:8")))).result(60)
         settle(engine)
-        engine.ask(lambda loop: loop.stock.flush(30)).result(60)
-        counted = engine.ask(lambda loop: CacheApi(loop).usage().counters).result(60)
-        held = engine.ask(lambda loop: CacheApi(loop).usage().tiers["hot"].nbytes).result(60)
+        engine.ask(lambda core: core.prefix_cache.flush(30)).result(60)
+        counted = engine.ask(lambda core: CacheApi(core).usage().counters).result(60)
+        held = engine.ask(lambda core: CacheApi(core).usage().tiers["hot"].nbytes).result(60)
         engine.ask(make_prefill_fail).result(60)
         gc.disable()  # nothing may wait for it
         try:
@@ -156,16 +156,16 @@ def test_failed_step_loses_memory_and_keeps_the_disk(tmp_path: Path, monkeypatch
         assert all(usage.counters[name] >= count for name, count in counted.items())
         assert usage.counters["stored_tokens"] == counted["stored_tokens"] > 2000
         assert (
-            engine.ask(lambda loop: CacheApi(loop).requantize(PrecisionChange(dry_run=True))).result(60).v == "planes:8"
+            engine.ask(lambda core: CacheApi(core).requantize(PrecisionChange(dry_run=True))).result(60).v == "planes:8"
         )
         assert cached(answer(engine, "again", 2000)) == 1999
 
 
-def make_prefill_fail(loop: EngineCore) -> None:
+def make_prefill_fail(core: EngineCore) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("defect")
 
-    loop.runner.prefill = fail
+    core.runner.prefill = fail
 
 
 def test_changed_weights_under_the_same_name_have_no_hit(tmp_path: Path) -> None:
@@ -181,11 +181,11 @@ def test_changed_weights_under_the_same_name_have_no_hit(tmp_path: Path) -> None
 def why(engine: Engine, prompt_tokens: int) -> Explanation:
     prompt = [i * 7 % VOCAB for i in range(prompt_tokens)]
 
-    lookup = engine.ask(lambda loop: loop.stock.ask_disk(prompt, "")).result(60)
+    lookup = engine.ask(lambda core: core.prefix_cache.ask_disk(prompt, "")).result(60)
     assert lookup.wait(60)
 
-    def question(loop: EngineCore) -> Explanation:
-        return loop.stock.explain(prompt, "", lookup.answer)
+    def question(core: EngineCore) -> Explanation:
+        return core.prefix_cache.explain(prompt, "", lookup.answer)
 
     return engine.ask(question).result(60)
 
@@ -219,14 +219,14 @@ def test_damaged_blocks_are_a_miss_with_the_same_reply(tmp_path: Path) -> None:
         again = answer(engine, "again", 700)
         assert cached(again) == 0
         assert again.ids == first.ids
-        counters = engine.ask(lambda loop: CacheApi(loop).usage().counters).result(60)
+        counters = engine.ask(lambda core: CacheApi(core).usage().counters).result(60)
         assert counters["disk_quarantined_tensor"] >= 1
         # A reader puts files aside while the answer is computed.
         deadline = time.monotonic() + 30
         while len([*tmp_path.rglob("*.tensor")]) < counters["disk_quarantined_tensor"]:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        engine.ask(lambda loop: loop.stock.evictor.clear(tier="hot")).result(60)
+        engine.ask(lambda core: core.prefix_cache.evictor.clear(tier="hot")).result(60)
         said = why(engine, 700)
         files.go.set()
         assert (said.ends_because, said.at_token) == ("damaged", 0)
@@ -241,7 +241,7 @@ def test_evicted_prefix_is_loaded_from_disk_while_memory_is_full(tmp_path: Path)
             again = answer(engine, f"b{n}", n)
             assert cached(again) == n - 1
             assert again.ids == before.ids
-            assert engine.ask(lambda loop: CacheApi(loop).usage().tiers["hot"].nbytes).result(60) <= 900 * 1024
+            assert engine.ask(lambda core: CacheApi(core).usage().tiers["hot"].nbytes).result(60) <= 900 * 1024
 
 
 @pytest.mark.parametrize("name", ["planes:8", "planes:2", "rotated:4"])
@@ -264,8 +264,8 @@ def test_archived_planes_are_restored_bit_for_bit(tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
     storage = KvConfig(k=parse("planes:8"), v=parse("planes:8"))
 
-    def planes(loop: EngineCore) -> list[bytes]:
-        (entry,) = [entry for entry in loop.stock.table.entries if entry.span.end > 600]
+    def planes(core: EngineCore) -> list[bytes]:
+        (entry,) = [entry for entry in core.prefix_cache.table.entries if entry.span.end > 600]
         parts = [part for layer in entry.span.layers for part in entry.span.sealed(layer)]
         return sorted(np.asarray(array).tobytes() for part in parts for array in part.arrays())
 
@@ -274,32 +274,32 @@ def test_archived_planes_are_restored_bit_for_bit(tmp_path: Path) -> None:
         settle(engine)
         before = engine.ask(planes).result(60)
         engine.ask(
-            lambda loop: CacheApi(loop).requantize(PrecisionChange(parse("planes:4"), parse("planes:4")))
+            lambda core: CacheApi(core).requantize(PrecisionChange(parse("planes:4"), parse("planes:4")))
         ).result(60)
         settle(engine)
         assert len(engine.ask(planes).result(60)) < len(before)
         assert engine.ask(flush_tier).result(60)
         of_disk = engine.ask(
-            lambda loop: CacheApi(loop).requantize(PrecisionChange(parse("planes:2"), scope="disk", dry_run=True))
+            lambda core: CacheApi(core).requantize(PrecisionChange(parse("planes:2"), scope="disk", dry_run=True))
         ).result(60)
         assert [left.reason for left in of_disk.left_alone] == [
             "blocks on the disk keep the precision they were written in"
         ]
         engine.ask(
-            lambda loop: CacheApi(loop).requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
+            lambda core: CacheApi(core).requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
         ).result(60)
         until_s = time.monotonic() + 30
-        while not engine.ask(lambda loop: CacheApi(loop).usage().counters.get("restored_spans", 0)).result(60):
+        while not engine.ask(lambda core: CacheApi(core).usage().counters.get("restored_spans", 0)).result(60):
             assert time.monotonic() < until_s
         assert engine.ask(planes).result(60) == before
 
 
 def change(engine: Engine, name: str, *, dry_run: bool = False) -> ChangeResult:
     changed = engine.ask(
-        lambda loop: CacheApi(loop).requantize(PrecisionChange(parse(name), parse(name), dry_run=dry_run))
+        lambda core: CacheApi(core).requantize(PrecisionChange(parse(name), parse(name), dry_run=dry_run))
     ).result(60)
     until_s = time.monotonic() + 30
-    while engine.ask(lambda loop: CacheApi(loop).requantize_progress().is_running).result(60):
+    while engine.ask(lambda core: CacheApi(core).requantize_progress().is_running).result(60):
         assert time.monotonic() < until_s
     settle(engine)
     return changed
@@ -329,7 +329,7 @@ def test_output_after_step_down_and_restore_equals_a_run_without(began: str, tmp
         change(engine, "planes:8")
         again = answer(engine, "again", 700, 40)
         settle(engine)
-        now = engine.ask(lambda loop: CacheApi(loop).usage().tiers["hot"].by_precision).result(60)
+        now = engine.ask(lambda core: CacheApi(core).usage().tiers["hot"].by_precision).result(60)
     assert again.ids == never.ids
     assert logprobs(again) == logprobs(never)
     assert cached(again) == 699
@@ -401,24 +401,24 @@ def test_load_without_its_parent_prefix_is_refused(tmp_path: Path) -> None:
         answer(engine, "first", 700)
     prompt = [i * 7 % VOCAB for i in range(700)]
 
-    def load_and_lose_the_beginning(loop: EngineCore) -> tuple[int, int]:
-        stock = loop.stock
-        lookup = stock.prefetcher.ask(prompt, "")
+    def load_and_lose_the_beginning(core: EngineCore) -> tuple[int, int]:
+        prefix_cache = core.prefix_cache
+        lookup = prefix_cache.prefetcher.ask(prompt, "")
         assert lookup is not None
         assert lookup.wait(30)
-        load = stock.prefetcher.begin_load(lookup.offers[0], prompt, "")
+        load = prefix_cache.prefetcher.begin_load(lookup.offers[0], prompt, "")
         assert load is not None
         assert load.links[0].start > 0
         assert load.lease is not None
-        assert stock.evictor.clear(tier="hot").tokens == 0  # it is kept for the load
-        stock.store.release(load.lease)
-        assert stock.evictor.clear(tier="hot").tokens > 0
+        assert prefix_cache.evictor.clear(tier="hot").tokens == 0  # it is kept for the load
+        prefix_cache.release(load.lease)
+        assert prefix_cache.evictor.clear(tier="hot").tokens > 0
         until_s = time.monotonic() + 30
         while not load.is_done:
             assert time.monotonic() < until_s
-            stock.background.run_background(0.01)
-        stock.prefetcher.promote(load)
-        return stock.store.lookup(prompt, "").num_tokens, stock.counters["refused_promotions"]
+            prefix_cache.run_background(0.01)
+        prefix_cache.prefetcher.promote(load)
+        return prefix_cache.lookup(prompt, "").num_tokens, prefix_cache.counters["refused_promotions"]
 
     with engine_on(tmp_path, loaded) as engine:
         assert cached(answer(engine, "beginning", 300, 1)) == 256
@@ -453,9 +453,9 @@ def test_second_touch_counts_requests_however_often_a_span_is_offered(tmp_path: 
     generator = np.random.default_rng(1)
     prompts = [tuple(generator.integers(0, VOCAB, 600).tolist()) for _ in range(16)]
 
-    def counts(loop: EngineCore) -> dict[str, int]:
-        assert flush_tier(loop)
-        return dict(CacheApi(loop).usage().counters)
+    def counts(core: EngineCore) -> dict[str, int]:
+        assert flush_tier(core)
+        return dict(CacheApi(core).usage().counters)
 
     with engine_on(tmp_path, loaded, KvConfig(hot_bytes=MIB), second_touch=True) as engine:
         for prompt in prompts:
@@ -486,7 +486,7 @@ def test_blocks_that_cannot_be_read_are_counted_and_computed_again(
     with engine_on(tmp_path, loaded) as engine:
         again = answer(engine, "again", 700)
         assert (cached(again), again.ids) == (0, first.ids)
-        assert engine.ask(lambda loop: CacheApi(loop).usage().counters["unreadable_blocks"]).result(60) == 1
+        assert engine.ask(lambda core: CacheApi(core).usage().counters["unreadable_blocks"]).result(60) == 1
     assert "cannot be read by this version" in caplog.text
 
 

@@ -53,8 +53,8 @@ def fill_disk_with_others(engine: Engine, *, first: int = 100, between: Callable
 
 
 def disk_of(engine: Engine) -> DiskTier:
-    def question(loop: EngineCore) -> DiskTier:
-        tier = loop.stock.disk.tier
+    def question(core: EngineCore) -> DiskTier:
+        tier = core.prefix_cache.disk.tier
         assert isinstance(tier, DiskTier)
         return tier
 
@@ -64,9 +64,9 @@ def disk_of(engine: Engine) -> DiskTier:
 def is_on_disk(engine: Engine, seed: int) -> bool:
     """All of a prompt but its last token, as a restart would find it."""
 
-    def question(loop: EngineCore) -> bool:
-        root = next(entry.root_key for entry in loop.stock.table.entries)
-        match = finish(loop.stock.disk.longest_chain(root, as_ids(prompt_of(seed)[:-1])))
+    def question(core: EngineCore) -> bool:
+        root = next(entry.root_key for entry in core.prefix_cache.table.entries)
+        match = finish(core.prefix_cache.disk.longest_chain(root, as_ids(prompt_of(seed)[:-1])))
         return match.num_tokens == 599
 
     return engine.ask(question).result(60)
@@ -113,9 +113,9 @@ def test_at_eviction_writes_nothing_while_memory_has_room(tmp_path: Path) -> Non
 
 
 def test_what_somebody_deleted_is_written_again_before_it_is_evicted(tmp_path: Path) -> None:
-    def evict_all(loop: EngineCore) -> int:
-        loop.stock.reclaimer.shrink_to(0)
-        return loop.stock.table.nbytes
+    def evict_all(core: EngineCore) -> int:
+        core.prefix_cache.reclaimer.shrink_to(0)
+        return core.prefix_cache.table.nbytes
 
     with engine_on(tmp_path, tiny_loaded("llama"), KvConfig()) as engine:
         assert ask(engine, 1) == 0
@@ -153,7 +153,7 @@ def test_what_failed_to_be_written_is_written_again_before_it_is_evicted(tmp_pat
         ask(engine, 1)
         files.before = {}
         disk_of(engine).end_pause()
-        engine.ask(lambda loop: loop.stock.reclaimer.shrink_to(0)).result(60)
+        engine.ask(lambda core: core.prefix_cache.reclaimer.shrink_to(0)).result(60)
         assert engine.ask(flush_tier).result(60)
         assert ask(engine, 1) == 599
 
@@ -169,10 +169,10 @@ def test_what_is_asked_for_often_is_not_the_first_to_leave_the_disk(tmp_path: Pa
 def test_what_is_pinned_does_not_leave_the_disk(tmp_path: Path) -> None:
     with engine_on(tmp_path, tiny_loaded("llama"), KvConfig(), SMALL_DISK) as engine:
         ask(engine, 1)
-        engine.ask(lambda loop: loop.stock.pins.pin(prompt_of(1), "")).result(60)
+        engine.ask(lambda core: core.prefix_cache.pins.pin(prompt_of(1), "")).result(60)
         fill_disk_with_others(engine)
         assert is_on_disk(engine, 1)
-        engine.ask(lambda loop: loop.stock.pins.unpin(prompt_of(1), "")).result(60)
+        engine.ask(lambda core: core.prefix_cache.pins.unpin(prompt_of(1), "")).result(60)
         fill_disk_with_others(engine, first=200)
         assert not is_on_disk(engine, 1)
 
@@ -180,7 +180,7 @@ def test_what_is_pinned_does_not_leave_the_disk(tmp_path: Path) -> None:
 def test_what_is_pinned_before_it_is_written_does_not_leave_the_disk(tmp_path: Path) -> None:
     with engine_on(tmp_path, tiny_loaded("llama"), KvConfig(), SMALL_DISK) as engine:
         ask(engine, 1)
-        engine.ask(lambda loop: loop.stock.pins.pin(prompt_of(1), "")).result(60)
+        engine.ask(lambda core: core.prefix_cache.pins.pin(prompt_of(1), "")).result(60)
         for seed in range(100, 112):
             ask(engine, seed)
             engine.ask(write_all).result(60)
@@ -191,28 +191,28 @@ def test_pins_outlive_a_step_that_fails(tmp_path: Path) -> None:
     """On the disk; and in memory again as soon as it is there again."""
     with engine_on(tmp_path, tiny_loaded("llama"), KvConfig(), SMALL_DISK) as engine:
         ask(engine, 1)
-        engine.ask(lambda loop: loop.stock.pins.pin(prompt_of(1), "")).result(60)
+        engine.ask(lambda core: core.prefix_cache.pins.pin(prompt_of(1), "")).result(60)
         engine.ask(make_prefill_fail).result(60)
         engine.submit(Request("failing", prompt_of(2), 2, GREEDY), (failing := Reply()).sink)
         assert isinstance(failing.wait(), Failed)
-        assert engine.ask(lambda loop: CacheApi(loop).usage().tiers["hot"].tokens).result(60) == 0
+        assert engine.ask(lambda core: CacheApi(core).usage().tiers["hot"].tokens).result(60) == 0
         fill_disk_with_others(engine)
         assert is_on_disk(engine, 1)
         assert ask(engine, 1) == 599
-        assert engine.ask(lambda loop: CacheApi(loop).usage().pinned_bytes).result(60) > 0
-        engine.ask(lambda loop: loop.stock.evictor.clear(tier="hot")).result(60)
-        assert engine.ask(lambda loop: loop.stock.store.lookup(prompt_of(1), "").num_tokens).result(60) == 600
-        engine.ask(lambda loop: loop.stock.pins.unpin(prompt_of(1), "")).result(60)
-        engine.ask(lambda loop: loop.stock.evictor.clear(tier="hot")).result(60)
-        assert engine.ask(lambda loop: CacheApi(loop).usage().tiers["hot"].tokens).result(60) == 0
+        assert engine.ask(lambda core: CacheApi(core).usage().pinned_bytes).result(60) > 0
+        engine.ask(lambda core: core.prefix_cache.evictor.clear(tier="hot")).result(60)
+        assert engine.ask(lambda core: core.prefix_cache.lookup(prompt_of(1), "").num_tokens).result(60) == 600
+        engine.ask(lambda core: core.prefix_cache.pins.unpin(prompt_of(1), "")).result(60)
+        engine.ask(lambda core: core.prefix_cache.evictor.clear(tier="hot")).result(60)
+        assert engine.ask(lambda core: CacheApi(core).usage().tiers["hot"].tokens).result(60) == 0
 
 
-def write_all(loop: EngineCore) -> bool:
-    for entry in loop.stock.table.entries:
-        loop.stock.offloader.add_entry(entry)
-    while loop.pacer.has_work:
-        loop.pacer.run_slice(1.0)
-    return flush_tier(loop)
+def write_all(core: EngineCore) -> bool:
+    for entry in core.prefix_cache.table.entries:
+        core.prefix_cache.offloader.add_entry(entry)
+    while core.pacer.has_work:
+        core.pacer.run_slice(1.0)
+    return flush_tier(core)
 
 
 def test_the_end_writes_what_the_disk_has_evicted_and_the_newest_stays(tmp_path: Path) -> None:
@@ -246,6 +246,6 @@ def test_what_has_expired_is_neither_written_nor_kept(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def num_entries_in_time(loop: EngineCore) -> int:
-    loop.stock.evictor.expire()
-    return len(loop.stock.table.entries)
+def num_entries_in_time(core: EngineCore) -> int:
+    core.prefix_cache.evictor.expire()
+    return len(core.prefix_cache.table.entries)

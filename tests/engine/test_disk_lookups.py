@@ -86,7 +86,7 @@ def test_request_continues_without_a_late_answer_of_the_disk(tmp_path: Path, mon
             assert disk.was_asked.is_set()
         # It answers again.
         monkeypatch.setattr(prefix_lookup, "LOOKUP_S", 60.0)
-        engine.ask(lambda loop: loop.stock.evictor.clear(tier="hot")).result(60)
+        engine.ask(lambda core: core.prefix_cache.evictor.clear(tier="hot")).result(60)
         assert cached(answer(engine, "two", 700)) == 699
 
 
@@ -160,28 +160,28 @@ def test_requests_pins_explanations_and_restores_ask_the_disk_on_another_thread(
         answer(engine, "first", 700)
         settle(engine)
         engine.ask(
-            lambda loop: CacheApi(loop).requantize(PrecisionChange(parse("planes:4"), parse("planes:4")))
+            lambda core: CacheApi(core).requantize(PrecisionChange(parse("planes:4"), parse("planes:4")))
         ).result(60)
         settle(engine)
         assert engine.ask(flush_tier).result(60)
         threads = asking_threads(blocks_of(engine))
         engine.ask(
-            lambda loop: CacheApi(loop).requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
+            lambda core: CacheApi(core).requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
         ).result(60)
         wait_for(lambda: engine.ask(is_done).result(60))
-        assert engine.ask(lambda loop: CacheApi(loop).usage().counters["restored_spans"]).result(60) >= 1
-        engine.ask(lambda loop: loop.stock.pins.pin(prompt, "")).result(60)
-        engine.ask(lambda loop: loop.stock.pins.unpin(prompt, "")).result(60)
+        assert engine.ask(lambda core: CacheApi(core).usage().counters["restored_spans"]).result(60) >= 1
+        engine.ask(lambda core: core.prefix_cache.pins.pin(prompt, "")).result(60)
+        engine.ask(lambda core: core.prefix_cache.pins.unpin(prompt, "")).result(60)
         assert why(engine, 700).ends_because == "complete"
         answer(engine, "again", 700)
-        engine.ask(lambda loop: loop.stock.evictor.clear(tier="hot")).result(60)
+        engine.ask(lambda core: core.prefix_cache.evictor.clear(tier="hot")).result(60)
         assert cached(answer(engine, "from the disk", 700)) == 699
         assert threads["lengths"] == {"kvstrata-tier-lookups"}
         assert "kvstrata-engine" not in threads["size"]
 
 
-def is_done(loop: EngineCore) -> bool:
-    return not CacheApi(loop).requantize_progress().is_running
+def is_done(core: EngineCore) -> bool:
+    return not CacheApi(core).requantize_progress().is_running
 
 
 class Disk(Files):
@@ -199,7 +199,7 @@ def test_disk_that_was_slow_once_is_read_again(tmp_path: Path, monkeypatch: pyte
     loaded, files = tiny_loaded("llama"), Disk()
 
     def ask(name: str) -> int:
-        engine.ask(lambda loop: loop.stock.evictor.clear(tier="hot")).result(60)
+        engine.ask(lambda core: core.prefix_cache.evictor.clear(tier="hot")).result(60)
         engine.ask(make_computing_take_a_second).result(60)
         reply = Reply()
         engine.submit(Request(name, tuple(i * 7 % VOCAB for i in range(700)), 2, GREEDY), reply.sink)
@@ -227,19 +227,19 @@ def test_late_block_is_awaited_where_computing_takes_seconds(tmp_path: Path) -> 
         answer(engine, "first", 700)
     with engine_on(tmp_path, loaded, files=files) as engine:
         files.read_s = 0.1
-        engine.ask(lambda loop: make_computing_take(loop, 2.8)).result(60)
+        engine.ask(lambda core: make_computing_take(core, 2.8)).result(60)
         reply = Reply()
         engine.submit(Request("late", tuple(i * 7 % VOCAB for i in range(700)), 2, GREEDY), reply.sink)
         assert cached(reply) == 699
 
 
-def make_computing_take_a_second(loop: EngineCore) -> None:
-    make_computing_take(loop, 1.0)
+def make_computing_take_a_second(core: EngineCore) -> None:
+    make_computing_take(core, 1.0)
 
 
-def make_computing_take(loop: EngineCore, seconds: float) -> None:
-    loop.speeds.alone = TokenRate()
-    loop.speeds.alone.add_work(700, seconds)
+def make_computing_take(core: EngineCore, seconds: float) -> None:
+    core.speeds.alone = TokenRate()
+    core.speeds.alone.add_work(700, seconds)
 
 
 def disk_rates(engine: Engine) -> rates.Rates:
@@ -258,8 +258,8 @@ def test_tier_that_raises_is_a_miss_for_the_request_that_asked(
     with filled(tmp_path) as engine:
         monkeypatch.setattr(DiskTier, name, property(fail_once) if name == "rates" else fail_once)
         assert cached(answer(engine, "computed", 700)) == 0
-        engine.ask(lambda loop: loop.stock.evictor.clear(tier="hot")).result(60)
+        engine.ask(lambda core: core.prefix_cache.evictor.clear(tier="hot")).result(60)
         assert cached(answer(engine, "from the disk", 700)) == 699
-        counters = engine.ask(lambda loop: CacheApi(loop).usage().counters).result(60)
+        counters = engine.ask(lambda core: CacheApi(core).usage().counters).result(60)
         assert counters.get("failed_lookups", 0) + counters.get("failed_loads", 0) == 1
     assert sum("a defect of the tier" in record.getMessage() for record in caplog.records) == 1

@@ -19,7 +19,7 @@ NUM_LAYERS = 2  # at least one small step of encoding each
 def test_next_turn_waits_for_encoding_of_previous_one_while_stream_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = KvConfig(k=parse("planes:8"), v=parse("planes:8"))
     drive = Drive(steady_loaded("llama"), EngineLimits(prefill_chunk_tokens=256), storage=storage)
-    do_one_step(drive.loop.pacer)
+    do_one_step(drive.core.pacer)
     advance, num_advanced = LayerRewrite.advance, 0
 
     def counting(self: LayerRewrite, span: Span, *, upward: bool = False) -> bool:
@@ -30,18 +30,18 @@ def test_next_turn_waits_for_encoding_of_previous_one_while_stream_decodes(monke
     monkeypatch.setattr(LayerRewrite, "advance", counting)
     stream, chat = drive.submit(prompt(20, seed=2), 1000), drive.submit(prompt(CHAT_TOKENS, seed=1), 2)
     while chat.end is None:
-        drive.loop.executor.step()
+        drive.core.executor.step()
     turn = drive.submit([*chat.request.prompt, *chat.ids, *prompt(20, seed=3)], 2)
     num_waited, most_advanced = 0, 0
     while not turn.events:
         before, num_tokens = num_advanced, len(stream.ids)
-        drive.loop.executor.step()
+        drive.core.executor.step()
         num_waited += 1
         most_advanced = max(most_advanced, num_advanced - before)
         assert turn.events or len(stream.ids) == num_tokens + 1
     assert most_advanced == 1
     assert num_waited > NUM_LAYERS
     assert set(drive.cache.usage().tiers["hot"].by_precision) == {"planes:8"}  # only the chat is cached yet
-    drive.loop.endings.end(stream.request.id)
+    drive.core.endings.end(stream.request.id)
     drive.run()
     assert cached(turn) == CHAT_TOKENS + 1

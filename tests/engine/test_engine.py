@@ -251,10 +251,10 @@ def test_two_hundred_clients_that_leave_at_random_moments_leave_nothing_behind()
 def _settled_memory(engine: Engine) -> int:
     """Return MLX's active memory after all background work, with an empty cache."""
 
-    def measure(loop: EngineCore) -> int:
-        while loop.stock.background.has_work:
-            loop.stock.background.run_background(1.0)
-        loop.stock.evictor.clear()
+    def measure(core: EngineCore) -> int:
+        while core.prefix_cache.has_work:
+            core.prefix_cache.run_background(1.0)
+        core.prefix_cache.evictor.clear()
         return mx.get_active_memory()
 
     return engine.ask(measure).result(60)

@@ -119,8 +119,8 @@ def test_a_plan_agrees_with_the_engine(
 def converse(drive: Drive, num_tokens: int) -> None:
     drive.submit([i % VOCAB for i in range(num_tokens - 1)], max_tokens=2)
     drive.run()
-    while drive.loop.pacer.has_work:
-        drive.loop.pacer.run_slice(1.0)
+    while drive.core.pacer.has_work:
+        drive.core.pacer.run_slice(1.0)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "deepseek_v3", "gemma3_text", "qwen3_5", "falcon_h1"])
@@ -130,7 +130,7 @@ def test_a_stored_conversation_takes_what_was_told(architecture: str, names: tup
     told = forecast(found, LIMIT_BYTES, precisions=[names], lengths=[tokens])
     drive = Drive(tiny_loaded(architecture), storage=KvConfig(k=parse(names[0]), v=parse(names[1])))
     converse(drive, tokens)
-    held = drive.stock.table.nbytes
+    held = drive.prefix_cache.table.nbytes
     (stored,) = told.precisions[0].capacities
     marks = found.layout.fixed_bytes > 0
     # One prompt leaves fewer points to resume at than a conversation may keep.

@@ -120,7 +120,7 @@ def test_constrained_and_free_rows_get_what_they_get_alone(architecture: str, li
     for seed, constraint in enumerate(asked):
         clients.append(submit(drive, seed, constraint, **fields[seed]))
         for _ in range(3):
-            drive.loop.executor.step()
+            drive.core.executor.step()
     drive.run()
     for seed, client in enumerate(clients):
         assert_same(client, alone(seed, asked[seed], architecture, **fields[seed]))
@@ -163,9 +163,9 @@ def test_each_token_is_consumed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Drive(byte_model(), EngineLimits(buffer_step_tokens=16), kv_bytes=room)
     clients = [submit(drive, seed, ENDLESS, length=30, max_tokens=60) for seed in range(2)]
     kept = []  # so that no two have the same id
-    while not drive.loop.executor.is_idle:
-        drive.loop.executor.step()
-        kept += [sequence._matcher for sequence in drive.loop.sequences.all]
+    while not drive.core.executor.is_idle:
+        drive.core.executor.step()
+        kept += [sequence._matcher for sequence in drive.core.sequences.all]
     # The last token of a reply is followed by none: nothing is asked of the matcher after it.
     assert sorted(taken.values()) == sorted(client.ids[:-1] for client in clients)
 
@@ -212,8 +212,8 @@ def test_a_cancelled_one_leaves_the_others_alone() -> None:
     drive = Drive(byte_model())
     gone, stays, free = submit(drive, 1, ENDLESS), submit(drive, 2, DIGITS), submit(drive, 3, None)
     while len(gone.ids) < 5:
-        drive.loop.executor.step()
-    drive.loop.executor.end_request(gone.request.id)
+        drive.core.executor.step()
+    drive.core.executor.end_request(gone.request.id)
     drive.run()
     assert gone.finished.reason == "cancelled"
     assert_same(stays, alone(2, DIGITS))
@@ -225,7 +225,7 @@ def test_a_grammar_that_cannot_be_followed_fails_its_own_request_alone(architect
     drive = Drive(byte_model(architecture))
     stays = submit(drive, 2, DIGITS)
     for _ in range(4):
-        drive.loop.executor.step()
+        drive.core.executor.step()
     bad, free = submit(drive, 1, TOO_WIDE), submit(drive, 3, None)
     drive.run()
     assert isinstance(bad.end, Failed)
@@ -309,12 +309,12 @@ def test_the_next_pass_is_started_before_the_last_step_is_read(monkeypatch: pyte
     submit(drive, 1, ENDLESS)
     submit(drive, 2, None)
     while len(done) < 60:
-        drive.loop.executor.step()
+        drive.core.executor.step()
     # Read for the masks, then for the replies.
     assert done[-20:].count("forward") == 5
     at = max(place for place, what in enumerate(done[:-4]) if what == "forward")
     assert done[at : at + 4] == ["forward", "read", "mask", "read"]
-    drive.loop.fail_all("enough")
+    drive.core.fail_all("enough")
 
 
 def test_a_grammar_of_another_model_is_refused() -> None:

@@ -57,7 +57,7 @@ def test_idle_engine_frees_memory_once_and_not_between_two_turns(
         assert sum(time_s > ends_s[-1] for time_s in cleared) == 1
         assert all(not 0 <= time_s - end_s < 1.0 for time_s in cleared for end_s in ends_s)
         asked_s = time.monotonic()
-        engine.ask(lambda loop: loop.stock.evictor.clear()).result()
+        engine.ask(lambda core: core.prefix_cache.evictor.clear()).result()
         wait_until_cleared(cleared, asked_s)
         wait_until_cleared(cleared, answered(engine, "c"))
 
@@ -90,6 +90,6 @@ def test_frequent_state_queries_do_not_delay_freeing(monkeypatch: pytest.MonkeyP
         answered(engine, "a")
         until_s = time.monotonic() + 30
         while not cleared and time.monotonic() < until_s:
-            engine.ask(lambda loop: loop.executor.is_idle).result()
+            engine.ask(lambda core: core.executor.is_idle).result()
             time.sleep(0.05)
         assert cleared

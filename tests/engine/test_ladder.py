@@ -21,7 +21,7 @@ def chats(drive: Drive, count: int) -> list[int]:
             drive.run()
             settle(drive)
             assert client.finished.usage.completion_tokens == 8
-            assert drive.loop.state().kv_bytes <= drive.budget.total_bytes
+            assert drive.core.state().kv_bytes <= drive.budget.total_bytes
             if is_repeat:
                 cached.append(client.finished.usage.cached_tokens)
     return cached
@@ -37,8 +37,8 @@ def test_ladder_keeps_all_chats_in_quarter_of_memory() -> None:
     stepped = chats(ladder, 10)
     assert sum(stepped) > sum(plain)
     assert sum(stepped) == 10 * 399
-    assert set(ladder.stock.usage.usage().by_precision) <= {"raw", "planes:8", "planes:4"}
-    assert ladder.stock.usage.count()["stepped_down_spans"] > 0
+    assert set(ladder.prefix_cache.usage.usage().by_precision) <= {"raw", "planes:8", "planes:4"}
+    assert ladder.prefix_cache.usage.count()["stepped_down_spans"] > 0
 
 
 def test_edge_layers_do_not_hide_bits_of_other_layers() -> None:
@@ -51,17 +51,17 @@ def test_edge_layers_do_not_hide_bits_of_other_layers() -> None:
         drive.submit(prompt(700, seed=i), 8)
         drive.run()
         settle(drive)
-    counts = drive.stock.usage.count()
+    counts = drive.prefix_cache.usage.count()
     assert counts["evicted_tokens"] == 0
     # A chat has four steps at most: V to 8 bits, K to 8, V to 4, K to 4.
     assert 13 < counts["stepped_down_spans"] <= 4 * 13
-    assert drive.stock.usage.usage().by_precision["planes:4"] > 0
+    assert drive.prefix_cache.usage.usage().by_precision["planes:4"] > 0
     # Every span is at its floor and stays there.
-    drive.stock.reclaimer.step_down(kv_bytes)
+    drive.prefix_cache.reclaimer.step_down(kv_bytes)
     settle(drive)
-    counts = drive.stock.usage.count()
-    drive.stock.reclaimer.step_down(kv_bytes)
-    assert drive.stock.usage.count() == counts
+    counts = drive.prefix_cache.usage.count()
+    drive.prefix_cache.reclaimer.step_down(kv_bytes)
+    assert drive.prefix_cache.usage.count() == counts
 
 
 def test_codec_without_steps_stays_while_other_side_steps_down() -> None:
@@ -70,9 +70,12 @@ def test_codec_without_steps_stays_while_other_side_steps_down() -> None:
     storage = KvConfig(k=parse("rotated:4"), v=parse("raw"), dynamic=True)
     drive = Drive(loaded, EngineLimits(buffer_step_tokens=16), kv_bytes=kv_bytes, storage=storage)
     chats(drive, 6)
-    assert drive.stock.usage.count()["stepped_down_spans"] > 0
+    assert drive.prefix_cache.usage.count()["stepped_down_spans"] > 0
     pairs = {
-        pair for entry in drive.stock.table.entries for layer in entry.span.layers for pair in entry.span.pairs(layer)
+        pair
+        for entry in drive.prefix_cache.table.entries
+        for layer in entry.span.layers
+        for pair in entry.span.pairs(layer)
     }
     assert {k.name for k, _ in pairs} == {"rotated:4"}
     assert "planes:8" in {v.name for _, v in pairs}
@@ -83,7 +86,7 @@ def test_precision_stays_without_ladder() -> None:
     token_bytes = Drive(loaded).budget.token_bytes
     drive = Drive(loaded, EngineLimits(buffer_step_tokens=16), kv_bytes=1500 * token_bytes)
     chats(drive, 6)
-    assert set(drive.stock.usage.usage().by_precision) == {"raw"}
+    assert set(drive.prefix_cache.usage.usage().by_precision) == {"raw"}
 
 
 @pytest.mark.parametrize("live", [False, True])
@@ -96,7 +99,7 @@ def test_long_conversation_steps_down_at_configured_length(live: bool) -> None:
         drive.submit(prompt(tokens, seed=tokens), 8)
         drive.run()
         settle(drive)
-        assert set(drive.stock.usage.usage().by_precision) == expected
+        assert set(drive.prefix_cache.usage.usage().by_precision) == expected
         drive.clear()
 
 
@@ -109,13 +112,15 @@ def test_prefix_shared_by_long_and_short_sequence_gets_lower_format_once() -> No
     drive.submit([*prompt(300), *prompt(100, seed=2)], 300)
     drive.run()
     settle(drive)
-    assert {entry.span.num_tokens: entry.target.k.name for entry in drive.stock.table.entries if entry.target} == {
+    assert {
+        entry.span.num_tokens: entry.target.k.name for entry in drive.prefix_cache.table.entries if entry.target
+    } == {
         301: "planes:4",
         1199: "planes:4",
         399: "planes:8",
     }
     # The shared prefix and the long sequence step down twice, the short one once.
-    assert drive.stock.usage.count()["stepped_down_spans"] == 5
+    assert drive.prefix_cache.usage.count()["stepped_down_spans"] == 5
 
 
 def test_request_waits_for_step_downs_while_streams_decode() -> None:
@@ -129,17 +134,17 @@ def test_request_waits_for_step_downs_while_streams_decode() -> None:
     settle(drive)
     stream = drive.submit(prompt(100, seed=99), 60)
     while len(stream.ids) < 4:
-        drive.loop.executor.step()
-    assert drive.stock.usage.count()["stepped_down_spans"] == 0
-    do_one_step(drive.loop.pacer)  # one layer of a span in each step
+        drive.core.executor.step()
+    assert drive.prefix_cache.usage.count()["stepped_down_spans"] == 0
+    do_one_step(drive.core.pacer)  # one layer of a span in each step
     late = drive.submit(prompt(900, seed=77), 2)
     before = len(stream.ids)
     while not late.events:
-        drive.loop.executor.step()
-        assert drive.loop.state().kv_bytes <= drive.budget.total_bytes
+        drive.core.executor.step()
+        assert drive.core.state().kv_bytes <= drive.budget.total_bytes
     assert len(stream.ids) - before > 4
     drive.run()
     assert late.finished.usage.completion_tokens == 2
-    assert drive.stock.usage.count()["evicted_tokens"] == 0
+    assert drive.prefix_cache.usage.count()["evicted_tokens"] == 0
     # Spans step down no further than was needed.
-    assert set(drive.stock.usage.usage().by_precision) == {"raw", "planes:8"}
+    assert set(drive.prefix_cache.usage.usage().by_precision) == {"raw", "planes:8"}

@@ -20,8 +20,8 @@ from tests.tiny import VOCAB, tiny_loaded
 NUM_TURNS = 2 * MAX_SPANS
 
 
-def disk_usage(loop: EngineCore) -> Usage:
-    return loop.stock.disk.tier.usage()
+def disk_usage(core: EngineCore) -> Usage:
+    return core.prefix_cache.disk.tier.usage()
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next"])
@@ -57,5 +57,5 @@ def test_an_idle_engine_rests_while_the_disk_takes_nothing(tmp_path: Path) -> No
         assert engine.ask(refused_spills).result(60) == before
 
 
-def refused_spills(loop: EngineCore) -> int:
-    return loop.stock.counters["refused_spills"]
+def refused_spills(core: EngineCore) -> int:
+    return core.prefix_cache.counters["refused_spills"]

@@ -78,11 +78,11 @@ def drive_with(storage: KvConfig) -> Drive:
 def serve_within(drive: Drive, tokens: list[int], max_tokens: int) -> Client:
     """Assert that neither the memory account nor the arrays of the layers exceed the budget."""
     client = drive.submit(tokens, max_tokens)
-    while not drive.loop.executor.is_idle:
-        drive.loop.executor.step()
-        running = [s.cache for s in drive.loop.sequences.running.values() if s.cache is not None]
-        allocated = sum(cache.nbytes for cache in running) + drive.stock.table.nbytes
-        assert max(drive.loop.state().kv_bytes, allocated) <= drive.budget.total_bytes
+    while not drive.core.executor.is_idle:
+        drive.core.executor.step()
+        running = [s.cache for s in drive.core.sequences.running.values() if s.cache is not None]
+        allocated = sum(cache.nbytes for cache in running) + drive.prefix_cache.table.nbytes
+        assert max(drive.core.state().kv_bytes, allocated) <= drive.budget.total_bytes
     return client
 
 
@@ -100,7 +100,7 @@ def test_shape_of_8b_model_fits_in_6_gib() -> None:
 @pytest.mark.parametrize("how", STORAGES)
 def test_prompt_of_two_and_a_half_times_the_raw_capacity_is_served(how: str) -> None:
     plain = drive_with(KvConfig(recent_raw_tokens=32))
-    assert plain.loop.budget.most_tokens() == RAW_HOLDS
+    assert plain.core.budget.most_tokens() == RAW_HOLDS
     tokens = prompt(5 * RAW_HOLDS // 2)
     with pytest.raises(NeverFits, match=r"2500 tokens of prompt and 16 of reply.*--kv-cache-live --kv-cache-bits 4"):
         plain.submit(tokens, 16)
@@ -109,36 +109,36 @@ def test_prompt_of_two_and_a_half_times_the_raw_capacity_is_served(how: str) -> 
     assert first.finished.usage.completion_tokens == 16
     assert all(math.isfinite(logprob.logprob) for logprob in first.logprobs)
     settle(drive)
-    assert drive.stock.table.nbytes <= drive.budget.total_bytes
+    assert drive.prefix_cache.table.nbytes <= drive.budget.total_bytes
     again = serve_within(drive, [*tokens, *first.ids, 5, 6, 7], 8)
     assert again.finished.usage.cached_tokens == len(tokens) + 15
 
 
 def test_sequence_that_fits_raw_stays_raw_unless_live_is_set() -> None:
     drive = drive_with(STORAGES["dynamic"])
-    rungs = drive.loop.budget.formats
+    rungs = drive.core.budget.formats
     assert [(rung.plan.k.name, rung.plan.v.name) for rung in rungs if rung.plan is not None] == [
         ("planes:8", "planes:8"),
         ("planes:8", "planes:4"),
         ("planes:4", "planes:4"),
     ]
-    assert drive.loop.budget.format_for(RAW_HOLDS) is FULL_PRECISION
-    assert drive.loop.budget.format_for(RAW_HOLDS + 1) is rungs[1]
-    assert drive.loop.budget.format_for(10 * RAW_HOLDS) is None
-    assert [rung.plan and rung.plan.k.name for rung in drive_with(FOUR).loop.budget.formats] == ["planes:4"]
+    assert drive.core.budget.format_for(RAW_HOLDS) is FULL_PRECISION
+    assert drive.core.budget.format_for(RAW_HOLDS + 1) is rungs[1]
+    assert drive.core.budget.format_for(10 * RAW_HOLDS) is None
+    assert [rung.plan and rung.plan.k.name for rung in drive_with(FOUR).core.budget.formats] == ["planes:4"]
 
 
 def test_precision_floors_bound_the_admitted_length() -> None:
-    high = drive_with(KvConfig(dynamic=True, floor_k_bits=8, floor_v_bits=8)).loop.budget
+    high = drive_with(KvConfig(dynamic=True, floor_k_bits=8, floor_v_bits=8)).core.budget
     assert {rung.plan and rung.plan.v.name for rung in high.formats} == {None, "planes:8"}
-    at = drive_with(KvConfig(dynamic_at=((1500, parse("planes:4")),))).loop.budget
+    at = drive_with(KvConfig(dynamic_at=((1500, parse("planes:4")),))).core.budget
     # Shorter ones are not held in fewer bits: they are refused as without the setting.
     assert at.format_for(1400) is None
     assert at.format_for(1500) is at.formats[1]
 
 
 def test_reply_without_limit_gets_the_capacity_of_its_precision() -> None:
-    budget = drive_with(FOUR).loop.budget
+    budget = drive_with(FOUR).core.budget
     most = budget.most_tokens(budget.formats[0])
     assert budget.reply_tokens(500, 8000, may_be_less=True) == most - 500 + 1
     assert most > 2.5 * RAW_HOLDS
@@ -149,11 +149,11 @@ def test_long_reply_is_encoded_while_it_grows() -> None:
     reply = serve_within(drive, prompt(700), 400)
     assert reply.finished.usage.completion_tokens == 400
     settle(drive)
-    assert set(drive.stock.usage.usage().by_precision) == {"planes:4"}
+    assert set(drive.prefix_cache.usage.usage().by_precision) == {"planes:4"}
 
 
 def test_refusal_names_only_precisions_that_fit() -> None:
-    budget = drive_with(KvConfig()).loop.budget
+    budget = drive_with(KvConfig()).core.budget
     with pytest.raises(NeverFits) as refused:
         budget.reply_tokens(100_000, 1)
     assert "--kv-cache-live" not in str(refused.value)
@@ -167,7 +167,7 @@ def peak_of_longest(storage: KvConfig, limit_bytes: int) -> tuple[int, int]:
     engine = Engine(loaded, limits, Metrics(), storage)
     engine.start()
     try:
-        budget = engine._thread.loop.budget
+        budget = engine._thread.core.budget
         most = budget.most_tokens(budget.formats[-1])
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         before = mx.get_active_memory() - loaded.weight_bytes  # of other tests

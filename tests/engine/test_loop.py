@@ -45,7 +45,7 @@ def test_batched_requests_that_come_and_go_reply_as_alone(architecture: str) -> 
     for i in range(6):
         clients.append(drive.submit(prompt(5 + 13 * i, seed=i), 10 + 3 * i, sampling[i]))
         for _ in range(3):
-            drive.loop.executor.step()
+            drive.core.executor.step()
     drive.run()
     for i, client in enumerate(clients):
         assert_same(client, alone(architecture, prompt(5 + 13 * i, seed=i), 10 + 3 * i, sampling[i]))
@@ -56,8 +56,8 @@ def test_first_token_arrives_before_the_next_step_is_read() -> None:
     drive = Drive(tiny_loaded("llama"))
     client = drive.submit(prompt(1), 4)
     seen = []
-    while not drive.loop.executor.is_idle:
-        drive.loop.executor.step()
+    while not drive.core.executor.is_idle:
+        drive.core.executor.step()
         seen.append(len(client.ids))
     assert seen == [1, 1, 2, 3, 4]
 
@@ -66,15 +66,15 @@ def test_first_token_arrives_before_the_next_step_is_read() -> None:
 def test_chunk_of_one_token_attends_like_longer_chunks(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Drive(tiny_loaded(architecture))
     passes: list[int] = []
-    together = drive.loop.runner.prefill_together
+    together = drive.core.runner.prefill_together
     monkeypatch.setattr(
-        drive.loop.runner, "prefill_together", lambda chunks: (passes.append(len(chunks)), together(chunks))
+        drive.core.runner, "prefill_together", lambda chunks: (passes.append(len(chunks)), together(chunks))
     )
     sampling = Sampling(temperature=0, num_logprobs=0)
     client = drive.submit(prompt(2), 6, sampling)
     drive.run()
-    assert passes == ([1] if drive.loop.runner.mixes else [])
-    monkeypatch.setattr(type(drive.loop.runner), "mixes", False)
+    assert passes == ([1] if drive.core.runner.mixes else [])
+    monkeypatch.setattr(type(drive.core.runner), "mixes", False)
     assert_same(client, alone(architecture, prompt(2), 6, sampling))
 
 
@@ -89,7 +89,7 @@ def test_short_prompts_in_shared_passes_reply_as_alone(architecture: str, monkey
         run(mixed, chunks, *given, **options)
 
     drive = Drive(tiny_loaded(architecture))
-    drive.loop.speeds.pass_cost = PassCost(pass_tokens=120)
+    drive.core.speeds.pass_cost = PassCost(pass_tokens=120)
     monkeypatch.setattr(MixedPass, "__init__", watched)
     # Each ends with a pass that it shares: while no stream runs, and beside those that run then.
     lengths = [30, 50, 7, 90, 40, 25]
@@ -147,12 +147,12 @@ def test_first_token_waits_for_at_most_two_chunks_of_a_long_prompt(phase: int) -
     drive = Drive(tiny_loaded("llama"), EngineLimits(prefill_chunk_tokens=256))
     long = drive.submit(prompt(10 * 256), 4)
     while len(long.prefilled) < 4 + phase:
-        drive.loop.executor.step()
+        drive.core.executor.step()
     # It came while the last of these chunks was computed: that one counts.
     before = len(long.prefilled) - 1
     short = drive.submit(prompt(20, seed=1), 4)
     while not short.ids:
-        drive.loop.executor.step()
+        drive.core.executor.step()
     assert len(long.prefilled) - before <= 2
     assert not long.ids
     drive.run()
@@ -169,12 +169,12 @@ def test_memory_account_equals_arrays_of_a_batch(architecture: str) -> None:
     before = mx.get_active_memory()
     clients = [drive.submit(prompt(300 + i), 1000) for i in range(8)]
     while not all(client.ids for client in clients):
-        drive.loop.executor.step()
-    counted = drive.loop.state().kv_bytes
+        drive.core.executor.step()
+    counted = drive.core.state().kv_bytes
     # Beside it, a step in flight: a few vectors for each row.
     assert counted <= mx.get_active_memory() - before <= counted * 1.02 + 200_000
     for client in clients:
-        drive.loop.executor.end_request(client.request.id)
+        drive.core.executor.end_request(client.request.id)
     drive.run()
 
 
@@ -210,9 +210,9 @@ def test_memory_never_exceeds_the_budget() -> None:
         loaded, EngineLimits(buffer_step_tokens=16, max_running=8), kv_bytes=400 * Drive(loaded).budget.token_bytes
     )
     clients = [drive.submit(prompt(20 + i, seed=i), 90) for i in range(8)]
-    while not drive.loop.executor.is_idle:
-        drive.loop.executor.step()
-        assert drive.loop.state().kv_bytes <= drive.budget.total_bytes
+    while not drive.core.executor.is_idle:
+        drive.core.executor.step()
+        assert drive.core.state().kv_bytes <= drive.budget.total_bytes
     assert all(client.finished.usage.completion_tokens == 90 for client in clients)
 
 
@@ -220,8 +220,8 @@ def test_joining_and_leaving_a_batch_copies_no_other_kv() -> None:
     drive = Drive(tiny_loaded("llama", 4), EngineLimits(buffer_step_tokens=40_000))
     big = drive.submit(prompt(300), 40_000)
     while len(big.ids) < 3:
-        drive.loop.executor.step()
-    held = drive.loop.state().kv_bytes
+        drive.core.executor.step()
+    held = drive.core.state().kv_bytes
     assert held > 38 * MIB
     mx.clear_cache()
     mx.reset_peak_memory()
@@ -229,9 +229,9 @@ def test_joining_and_leaving_a_batch_copies_no_other_kv() -> None:
     for i in range(4):
         small = drive.submit(prompt(20, seed=i), 3)
         while small.end is None:
-            drive.loop.executor.step()
+            drive.core.executor.step()
     assert mx.get_peak_memory() - before < held / 20
-    drive.loop.executor.end_request(big.request.id)
+    drive.core.executor.end_request(big.request.id)
     drive.run()
 
 
@@ -243,21 +243,21 @@ def test_no_memory_is_held_after_the_last_reply() -> None:
     before = mx.get_active_memory()
     for i in range(5):
         drive.submit(prompt(500 + i, seed=i), 100 + i)
-    drive.loop.executor.end_request("r3")
+    drive.core.executor.end_request("r3")
     drive.run()
     drive.clear()
     assert mx.get_active_memory() <= before * 1.01
-    assert drive.loop.state().kv_bytes == 0
+    assert drive.core.state().kv_bytes == 0
 
 
 def test_cancel_ends_waiting_and_running_requests() -> None:
     drive = Drive(tiny_loaded("llama"), EngineLimits(max_running=1))
     running, waiting = drive.submit(prompt(10), 1000), drive.submit(prompt(10), 1000)
     while len(running.ids) < 5:
-        drive.loop.executor.step()
-    drive.loop.executor.end_request(waiting.request.id)
-    drive.loop.executor.end_request(running.request.id)
-    drive.loop.executor.end_request("unknown")
+        drive.core.executor.step()
+    drive.core.executor.end_request(waiting.request.id)
+    drive.core.executor.end_request(running.request.id)
+    drive.core.executor.end_request("unknown")
     drive.run()
     assert running.finished.reason == waiting.finished.reason == "cancelled"
     assert waiting.finished.usage.completion_tokens == 0

@@ -47,7 +47,7 @@ def num_left_entries(storage: KvConfig, tier: DiskTier | None = None) -> int:
         for _ in range(AT_ONCE):
             drive.submit([rng.randrange(VOCAB) for _ in range(PROMPT_TOKENS)], 1)
         drive.run()
-    return count_objects()[name_of(Entry)] - before - len(drive.stock.table.entries)
+    return count_objects()[name_of(Entry)] - before - len(drive.prefix_cache.table.entries)
 
 
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["default", "dynamic"])

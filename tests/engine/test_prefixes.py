@@ -40,8 +40,8 @@ def steady_loaded(architecture: str) -> LoadedModel:
 
 
 def settle(drive: Drive) -> None:
-    while drive.loop.pacer.has_work:
-        drive.loop.pacer.run_slice(1.0)
+    while drive.core.pacer.has_work:
+        drive.core.pacer.run_slice(1.0)
 
 
 def serve(drive: Drive, tokens: list[int], max_tokens: int = 4, **fields: object) -> Client:
@@ -76,13 +76,13 @@ def test_prefix_evicted_before_the_start_is_computed(left: int, monkeypatch: pyt
     drive = Drive(steady_loaded("llama"))
     tokens = prompt(320, seed=1)
     serve(drive, tokens[:300])
-    match = drive.stock.store.lease
+    match = drive.prefix_cache.lease
 
     def match_after_eviction(tokens: Tokens, salt: str, asked_twice: int | None = None, session: str = "") -> Lease:
-        drive.stock.reclaimer.shrink_to(left * drive.budget.token_bytes)
+        drive.prefix_cache.reclaimer.shrink_to(left * drive.budget.token_bytes)
         return match(tokens, salt, asked_twice, session)
 
-    monkeypatch.setattr(drive.stock.store, "lease", match_after_eviction)
+    monkeypatch.setattr(drive.prefix_cache.store, "lease", match_after_eviction)
     client = serve(drive, tokens, 6)
     assert cached(client) <= left
     monkeypatch.undo()
@@ -144,7 +144,7 @@ def test_quantized_storage_equals_resuming_from_the_same_spans_by_hand(architect
 def by_hand(drive: Drive, loaded: LoadedModel, tokens: list[int], num_steps: int) -> Callable[[list[int]], list[float]]:
     """Return the log-probabilities of a given reply over the cached prefix."""
     layout = layout_of(loaded)
-    found = drive.stock.store.lookup(tokens[:-1], "")
+    found = drive.prefix_cache.lookup(tokens[:-1], "")
     assert found.num_tokens
     prefix = prefix_of(layout, ranges_of(found), checkpoint_of(found))
     cache = SequenceCache(layout, loaded.module, len(tokens) - found.num_tokens + num_steps, prefix)
@@ -172,13 +172,13 @@ def test_simultaneous_requests_prefill_their_common_prefix_once(architecture: st
     shared = prompt(300)
     clients = [drive.submit([*shared, i, *prompt(9, seed=i)], 4, DRAWN) for i in range(6)]
     while not all(client.ids for client in clients):
-        drive.loop.executor.step()
+        drive.core.executor.step()
     assert prefilled_tokens(drive) == 309 + 5 * 9
     assert [client.prefilled[0] for client in clients] == [0] + 5 * [300]
     drive.run()
     assert [cached(client) for client in clients] == [0] + 5 * [300]
     settle(drive)
-    assert drive.stock.usage.usage().tokens == 300 + 6 * (10 + 3)
+    assert drive.prefix_cache.usage.usage().tokens == 300 + 6 * (10 + 3)
     for i, client in enumerate(clients):
         assert_same(client, serve(drive, [*shared, i, *prompt(9, seed=i)], 4, salt=f"alone {i}"))
 
@@ -189,9 +189,9 @@ def test_request_cancelled_in_prefill_leaves_its_tokens_cached(architecture: str
     first = drive.submit([*prompt(300), 1, 2], 4, DRAWN)
     second = drive.submit([*prompt(300), 3, 4], 4, DRAWN)
     while first.prefilled[-1:] != [128]:
-        drive.loop.executor.step()
+        drive.core.executor.step()
     assert not second.events
-    drive.loop.executor.end_request(first.request.id)
+    drive.core.executor.end_request(first.request.id)
     drive.run()
     assert first.finished.usage.completion_tokens == 0
     assert cached(second) == 128
@@ -207,7 +207,7 @@ def test_sixteen_requests_over_one_prefix_hold_it_once() -> None:
     clients = [drive.submit([*shared, *prompt(20, seed=i + 1)], 60, DRAWN) for i in range(16)]
     with without_cache():  # tails as small as these may else be put into freed buffers that are larger
         while not all(len(client.ids) > 3 for client in clients):
-            drive.loop.executor.step()
+            drive.core.executor.step()
     held = active_bytes() - before
     one = 2000 * drive.budget.token_bytes + 16 * drive.budget.bytes_for(20 + 60)
     assert one * 0.95 <= held <= 1.15 * one
@@ -220,15 +220,15 @@ def test_waiting_requests_hold_no_kv() -> None:
     serve(drive, prompt(200), 2)
     running = drive.submit(prompt(100, seed=5), 500, DRAWN)
     while len(running.ids) < 3:
-        drive.loop.executor.step()
+        drive.core.executor.step()
     before = active_bytes()
     waiting = [drive.submit([*prompt(150), i], 200, DRAWN) for i in range(20)]
     for _ in range(5):
-        drive.loop.executor.step()
+        drive.core.executor.step()
     assert active_bytes() - before < 64_000
-    assert sum(entry.num_leases for entry in drive.stock.table.entries) == 0
+    assert sum(entry.num_leases for entry in drive.prefix_cache.table.entries) == 0
     for client in [running, *waiting]:
-        drive.loop.executor.end_request(client.request.id)
+        drive.core.executor.end_request(client.request.id)
     drive.run()
 
 
@@ -263,7 +263,7 @@ def test_session_with_rewritten_reply_supersedes_the_old_one(architecture: str) 
     chat, replies = prompt(80), 0
     for turn in range(3):
         client = serve(drive, [*chat, 1, 2, 3], 20, resume_at=(len(chat),), session="one")
-        assert sum(node.num_tokens for node in drive.stock.candidates.superseded()) == replies
+        assert sum(node.num_tokens for node in drive.prefix_cache.candidates.superseded()) == replies
         replies += 3 + 19  # how the reply begins, and all of it but for its last token
         chat = [*chat, 4, 5, 6, *client.ids[12:], *prompt(15, seed=turn)]
 
@@ -274,9 +274,9 @@ def test_number_of_checkpoints_follows_the_setting(architecture: str) -> None:
     tokens = prompt(700)
     for turn in range(5):
         tokens = tokens + serve(drive, tokens, 4).ids + prompt(20, seed=turn)
-        assert sum(len(entry.span.marks) for entry in drive.stock.table.entries) <= 3
+        assert sum(len(entry.span.marks) for entry in drive.prefix_cache.table.entries) <= 3
     drive.clear()
-    assert drive.stock.table.nbytes == 0
+    assert drive.prefix_cache.table.nbytes == 0
 
 
 @pytest.mark.parametrize("architecture", HYBRID)
@@ -289,7 +289,7 @@ def test_reused_checkpoints_outlive_newer_ones(architecture: str) -> None:
         tokens = (
             tokens + serve(drive, tokens, 4, resume_at=resume_at if turn else (70, 100)).ids + prompt(20, seed=turn)
         )
-        assert sum(len(entry.span.marks) for entry in drive.stock.table.entries) <= 3 + len(resume_at)
+        assert sum(len(entry.span.marks) for entry in drive.prefix_cache.table.entries) <= 3 + len(resume_at)
     assert cached(serve(drive, [*first[:80], *prompt(40, seed=9)])) == 70
     assert cached(serve(drive, [*first[:112], *prompt(40, seed=10)])) == 100
 
@@ -299,7 +299,7 @@ def test_memory_is_constant_over_hundreds_of_requests() -> None:
     """Tests without a model, in tests/prefix_cache, run thousands."""
     drive = Drive(tiny_loaded("qwen3_next"))
     serve(drive, prompt(12), 1)
-    room = 20 * drive.stock.table.nbytes
+    room = 20 * drive.prefix_cache.table.nbytes
     drive = Drive(tiny_loaded("qwen3_next"), storage=KvConfig(hot_bytes=room))
     before = active_bytes()
     for i in range(320):
@@ -308,9 +308,9 @@ def test_memory_is_constant_over_hundreds_of_requests() -> None:
             drive.run()
             settle(drive)
         if i % 80 == 79:
-            assert drive.stock.table.nbytes <= room
-            assert active_bytes() - before == pytest.approx(drive.stock.table.nbytes, rel=0.02)
-    assert drive.stock.usage.count()["evicted_tokens"] > 3000
+            assert drive.prefix_cache.table.nbytes <= room
+            assert active_bytes() - before == pytest.approx(drive.prefix_cache.table.nbytes, rel=0.02)
+    assert drive.prefix_cache.usage.count()["evicted_tokens"] > 3000
     drive.clear()
     assert active_bytes() == before
 
@@ -325,7 +325,7 @@ def test_bounded_sequence_caches_the_kv_that_it_still_holds(length: int) -> None
     longer = [*prompt(length), *first.ids, *prompt(10, seed=2)]
     assert_same(serve(drive, longer, 6), serve(drive, longer, 6, salt="cold"))
     # At the ends of two prompts and their replies, and of one under another salt.
-    assert drive.stock.table.nbytes <= 6 * drive.budget.fixed_bytes
+    assert drive.prefix_cache.table.nbytes <= 6 * drive.budget.fixed_bytes
 
 
 def test_bounded_sequence_is_cached_quantized() -> None:
@@ -337,8 +337,8 @@ def test_bounded_sequence_is_cached_quantized() -> None:
         client = serve(drive, tokens, 6)
         assert cached(client) == (len(tokens) - 11 if turn else 0)
         tokens = [*tokens, *client.ids, *prompt(10, seed=turn)]
-        assert set(drive.stock.usage.usage().by_precision) == {"planes:8"}
-    assert drive.stock.table.nbytes < 6 * 0.45 * drive.budget.fixed_bytes
+        assert set(drive.prefix_cache.usage.usage().by_precision) == {"planes:8"}
+    assert drive.prefix_cache.table.nbytes < 6 * 0.45 * drive.budget.fixed_bytes
 
 
 # How much, and in what precision.
@@ -354,8 +354,8 @@ def test_long_chat_of_many_turns_has_few_spans() -> None:
         # The last token of a reply is never computed, so it is not stored.
         assert client.finished.usage.cached_tokens == (len(tokens) - 7 - 1 if turn else 0)
         tokens = [*tokens, *client.ids, *prompt(7, seed=turn)]
-    assert len(drive.stock.table.entries) <= 9
-    assert drive.stock.table.nbytes == pytest.approx(len(tokens) * drive.budget.token_bytes, rel=0.05)
+    assert len(drive.prefix_cache.table.entries) <= 9
+    assert drive.prefix_cache.table.nbytes == pytest.approx(len(tokens) * drive.budget.token_bytes, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["raw", "planes:8"])
@@ -368,7 +368,7 @@ def test_chat_of_eight_turns_holds_little_more_than_its_last_state(architecture:
         client = serve(drive, tokens, 10)
         asked, tokens = tokens, [*tokens, *client.ids, *prompt(40, seed=turn)]
     serve(last, asked, 10)
-    held, alone = drive.stock.usage.usage(), last.stock.usage.usage()
+    held, alone = drive.prefix_cache.usage.usage(), last.prefix_cache.usage.usage()
     assert alone.tokens == held.tokens
     assert held.by_kind["full"] <= 1.1 * alone.by_kind["full"]
 
@@ -378,8 +378,8 @@ def test_shorter_sequences_stay_raw(length: int, name: str) -> None:
     """Three tokens of a reply of four are cached."""
     drive = Drive(tiny_loaded("llama"), storage=KvConfig(k=parse("planes:8"), v=parse("planes:8")))
     serve(drive, prompt(length), 4)
-    assert drive.stock.usage.usage().tokens in (255, 256)
-    assert set(drive.stock.usage.usage().by_precision) == {name}
+    assert drive.prefix_cache.usage.usage().tokens in (255, 256)
+    assert set(drive.prefix_cache.usage.usage().by_precision) == {name}
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
@@ -389,7 +389,7 @@ def test_chat_of_short_turns_is_encoded_once_it_is_long(architecture: str) -> No
     for turn in range(8):
         tokens = tokens + prompt(50, seed=turn)
         tokens = tokens + serve(drive, tokens, 10).ids
-        precisions = set(drive.stock.usage.usage().by_precision)
+        precisions = set(drive.prefix_cache.usage.usage().by_precision)
         assert precisions == ({"planes:4"} if len(tokens) - 1 >= 256 else {"raw"})
 
 
@@ -406,7 +406,7 @@ def test_prompt_repeated_a_hundred_times_is_encoded_once() -> None:
         drive.run()
         settle(drive)
     assert cached(clients[-1]) == 299
-    counters = drive.stock.usage.count()
+    counters = drive.prefix_cache.usage.count()
     assert counters["encoded_spans"] == counters["stored_spans"] == 1
     assert counters["refused_present"] == 99
     assert counters["hit_tokens"] == 99 * 299
@@ -418,7 +418,7 @@ def test_live_sequences_are_encoded_and_finish() -> None:
     drive = Drive(tiny_loaded("llama"), EngineLimits(prefill_chunk_tokens=128), storage=storage)
     clients = [drive.submit([*prompt(700), *prompt(50, seed=i + 1)], 300, DRAWN) for i in range(3)]
     while not all(len(client.ids) > 270 for client in clients):
-        drive.loop.executor.step()
+        drive.core.executor.step()
     sequences = drive.cache.usage().sequences
     assert len(sequences) == 3
     # Beside the newest of each there are those that came since it was last encoded.
@@ -438,7 +438,7 @@ def test_running_sequence_stays_raw_without_live() -> None:
     drive = Drive(tiny_loaded("llama"), storage=storage)
     running = drive.submit(prompt(400), 60, DRAWN)
     while len(running.ids) < 20:
-        drive.loop.executor.step()
+        drive.core.executor.step()
     other = drive.submit([*prompt(300), 1, 2], 60, DRAWN)
     drive.run()
     settle(drive)
@@ -446,7 +446,7 @@ def test_running_sequence_stays_raw_without_live() -> None:
         tokens = list(client.request.prompt)
         raw = Drive(tiny_loaded("llama"))
         assert_same(client, serve(raw, tokens, 60))
-    assert set(drive.stock.usage.usage().by_precision) == {"planes:2"}
+    assert set(drive.prefix_cache.usage.usage().by_precision) == {"planes:2"}
 
 
 # Who shares with whom.
@@ -463,10 +463,10 @@ def test_other_salt_has_no_hit() -> None:
 def test_expired_prefix_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Drive(tiny_loaded("llama"), storage=KvConfig(ttl_s=60))
     serve(drive, prompt(200))
-    now_s = drive.stock.candidates._clock()
-    monkeypatch.setattr(drive.stock.candidates, "_clock", lambda: now_s + 59)
+    now_s = drive.prefix_cache.candidates._clock()
+    monkeypatch.setattr(drive.prefix_cache.candidates, "_clock", lambda: now_s + 59)
     assert cached(serve(drive, prompt(200))) == 199
-    monkeypatch.setattr(drive.stock.candidates, "_clock", lambda: now_s + 59 + 61)
+    monkeypatch.setattr(drive.prefix_cache.candidates, "_clock", lambda: now_s + 59 + 61)
     late = serve(drive, prompt(200))
     assert cached(late) == 0
     assert len(late.ids) == 4
@@ -477,18 +477,18 @@ def test_prompt_is_counted_once_however_often_its_request_tries_to_start() -> No
     drive = Drive(tiny_loaded("llama"))
     drive.submit(prompt(300), 2)
     drive.run()
-    before = dict(drive.stock.usage.count())
+    before = dict(drive.prefix_cache.usage.count())
     sequence = Sequence(Request("tried", tuple(prompt(300)), 2, GREEDY), lambda _: None, 2, 99)
-    prefixes = drive.loop.prefixes
+    prefixes = drive.core.prefixes
     prefixes.track_sequence(sequence)
     for _ in range(3):
         assert not prefixes.start(sequence, lambda _: 0)
-        assert drive.stock.usage.count()["queried_tokens"] == before["queried_tokens"]
+        assert drive.prefix_cache.usage.count()["queried_tokens"] == before["queried_tokens"]
     assert prefixes.start(sequence, lambda _: 256)
     prefixes.finish(sequence, "preempted")
     sequence.preempt()
     assert prefixes.start(sequence, lambda _: 256)
     prefixes.finish(sequence, "ended")
-    after = drive.stock.usage.count()
+    after = drive.prefix_cache.usage.count()
     assert after["queried_tokens"] - before["queried_tokens"] == 299
     assert after["hit_tokens"] - before.get("hit_tokens", 0) == 299

@@ -18,8 +18,8 @@ from tests.tiny import tiny_loaded
 
 
 def settle(drive: Drive) -> None:
-    while drive.loop.pacer.has_work:
-        drive.loop.pacer.run_slice(1.0)
+    while drive.core.pacer.has_work:
+        drive.core.pacer.run_slice(1.0)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next"])
@@ -28,14 +28,14 @@ def test_dry_run_reports_bytes_that_change_frees(architecture: str) -> None:
     drive.submit(prompt(700), 20)
     drive.run()
     settle(drive)
-    before = drive.stock.table.nbytes
+    before = drive.prefix_cache.table.nbytes
     estimated = drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:4"), dry_run=True))
-    assert drive.stock.table.nbytes == before
+    assert drive.prefix_cache.table.nbytes == before
     assert (estimated.k, estimated.v, estimated.dry_run) == ("planes:8", "planes:4", True)
     assert 0 < estimated.expected_error < 0.1
     done = drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:4")))
     settle(drive)
-    freed = before - drive.stock.table.nbytes
+    freed = before - drive.prefix_cache.table.nbytes
     assert freed == estimated.tiers["hot"].bytes_freed == done.bytes_before - done.bytes_after
     assert set(estimated.tiers) == {"hot"}
     reasons = {RECURRENT} if architecture == "qwen3_next" else set()
@@ -48,27 +48,27 @@ def test_raising_precision_leaves_lower_spans_and_reports_them() -> None:
     drive.submit(prompt(700), 20)
     drive.run()
     settle(drive)
-    before = drive.stock.table.nbytes
+    before = drive.prefix_cache.table.nbytes
     estimated = drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
     settle(drive)
-    assert drive.stock.table.nbytes == before
+    assert drive.prefix_cache.table.nbytes == before
     assert estimated.spans == 0
     assert [left.reason for left in estimated.left_alone] == [LOWER]
     # New tokens get the new target.
     drive.submit(prompt(700, seed=9), 20)
     drive.run()
     settle(drive)
-    assert set(drive.stock.usage.usage().by_precision) == {"planes:4", "planes:8"}
+    assert set(drive.prefix_cache.usage.usage().by_precision) == {"planes:4", "planes:8"}
     drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8"), force=True))
     settle(drive)
-    assert set(drive.stock.usage.usage().by_precision) == {"planes:8"}
+    assert set(drive.prefix_cache.usage.usage().by_precision) == {"planes:8"}
 
 
 def test_running_sequences_change_and_finish() -> None:
     drive = Drive(tiny_loaded("llama"), EngineLimits(buffer_step_tokens=1000))
     clients = [drive.submit(prompt(500 + i, seed=i), 120) for i in range(4)]
     while not all(len(client.ids) > 20 for client in clients):
-        drive.loop.executor.step()
+        drive.core.executor.step()
     before = drive.cache.usage().running_bytes
     estimated = drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8"), scope="live"))
     settle(drive)
@@ -93,7 +93,7 @@ def test_stepping_down_within_planes_keeps_remaining_arrays() -> None:
     drive.submit(prompt(700), 20)
     drive.run()
     settle(drive)
-    (entry,) = drive.stock.table.entries
+    (entry,) = drive.prefix_cache.table.entries
     before = {layer: entry.span.sealed(layer)[0].k.arrays for layer in entry.span.layers}
     drive.cache.requantize(PrecisionChange(parse("planes:4"), parse("planes:4")))
     settle(drive)
@@ -110,7 +110,7 @@ def test_later_change_replaces_earlier_one_and_cancel_stops_work() -> None:
     drive.run()
     settle(drive)
     drive.cache.requantize(PrecisionChange(parse("planes:2"), parse("planes:2")))
-    drive.loop.pacer.run_slice(0)
+    drive.core.pacer.run_slice(0)
     halfway = drive.cache.cancel_requantize()
     assert halfway.is_running
     assert halfway.spans_done < halfway.spans_total == 6
@@ -120,8 +120,8 @@ def test_later_change_replaces_earlier_one_and_cancel_stops_work() -> None:
     drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
     settle(drive)
     # The cancelled change had begun one layer of one span.
-    assert set(drive.stock.usage.usage().by_precision) <= {"planes:8", "planes:2"}
-    assert drive.stock.usage.usage().by_precision["planes:8"] > 0
+    assert set(drive.prefix_cache.usage.usage().by_precision) <= {"planes:8", "planes:2"}
+    assert drive.prefix_cache.usage.usage().by_precision["planes:8"] > 0
     again = drive.submit(prompt(600, seed=3), 4)
     drive.run()
     assert again.finished.usage.cached_tokens == 599
@@ -133,17 +133,17 @@ def test_cancelled_change_does_not_continue_in_running_request() -> None:
     drive.run()
     running = drive.submit(prompt(200, seed=9), 400)
     while len(running.ids) < 8:
-        drive.loop.executor.step()
+        drive.core.executor.step()
     settle(drive)
     drive.cache.requantize(PrecisionChange(parse("planes:2"), parse("planes:2")))
     # The running request has too few tokens to be encoded yet.
     assert drive.cache.cancel_requantize().is_running
     while len(running.ids) < 390:
-        drive.loop.executor.step()
+        drive.core.executor.step()
     assert {part.k for sequence in drive.cache.usage().sequences for part in sequence.parts} == {"raw"}
     drive.run()
     settle(drive)
-    assert set(drive.stock.usage.usage().by_precision) == {"raw"}
+    assert set(drive.prefix_cache.usage.usage().by_precision) == {"raw"}
 
 
 def test_invalid_changes_are_refused_and_change_nothing() -> None:
@@ -151,14 +151,14 @@ def test_invalid_changes_are_refused_and_change_nothing() -> None:
     drive.submit(prompt(600), 4)
     drive.run()
     settle(drive)
-    before = drive.stock.usage.usage()
+    before = drive.prefix_cache.usage.usage()
     with pytest.raises(ConfigError, match="planes"):
         drive.cache.requantize(PrecisionChange(parse("plains:8"), parse("planes:8")))
     with pytest.raises(InvalidRequest, match="No request"):
         drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8"), sequence="nobody"))
     nothing = drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8"), salt="nobody's"))
     assert (nothing.spans, nothing.bytes_before) == (0, 0)
-    assert drive.stock.usage.usage() == before
+    assert drive.prefix_cache.usage.usage() == before
 
 
 @pytest.mark.usefixtures("exact_buffers")
@@ -169,7 +169,7 @@ def test_reported_bytes_are_free_before_next_step_of_readers() -> None:
     settle(drive)
     readers = [drive.submit([*prompt(1500), 5 + i], 100) for i in range(2)]
     while not all(len(reader.ids) > 3 for reader in readers):
-        drive.loop.executor.step()
+        drive.core.executor.step()
 
     def held() -> tuple[int, int]:
         mx.synchronize()

@@ -45,17 +45,17 @@ class Played:
         limits = EngineLimits(max_running=3, buffer_step_tokens=64, prefill_chunk_tokens=128)
         storage = KvConfig(live=self.live, first_raw_tokens=2, recent_raw_tokens=8, min_quantize_tokens=16)
         self.drive = Drive(loaded(), limits, storage=storage)
-        do_one_step(self.drive.loop.pacer)
+        do_one_step(self.drive.core.pacer)
 
     def submit(self, seed: int, length: int, max_tokens: int, salt: str) -> None:
         self.clients.append(self.drive.submit(prompt(length, seed=seed), max_tokens, salt=salt))
 
     def step(self, count: int) -> None:
         for _ in range(count):
-            if not self.drive.loop.executor.is_idle:
-                self.drive.loop.executor.step()
-            elif self.drive.loop.pacer.has_work:
-                self.drive.loop.pacer.run_slice(0)
+            if not self.drive.core.executor.is_idle:
+                self.drive.core.executor.step()
+            elif self.drive.core.pacer.has_work:
+                self.drive.core.pacer.run_slice(0)
 
     def requantize(self, k: str, v: str, scope: Any, force: bool, of: int | None, salt: str | None) -> None:
         running = [sequence.id for sequence in self.drive.cache.usage().sequences]
@@ -72,7 +72,7 @@ class Played:
         assert not self.drive.cache.requantize_progress().is_running
 
     def end_request(self, which: int) -> None:
-        self.drive.loop.endings.end(self.clients[which % len(self.clients)].request.id)
+        self.drive.core.endings.end(self.clients[which % len(self.clients)].request.id)
 
     def finish(self) -> None:
         self.drive.run()
@@ -138,7 +138,7 @@ class RequantizeMachine(RuleBasedStateMachine):
     def every_span_decodes(self) -> None:
         if not hasattr(self, "played"):
             return
-        for entry in self.played.drive.stock.table.entries:
+        for entry in self.played.drive.prefix_cache.table.entries:
             span = entry.span
             for layer in span.layers if span.num_tokens else ():
                 parts = span.parts(layer, span.position, span.end)
@@ -150,8 +150,8 @@ class RequantizeMachine(RuleBasedStateMachine):
     @invariant()
     def byte_counts_match_entries(self) -> None:
         if hasattr(self, "played"):
-            entries = self.played.drive.stock.table.entries
-            assert self.played.drive.stock.table.nbytes == sum(entry.nbytes for entry in entries)
+            entries = self.played.drive.prefix_cache.table.entries
+            assert self.played.drive.prefix_cache.table.nbytes == sum(entry.nbytes for entry in entries)
 
     def teardown(self) -> None:
         """Check that all requests finish, and that the same calls on a fresh engine give the same output."""

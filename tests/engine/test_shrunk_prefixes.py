@@ -31,16 +31,16 @@ def disk_drive(folder: Path, *, kv_tokens: int | None = None, **limits: Any) -> 
     tier = DiskTier(DiskOptions(folder, 256 * MIB, queue_bytes=64 * MIB, reserve_bytes=0), chain=chain, tally=tally)
     kv_bytes = None if kv_tokens is None else Drive(loaded).budget.bytes_for(kv_tokens)
     drive = Drive(loaded, EngineLimits(**limits), kv_bytes=kv_bytes, tier=tier)
-    make_computing_slow(drive.loop)
+    make_computing_slow(drive.core)
     yield drive
     tier.close()
 
 
 def write_all(drive: Drive) -> None:
     """Write all cached KV that is not in use to the disk."""
-    drive.stock.offloader.offer_changed()
+    drive.prefix_cache.offloader.offer_changed()
     settle(drive)
-    assert drive.stock.disk.tier.flush(60).is_empty
+    assert drive.prefix_cache.disk.tier.flush(60).is_empty
 
 
 def run(drive: Drive) -> None:
@@ -51,11 +51,11 @@ def run(drive: Drive) -> None:
 def submit_behind_a_stream(drive: Drive, tokens: list[int]) -> Client:
     """Submit a request that waits behind a stream, after its first lookup."""
     drive.submit(prompt(20, seed=2), 8)
-    while not drive.loop.sequences.running:
-        drive.loop.executor.step()
+    while not drive.core.sequences.running:
+        drive.core.executor.step()
     client = drive.submit(tokens, 4)
-    drive.loop.executor.step()
-    assert [each.request for each in drive.loop.sequences.waiting] == [client.request]
+    drive.core.executor.step()
+    assert [each.request for each in drive.core.sequences.waiting] == [client.request]
     return client
 
 
@@ -66,14 +66,14 @@ def test_prefix_that_is_evicted_between_lookup_and_lease_is_read_from_the_disk(
         tokens = prompt(PROMPT_TOKENS, seed=1)
         first = serve(drive, tokens)
         write_all(drive)
-        start = drive.loop.prefixes.start
+        start = drive.core.prefixes.start
 
         def start_after_eviction(sequence: Sequence, capacity_for: Callable[[int], int]) -> bool:
             monkeypatch.undo()
-            drive.stock.evictor.clear(tier="hot")
+            drive.prefix_cache.evictor.clear(tier="hot")
             return start(sequence, capacity_for)
 
-        monkeypatch.setattr(drive.loop.prefixes, "start", start_after_eviction)
+        monkeypatch.setattr(drive.core.prefixes, "start", start_after_eviction)
         again = drive.submit(tokens, 4, DRAWN)
         run(drive)
         assert cached(again) == PROMPT_TOKENS - 1
@@ -86,7 +86,7 @@ def test_prefix_that_is_evicted_while_its_request_waits_is_read_from_the_disk(tm
         serve(drive, tokens)
         write_all(drive)
         waiting = submit_behind_a_stream(drive, tokens)
-        drive.stock.evictor.clear(tier="hot")
+        drive.prefix_cache.evictor.clear(tier="hot")
         run(drive)
         assert cached(waiting) == PROMPT_TOKENS - 1
 
@@ -96,13 +96,13 @@ def test_request_whose_prefix_is_evicted_each_time_computes_it(tmp_path: Path, m
         tokens = prompt(PROMPT_TOKENS, seed=1)
         serve(drive, tokens)
         write_all(drive)
-        start = drive.loop.prefixes.start
+        start = drive.core.prefixes.start
 
         def start_after_eviction(sequence: Sequence, capacity_for: Callable[[int], int]) -> bool:
-            drive.stock.evictor.clear(tier="hot")
+            drive.prefix_cache.evictor.clear(tier="hot")
             return start(sequence, capacity_for)
 
-        monkeypatch.setattr(drive.loop.prefixes, "start", start_after_eviction)
+        monkeypatch.setattr(drive.core.prefixes, "start", start_after_eviction)
         again = drive.submit(tokens, 4, DRAWN)
         run(drive)
         assert cached(again) == 0
@@ -122,9 +122,9 @@ def test_evicted_prefix_frees_memory_at_once_though_a_request_waits() -> None:
     tokens = prompt(PROMPT_TOKENS, seed=1)
     serve(drive, tokens)
     waiting = submit_behind_a_stream(drive, tokens)
-    (entry,) = (entry for entry in drive.stock.table.entries if entry.span.num_tokens >= PROMPT_TOKENS)
+    (entry,) = (entry for entry in drive.prefix_cache.table.entries if entry.span.num_tokens >= PROMPT_TOKENS)
     span = weakref.ref(entry.span)
-    drive.stock.evictor.clear(tier="hot")
+    drive.prefix_cache.evictor.clear(tier="hot")
     assert span() is None
     drive.run()
     assert cached(waiting) == 0

@@ -69,8 +69,8 @@ def drive_with(m: Sixteen, case: str, **settings: Any) -> Drive:
 
 
 def settle(drive: Drive) -> None:
-    while drive.loop.pacer.has_work:
-        drive.loop.pacer.run_slice(1.0)
+    while drive.core.pacer.has_work:
+        drive.core.pacer.run_slice(1.0)
 
 
 def ask(drive: Drive, prompt: tuple[int, ...]) -> Client:
@@ -141,10 +141,10 @@ def test_after_a_restart(case: str, dtype: str, tmp_path: Path) -> None:
         with tier_in(folder) as tier:
             drive = drive_with(m, case, tier=tier)
             ask(drive, m.ids[:CACHED])
-            assert not drive.stock.flush(30).tokens
+            assert not drive.prefix_cache.flush(30).tokens
         with tier_in(folder) as tier:
             drive = drive_with(m, case, tier=tier)
-            drive.loop.speeds.alone.add_work(1, 1.0)  # so that reading pays
+            drive.core.speeds.alone.add_work(1, 1.0)  # so that reading pays
             return raw_error(m, drive)
 
     check(case, dtype, error, NUM_SEEDS)
@@ -152,7 +152,7 @@ def test_after_a_restart(case: str, dtype: str, tmp_path: Path) -> None:
 
 def encoded_error(m: Sixteen, drive: Drive) -> Error:
     """Against float32 over the same planes, decoded."""
-    found = drive.stock.store.lookup(m.ids[: HELD - 1], "")
+    found = drive.prefix_cache.lookup(m.ids[: HELD - 1], "")
     (entry,) = found.entries
     mark = entry.span.marks.get(found.checkpoint_at or -1)
     wide, wide_mark = decoded(m.wide_layout, entry.span, mark, mx.float32)
@@ -196,7 +196,7 @@ def test_live(case: str) -> None:
     theirs = rms(_distributions(m.model, m.layout, ids, reply) - expected)
     values = np.array([[value for _, value in sorted(each.top)] for each in client.logprobs])
     if case != "mamba2":  # which has no keys and values
-        assert "planes:8" in drive.stock.usage.usage().by_precision
+        assert "planes:8" in drive.prefix_cache.usage.usage().by_precision
     # Against full precision: planes:8 lose less than 16 bits do.
     assert np.median(rms(values - expected)) <= 2 * np.median(theirs)
 
@@ -216,9 +216,9 @@ def test_stored_spans_have_few_arrays() -> None:
     m = sixteen("llama", "bfloat16", 0)
     drive = drive_with(m, "llama", storage=KvConfig(k=parse("planes:8"), v=parse("planes:4"), min_quantize_tokens=0))
     ask(drive, m.ids[:CACHED])
-    (entry,) = drive.stock.table.entries
+    (entry,) = drive.prefix_cache.table.entries
     assert num_arrays(entry.span) == 9
-    assert drive.stock.table.num_arrays == 9
+    assert drive.prefix_cache.table.num_arrays == 9
 
 
 def test_the_number_of_arrays_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,13 +227,13 @@ def test_the_number_of_arrays_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(build, "max_arrays", lambda: 40)
     m = sixteen("llama", "bfloat16", 0)
     drive = drive_with(m, "llama")
-    began_s = drive.stock.candidates._clock()
+    began_s = drive.prefix_cache.candidates._clock()
     for i in range(30):
-        monkeypatch.setattr(drive.stock.candidates, "_clock", lambda now_s=began_s + i: now_s)
+        monkeypatch.setattr(drive.prefix_cache.candidates, "_clock", lambda now_s=began_s + i: now_s)
         # Some are so long that an eviction by bytes would only shorten them.
         ask(drive, (i, *(m.ids * 9)[: 600 if i % 10 == 0 else 20]))
-        assert drive.stock.table.num_arrays <= 30
-    assert len(drive.stock.table.entries) == 15
+        assert drive.prefix_cache.table.num_arrays <= 30
+    assert len(drive.prefix_cache.table.entries) == 15
     assert ask(drive, (29, *m.ids[:20])).finished.usage.cached_tokens == 20
 
 
@@ -241,8 +241,8 @@ def test_what_is_cut_short_is_gathered_again() -> None:
     m = sixteen("llama", "bfloat16", 0)
     drive = drive_with(m, "llama", storage=KvConfig(k=parse("planes:8"), v=parse("planes:8"), min_quantize_tokens=0))
     ask(drive, (m.ids * 9)[:600])
-    (entry,) = drive.stock.table.entries
-    drive.stock.evictor.shrink_to(drive.stock.table.nbytes - 1)
+    (entry,) = drive.prefix_cache.table.entries
+    drive.prefix_cache.evictor.shrink_to(drive.prefix_cache.table.nbytes - 1)
     settle(drive)
     assert entry.span.num_tokens == 512
     assert num_arrays(entry.span) == 10

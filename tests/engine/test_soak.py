@@ -143,7 +143,7 @@ class Soak:
         leaving = [self.leave(cached, self.rng.choice(chats))] if self.rng.random() < 0.4 else []
         if self.case.changes and self.rng.random() < 0.5:
             codec = parse(self.rng.choice(["raw", "planes:8", "planes:4"]))
-            cached.ask(lambda loop: CacheApi(loop).requantize(PrecisionChange(codec, codec))).result(60)
+            cached.ask(lambda core: CacheApi(core).requantize(PrecisionChange(codec, codec))).result(60)
             self.counters["changes"] += 1
         for reply in (*replies, *leaving):
             reply.wait()
@@ -249,17 +249,17 @@ def usage_within_limits(engine: Engine) -> CacheUsage:
     """What a working disk is about to take stays in memory until then, and no longer."""
     until_s = time.monotonic() + DISK_MAY_TAKE_S
     while True:
-        usage = engine.ask(lambda loop: CacheApi(loop).usage()).result(60)
+        usage = engine.ask(lambda core: CacheApi(core).usage()).result(60)
         if usage.tiers["hot"].nbytes <= HOT_BYTES:
             return usage
         assert time.monotonic() < until_s, f"{usage.tiers['hot'].nbytes} bytes are held"
         time.sleep(0.05)
 
 
-def pretend_slow(loop: EngineCore) -> None:
+def pretend_slow(core: EngineCore) -> None:
     """Tiny models compute a prompt faster than any disk reads it: then nothing would be read."""
-    loop.speeds.alone = TokenRate()
-    loop.speeds.alone.add_work(300, 1.0)
+    core.speeds.alone = TokenRate()
+    core.speeds.alone.add_work(300, 1.0)
 
 
 class Step(NamedTuple):

@@ -78,8 +78,8 @@ def submit_one(engine: Engine, rng: random.Random, name: str) -> Reply:
 def settled_objects(engine: Engine) -> Counter[str]:
     """Objects by type, when all work on what is cached is done. Counted on the engine's thread: no other runs then."""
 
-    def count(loop: object) -> Counter[str]:
-        pacer = loop.pacer  # pyright: ignore[reportAttributeAccessIssue]
+    def count(core: object) -> Counter[str]:
+        pacer = core.pacer  # pyright: ignore[reportAttributeAccessIssue]
         while pacer.has_work:
             pacer.run_slice(1.0)
         return count_objects()
@@ -111,7 +111,7 @@ def test_objects_and_memory_stay_flat_over_many_short_requests(monkeypatch: pyte
         before, active_before, resident_before = settled_objects(engine), mx.get_active_memory(), resident_bytes()
         serve(engine, rng, num_warm_up, num_requests)
         after, active_after, resident_after = settled_objects(engine), mx.get_active_memory(), resident_bytes()
-        usage = engine.ask(lambda loop: CacheApi(loop).usage()).result(60)
+        usage = engine.ask(lambda core: CacheApi(core).usage()).result(60)
     finally:
         engine.stop()
     assert usage.counters["evicted_tokens"] > num_requests

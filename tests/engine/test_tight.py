@@ -63,22 +63,22 @@ def test_sequence_that_outgrows_memory_drops_its_own_checkpoints(architecture: s
 def test_prompt_that_does_not_fit_beside_pins_fails_and_delays_no_other() -> None:
     drive = tight()
     serve(drive, long := prompt(360))
-    drive.stock.pins.pin(long, "")
+    drive.prefix_cache.pins.pin(long, "")
     large, small = drive.submit(prompt(200, seed=9)), drive.submit(prompt(20, seed=8))
     drive.run()
     assert isinstance(large.end, Failed)
     assert large.end.reason == "pinned"
     assert "pinned" in large.end.message
     assert isinstance(small.end, Finished)
-    drive.stock.pins.unpin(long, "")
+    drive.prefix_cache.pins.unpin(long, "")
     assert serve(drive, prompt(200, seed=9)).finished
 
 
 def test_reply_beside_pins_ends_at_the_memory_limit() -> None:
     drive = tight(buffer_step_tokens=64)
     serve(drive, other := prompt(150, seed=9), 1)
-    drive.stock.pins.pin(other, "")
-    pinned = drive.stock.table.nbytes // drive.budget.token_bytes
+    drive.prefix_cache.pins.pin(other, "")
+    pinned = drive.prefix_cache.table.nbytes // drive.budget.token_bytes
     reply = serve(drive, prompt(100), SIZE_TOKENS - 100)
     assert reply.finished.reason == "length"
     # All that was free, and what it had computed stays.
@@ -89,12 +89,12 @@ def test_reply_beside_pins_ends_at_the_memory_limit() -> None:
 def test_requests_behind_an_unservable_one_start_at_once() -> None:
     drive = tight()
     serve(drive, long := prompt(360))
-    drive.stock.pins.pin(long, "")
+    drive.prefix_cache.pins.pin(long, "")
     large = [drive.submit(prompt(200, seed=10 + number)) for number in range(5)]
     small = drive.submit(prompt(20, seed=8), 1)
-    drive.loop.executor.step()
+    drive.core.executor.step()
     assert all(isinstance(client.end, Failed) for client in large)
-    assert not drive.loop.executor.is_stalled
+    assert not drive.core.executor.is_stalled
     drive.run(5)
     assert isinstance(small.end, Finished)
 
@@ -106,7 +106,7 @@ def test_preempted_prompt_counts_as_one_request() -> None:
     assert drive.num_preempted() > 0
     assert all(client.finished for client in clients)
     # A token or two may be the same by chance.
-    assert max(entry.reused_end for entry in drive.stock.table.entries) < 5
+    assert max(entry.reused_end for entry in drive.prefix_cache.table.entries) < 5
 
 
 @pytest.mark.parametrize("architecture", ["llama", *MARKS])
@@ -126,13 +126,13 @@ def test_every_accepted_request_is_served(architecture: str, seed: int) -> None:
         except NeverFits:
             continue
         for _ in range(rng.choice((0, 3, 40))):
-            drive.loop.executor.step()
+            drive.core.executor.step()
     drive.run(20_000)
     settle(drive)
     for client in clients:
         assert isinstance(client.end, Finished), client.end
     assert_same_with_enough_memory(rng.choice(clients), architecture)
-    assert drive.stock.table.evictable_bytes == drive.stock.table.nbytes <= drive.budget.total_bytes
+    assert drive.prefix_cache.table.evictable_bytes == drive.prefix_cache.table.nbytes <= drive.budget.total_bytes
 
 
 def test_recurrent_model_fits_with_or_without_its_checkpoints() -> None:

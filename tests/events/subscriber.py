@@ -110,11 +110,11 @@ def subscribed(publish_url: str, replay_url: str, topic: str = "") -> Iterator[S
         one.close()
 
 
-def blocks_of(loop: EngineCore) -> dict[int, tuple[int, ...]]:
+def blocks_of(core: EngineCore) -> dict[int, tuple[int, ...]]:
     """What the store's own tree holds, in whole blocks."""
     keys = GridKeys(uniform_grid(BLOCK_TOKENS))
     found: dict[int, tuple[int, ...]] = {}
-    for node in loop.stock.table.tree:
+    for node in core.prefix_cache.table.tree:
         ids = np.concatenate([above.tokens for above in node.path()])
         for position, key in keys.keys_for(node.root_key, ids):
             found[int.from_bytes(key[:8], "big")] = tuple(ids[:position].tolist())

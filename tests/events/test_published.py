@@ -49,8 +49,8 @@ def usage(served: Served) -> Any:
 def agree(served: Served, subscriber: Subscriber) -> None:
     """What was told is what is held, and that is what the server says that it holds."""
 
-    def look(loop: EngineCore) -> tuple[dict[int, tuple[int, ...]], int]:
-        return blocks_of(loop), loop.stock.table.tree.num_tokens
+    def look(core: EngineCore) -> tuple[dict[int, tuple[int, ...]], int]:
+        return blocks_of(core), core.prefix_cache.table.tree.num_tokens
 
     def is_told() -> bool:
         held, num_tokens = service_of(served).engine.ask(look).result(60)
@@ -116,11 +116,11 @@ def test_random_requests(served: Served, subscriber: Subscriber, num_requests: i
     assert counters["promoted_tokens"] > 0
 
 
-def fail_next_step(loop: EngineCore) -> None:
+def fail_next_step(core: EngineCore) -> None:
     def fails() -> None:
         raise RuntimeError("a step that fails on purpose")
 
-    loop.executor.step = fails
+    core.executor.step = fails
 
 
 def test_one_who_comes_late_asks_for_what_it_missed(served: Served, subscriber: Subscriber) -> None:

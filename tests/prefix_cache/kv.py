@@ -122,7 +122,7 @@ def check_lease(lease: Lease, tokens: Sequence[int], at_least: int = 8) -> None:
         assert check(parts, tokens, layer, at_least) == lease.num_tokens
 
 
-def new_stock(
+def new_cache(
     name: str = "raw",
     *,
     layout: Layout = LAYOUT,

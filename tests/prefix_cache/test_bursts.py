@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.prefix_cache.config import LadderConfig
-from kvstrata.prefix_cache.prefix_cache import Stock
+from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.tier.base import CALM_SHARE
 from tests.disk.faults import FaultyFiles, fail, wait_for
 from tests.prefix_cache.disk import MIB, random_tokens, reachable, store_on, written
@@ -19,90 +19,90 @@ CHATS = [random_tokens(1024, seed) for seed in range(10)]  # 1 MiB each, in 4 bl
 BLOCK_BYTES = 256 * TOKEN_BYTES
 
 
-def fill(stock: Stock) -> None:
+def fill(cache: PrefixCache) -> None:
     for chat in CHATS:
-        store_tokens(stock, chat)
-    while not stock.transcoder.jobs.idle:
-        stock.background.run_background(0)
+        store_tokens(cache, chat)
+    while not cache.transcoder.jobs.idle:
+        cache.run_background(0)
 
 
-def shrink_with_disk(stock: Stock, limit_bytes: int) -> int:
+def shrink_with_disk(cache: PrefixCache, limit_bytes: int) -> int:
     """Reclaim memory as the engine does. Return how often it waited for the disk."""
     num_waits = 0
-    while stock.reclaimer.shrink_to(limit_bytes) == "awaits_disk":
+    while cache.reclaimer.shrink_to(limit_bytes) == "awaits_disk":
         num_waits += 1
-        assert stock.disk.tier.flush(60).is_empty
+        assert cache.disk.tier.flush(60).is_empty
     return num_waits
 
 
-def num_kept(stock: Stock, chat: list[int]) -> int:
+def num_kept(cache: PrefixCache, chat: list[int]) -> int:
     """Return how many tokens of a chat memory or the disk has."""
-    return max(stock.store.lookup(chat, "").num_tokens, reachable(stock, chat))
+    return max(cache.lookup(chat, "").num_tokens, reachable(cache, chat))
 
 
-def dropped(stock: Stock) -> dict[str, int]:
-    names = [name for name in stock.usage.count() if name.startswith("dropped_tokens_")]
-    return {name.removeprefix("dropped_tokens_"): stock.usage.count()[name] for name in names}
+def dropped(cache: PrefixCache) -> dict[str, int]:
+    names = [name for name in cache.usage.count() if name.startswith("dropped_tokens_")]
+    return {name.removeprefix("dropped_tokens_"): cache.usage.count()[name] for name in names}
 
 
 @pytest.mark.parametrize("queue_bytes", [9 * MIB // 16, BLOCK_BYTES, 1000])
 def test_burst_reaches_disk_through_small_queue(queue_bytes: int, tmp_path: Path) -> None:
-    with store_on(tmp_path, hot_bytes=16 * MIB, queue_bytes=queue_bytes) as stock:
-        fill(stock)
-        assert shrink_with_disk(stock, MIB) > 3
-        assert stock.table.nbytes <= MIB
-        assert [num_kept(stock, chat) for chat in CHATS] == [1024] * 10
-        assert dropped(stock) == {}
+    with store_on(tmp_path, hot_bytes=16 * MIB, queue_bytes=queue_bytes) as cache:
+        fill(cache)
+        assert shrink_with_disk(cache, MIB) > 3
+        assert cache.table.nbytes <= MIB
+        assert [num_kept(cache, chat) for chat in CHATS] == [1024] * 10
+        assert dropped(cache) == {}
 
 
 def test_ladder_and_disk_together_lose_no_tokens(tmp_path: Path) -> None:
     ladder, resumes = LadderConfig(by_pressure=True), threading.Event()
     files = FaultyFiles(before={"sync": wait_for(resumes)})
-    with store_on(tmp_path, hot_bytes=16 * MIB, queue_bytes=9 * MIB // 16, ladder=ladder, files=files) as stock:
-        fill(stock)
+    with store_on(tmp_path, hot_bytes=16 * MIB, queue_bytes=9 * MIB // 16, ladder=ladder, files=files) as cache:
+        fill(cache)
         # While the disk takes nothing, spans step down to the floors; then reclaiming waits for the disk.
-        assert stock.reclaimer.shrink_to(MIB // 2, 0.0) == "steps_down"
-        while not stock.transcoder.jobs.idle:
-            stock.transcoder.jobs.run(1.0)
-        assert stock.reclaimer.shrink_to(MIB // 2, 0.0) == "awaits_disk"
-        assert set(stock.usage.usage().by_precision) == {"planes:4"}
-        assert [stock.store.lookup(chat, "").num_tokens for chat in CHATS] == [1024] * 10
+        assert cache.reclaimer.shrink_to(MIB // 2, 0.0) == "steps_down"
+        while not cache.transcoder.jobs.idle:
+            cache.transcoder.jobs.run(1.0)
+        assert cache.reclaimer.shrink_to(MIB // 2, 0.0) == "awaits_disk"
+        assert set(cache.usage.usage().by_precision) == {"planes:4"}
+        assert [cache.lookup(chat, "").num_tokens for chat in CHATS] == [1024] * 10
         resumes.set()
-        shrink_with_disk(stock, MIB // 2)
-        assert stock.table.nbytes <= MIB // 2
-        assert [num_kept(stock, chat) for chat in CHATS] == [1024] * 10
-        assert dropped(stock) == {}
+        shrink_with_disk(cache, MIB // 2)
+        assert cache.table.nbytes <= MIB // 2
+        assert [num_kept(cache, chat) for chat in CHATS] == [1024] * 10
+        assert dropped(cache) == {}
 
 
 def test_most_bytes_evicts_without_disk_and_counts_lost_tokens(tmp_path: Path) -> None:
     resumes = threading.Event()
-    with store_on(tmp_path, queue_bytes=BLOCK_BYTES, files=FaultyFiles(before={"sync": wait_for(resumes)})) as stock:
-        fill(stock)
-        assert stock.reclaimer.shrink_to(MIB) == "awaits_disk"
-        assert stock.table.nbytes == 10 * MIB
-        stock.reclaimer.shrink_to(5 * MIB, most_bytes=5 * MIB)
-        assert stock.table.nbytes <= 5 * MIB
+    with store_on(tmp_path, queue_bytes=BLOCK_BYTES, files=FaultyFiles(before={"sync": wait_for(resumes)})) as cache:
+        fill(cache)
+        assert cache.reclaimer.shrink_to(MIB) == "awaits_disk"
+        assert cache.table.nbytes == 10 * MIB
+        cache.reclaimer.shrink_to(5 * MIB, most_bytes=5 * MIB)
+        assert cache.table.nbytes <= 5 * MIB
         # The queue has the first block of one evicted chat.
-        assert dropped(stock) == {"disk_slow": 5 * 1024 - 256}
-        assert stock.usage.count()["refused_disk_slow"] == 5
+        assert dropped(cache) == {"disk_slow": 5 * 1024 - 256}
+        assert cache.usage.count()["refused_disk_slow"] == 5
         resumes.set()
 
 
 def test_leaf_on_disk_is_evicted_before_leaf_that_would_be_lost(tmp_path: Path) -> None:
     resumes, files = threading.Event(), FaultyFiles()
-    with store_on(tmp_path, queue_bytes=4 * BLOCK_BYTES, files=files) as stock:
-        fill(stock)
-        newest = tuple(stock.table.entries)[-1]
-        stock.offloader.add_entry(newest)
-        settle(stock)
-        assert written(stock) == 1024
+    with store_on(tmp_path, queue_bytes=4 * BLOCK_BYTES, files=files) as cache:
+        fill(cache)
+        newest = tuple(cache.table.entries)[-1]
+        cache.offloader.add_entry(newest)
+        settle(cache)
+        assert written(cache) == 1024
         # The newest leaf is worth more than the others, which are much older.
-        stock.candidates._clock.now_s += 1e6  # pyright: ignore[reportFunctionMemberAccess]
-        stock.store.release(stock.store.lease(CHATS[-1], ""))
+        cache.candidates._clock.now_s += 1e6  # pyright: ignore[reportFunctionMemberAccess]
+        cache.release(cache.lease(CHATS[-1], ""))
         files.before = {"sync": wait_for(resumes)}
-        stock.reclaimer.shrink_to(stock.table.nbytes - 2 * MIB, most_bytes=stock.table.nbytes - 2 * MIB)
-        assert stock.store.lookup(CHATS[-1], "").num_tokens == 0
-        assert dropped(stock) == {}
+        cache.reclaimer.shrink_to(cache.table.nbytes - 2 * MIB, most_bytes=cache.table.nbytes - 2 * MIB)
+        assert cache.lookup(CHATS[-1], "").num_tokens == 0
+        assert dropped(cache) == {}
         resumes.set()
 
 
@@ -110,106 +110,106 @@ def test_leaf_on_disk_is_evicted_before_leaf_that_would_be_lost(tmp_path: Path) 
     ("code", "reason"), [(errno.EIO, "disk_failed"), (errno.EROFS, "disk_failed"), (errno.ENOSPC, "disk_full")]
 )
 def test_failing_disk_does_not_hold_up_reclaim(code: int, reason: str, tmp_path: Path) -> None:
-    with store_on(tmp_path, queue_bytes=BLOCK_BYTES, files=FaultyFiles(before={"sync": fail(code)})) as stock:
-        fill(stock)
-        stock.reclaimer.shrink_to(9 * MIB)
-        while not stock.disk.tier.usage().paused_because:
+    with store_on(tmp_path, queue_bytes=BLOCK_BYTES, files=FaultyFiles(before={"sync": fail(code)})) as cache:
+        fill(cache)
+        cache.reclaimer.shrink_to(9 * MIB)
+        while not cache.disk.tier.usage().paused_because:
             pass
-        assert stock.reclaimer.shrink_to(MIB) == "done"
-        assert stock.table.nbytes <= MIB
-        assert set(dropped(stock)) == {reason}
-        assert dropped(stock)[reason] >= 8 * 1024
+        assert cache.reclaimer.shrink_to(MIB) == "done"
+        assert cache.table.nbytes <= MIB
+        assert set(dropped(cache)) == {reason}
+        assert dropped(cache)[reason] >= 8 * 1024
 
 
 def test_reclaim_waits_for_hanging_disk_only_once(tmp_path: Path) -> None:
     resumes = threading.Event()
     files = FaultyFiles(before={"sync": wait_for(resumes)})
-    with store_on(tmp_path, queue_bytes=BLOCK_BYTES, files=files, patience_s=0.2) as stock:
-        fill(stock)
-        assert stock.reclaimer.shrink_to(9 * MIB) == "awaits_disk"
-        while stock.reclaimer.shrink_to(9 * MIB) == "awaits_disk":
+    with store_on(tmp_path, queue_bytes=BLOCK_BYTES, files=files, patience_s=0.2) as cache:
+        fill(cache)
+        assert cache.reclaimer.shrink_to(9 * MIB) == "awaits_disk"
+        while cache.reclaimer.shrink_to(9 * MIB) == "awaits_disk":
             pass
         # After its patience has run out, no reclaim waits.
-        assert stock.reclaimer.shrink_to(MIB) == "done"
-        assert dropped(stock)["disk_slow"] >= 8 * 1024
+        assert cache.reclaimer.shrink_to(MIB) == "done"
+        assert dropped(cache)["disk_slow"] >= 8 * 1024
         resumes.set()
 
 
 def test_tokens_left_unwritten_by_policy_are_counted_by_reason(tmp_path: Path) -> None:
-    with store_on(tmp_path, second_touch=True) as stock:
-        fill(stock)
-        assert stock.reclaimer.shrink_to(9 * MIB) == "done"
-        assert set(dropped(stock)) == {"first_touch"}
-    with store_on(tmp_path / "budget", daily_write_bytes=1000) as stock:
-        fill(stock)
-        assert stock.reclaimer.shrink_to(9 * MIB) == "done"
-        assert set(dropped(stock)) == {"write_budget"}
+    with store_on(tmp_path, second_touch=True) as cache:
+        fill(cache)
+        assert cache.reclaimer.shrink_to(9 * MIB) == "done"
+        assert set(dropped(cache)) == {"first_touch"}
+    with store_on(tmp_path / "budget", daily_write_bytes=1000) as cache:
+        fill(cache)
+        assert cache.reclaimer.shrink_to(9 * MIB) == "done"
+        assert set(dropped(cache)) == {"write_budget"}
 
 
 def test_entry_that_met_full_queue_is_written_later(tmp_path: Path) -> None:
     """The retry needs no further request."""
-    with store_on(tmp_path, queue_bytes=BLOCK_BYTES) as stock:
-        fill(stock)
-        stock.offloader.offer_changed()
+    with store_on(tmp_path, queue_bytes=BLOCK_BYTES) as cache:
+        fill(cache)
+        cache.offloader.offer_changed()
         for _ in range(1000):
-            settle(stock)
-            assert stock.disk.tier.flush(60).is_empty
-            if not stock.background.has_work:
+            settle(cache)
+            assert cache.disk.tier.flush(60).is_empty
+            if not cache.has_work:
                 break
-        assert [reachable(stock, chat) for chat in CHATS] == [1024] * 10
+        assert [reachable(cache, chat) for chat in CHATS] == [1024] * 10
 
 
 def test_leaf_on_disk_is_evicted_before_others_step_down(tmp_path: Path) -> None:
-    with store_on(tmp_path, ladder=LadderConfig(by_pressure=True)) as stock:
-        fill(stock)
-        stock.offloader.add_entry(tuple(stock.table.entries)[5])
-        settle(stock)
-        assert stock.reclaimer.shrink_to(9 * MIB, 0.0) == "done"
-        assert stock.store.lookup(CHATS[5], "").num_tokens < 1024
-        assert stock.usage.count()["stepped_down_spans"] == 0
+    with store_on(tmp_path, ladder=LadderConfig(by_pressure=True)) as cache:
+        fill(cache)
+        cache.offloader.add_entry(tuple(cache.table.entries)[5])
+        settle(cache)
+        assert cache.reclaimer.shrink_to(9 * MIB, 0.0) == "done"
+        assert cache.lookup(CHATS[5], "").num_tokens < 1024
+        assert cache.usage.count()["stepped_down_spans"] == 0
         # None of the others is on the disk, and memory is still short.
-        stock.reclaimer.shrink_to(8 * MIB, 0.0)
-        assert stock.usage.count()["stepped_down_spans"] > 0
+        cache.reclaimer.shrink_to(8 * MIB, 0.0)
+        assert cache.usage.count()["stepped_down_spans"] > 0
 
 
 def test_recently_used_leaf_on_disk_stays_in_memory(tmp_path: Path) -> None:
     """A disk with second touch has only the leaves that are used often."""
-    with store_on(tmp_path, second_touch=True) as stock:
-        fill(stock)
-        stock.candidates._clock.now_s += 1e6  # pyright: ignore[reportFunctionMemberAccess]
-        stock.store.release(stock.store.lease(CHATS[0], ""))
-        stock.offloader.offer_changed()
-        settle(stock)
-        assert written(stock) == 1024
-        assert stock.reclaimer.shrink_to(5 * MIB) == "done"
-        assert stock.store.lookup(CHATS[0], "").num_tokens == 1024
+    with store_on(tmp_path, second_touch=True) as cache:
+        fill(cache)
+        cache.candidates._clock.now_s += 1e6  # pyright: ignore[reportFunctionMemberAccess]
+        cache.release(cache.lease(CHATS[0], ""))
+        cache.offloader.offer_changed()
+        settle(cache)
+        assert written(cache) == 1024
+        assert cache.reclaimer.shrink_to(5 * MIB) == "done"
+        assert cache.lookup(CHATS[0], "").num_tokens == 1024
 
 
 def test_writes_ahead_of_need_wait_for_calm_disk_beside_streams(tmp_path: Path) -> None:
     resumes = threading.Event()
     files = FaultyFiles(before={"sync": wait_for(resumes)})
     queue_bytes = 16 * BLOCK_BYTES
-    with store_on(tmp_path, queue_bytes=queue_bytes, files=files, disk_write="after-reply") as stock:
-        fill(stock)
-        while stock.background.has_work_beside_streams:
-            stock.background.run_background(0)
-        queued_bytes = stock.disk.tier.writing().queue_bytes
+    with store_on(tmp_path, queue_bytes=queue_bytes, files=files, disk_write="after-reply") as cache:
+        fill(cache)
+        while cache.has_work_beside_streams:
+            cache.run_background(0)
+        queued_bytes = cache.disk.tier.writing().queue_bytes
         assert CALM_SHARE * queue_bytes < queued_bytes <= CALM_SHARE * queue_bytes + BLOCK_BYTES
-        assert stock.background.has_work
+        assert cache.has_work
         resumes.set()
-        while stock.background.has_work:
-            settle(stock)
-            assert stock.disk.tier.flush(60).is_empty
-        assert [reachable(stock, chat) for chat in CHATS] == [1024] * 10
+        while cache.has_work:
+            settle(cache)
+            assert cache.disk.tier.flush(60).is_empty
+        assert [reachable(cache, chat) for chat in CHATS] == [1024] * 10
 
 
 def test_writes_under_pressure_do_not_wait_for_calm_disk(tmp_path: Path) -> None:
     resumes = threading.Event()
     files = FaultyFiles(before={"sync": wait_for(resumes)})
-    with store_on(tmp_path, queue_bytes=16 * BLOCK_BYTES, files=files, disk_write="after-reply") as stock:
-        fill(stock)
-        while stock.background.has_work_beside_streams:
-            stock.background.run_background(0)
-        stock.reclaimer.shrink_to(stock.table.nbytes, 0.0)
-        assert stock.background.has_work_beside_streams
+    with store_on(tmp_path, queue_bytes=16 * BLOCK_BYTES, files=files, disk_write="after-reply") as cache:
+        fill(cache)
+        while cache.has_work_beside_streams:
+            cache.run_background(0)
+        cache.reclaimer.shrink_to(cache.table.nbytes, 0.0)
+        assert cache.has_work_beside_streams
         resumes.set()

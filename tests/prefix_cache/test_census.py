@@ -37,7 +37,7 @@ def count(
     counts = SessionCounts(conversations, clock=lambda: clock * next(ticks))
     counted: list[CachedConversation] = []
     for _ in range(10_000):
-        part = counts.advance(drive.stock.matcher, drive.stock.disk, seconds)
+        part = counts.advance(drive.prefix_cache.matcher, drive.prefix_cache.disk, seconds)
         counted += part.conversations
         if part.is_last:
             return counted
@@ -56,7 +56,7 @@ def test_session_counts_in_short_slices_equal_one_long_slice(architecture: str) 
     # Each reading of the clock ends the slice.
     assert count(drive, conversations(), seconds=0.0, clock=1.0) == whole
     for cached, conversation in zip(whole, conversations(), strict=True):
-        prefix = drive.stock.matcher.find(conversation.ids, conversation.salt)
+        prefix = drive.prefix_cache.matcher.find(conversation.ids, conversation.salt)
         assert cached.tokens == sum(cached.k.values()) == sum(cached.v.values()) == prefix.num_tokens
     assert whole[0].tokens >= 290
     assert [cached.tokens for cached in whole[1::2]] == [0] * 6  # another salt
@@ -65,14 +65,14 @@ def test_session_counts_in_short_slices_equal_one_long_slice(architecture: str) 
 def test_session_counts_end_a_slice_after_the_maximum() -> None:
     drive = drive_with_turns()
     counts = SessionCounts([RememberedConversation("", as_ids(LONGER))] * (MAX_COUNTED + 1))
-    first = counts.advance(drive.stock.matcher, drive.stock.disk, 1e9)
+    first = counts.advance(drive.prefix_cache.matcher, drive.prefix_cache.disk, 1e9)
     assert (len(first.conversations), first.is_last) == (MAX_COUNTED, False)
-    assert counts.advance(drive.stock.matcher, drive.stock.disk, 1e9).is_last
+    assert counts.advance(drive.prefix_cache.matcher, drive.prefix_cache.disk, 1e9).is_last
 
 
 def test_session_counts_include_precision_and_pins() -> None:
     drive = drive_with_turns()
-    drive.stock.pins.pin(as_ids(LONGER), "")
+    drive.prefix_cache.pins.pin(as_ids(LONGER), "")
     [cached] = count(drive, [RememberedConversation("", as_ids(LONGER))], seconds=1e9)
     assert cached.is_pinned
     assert set(cached.k) == {"raw"}
@@ -80,6 +80,6 @@ def test_session_counts_include_precision_and_pins() -> None:
 
 def test_session_counts_without_disk_answer_at_once() -> None:
     drive = drive_with_turns()
-    counted = SessionCounts(conversations()).advance(drive.stock.matcher, drive.stock.disk, 1e9)
+    counted = SessionCounts(conversations()).advance(drive.prefix_cache.matcher, drive.prefix_cache.disk, 1e9)
     assert counted.on_disk.is_done
     assert counted.on_disk.answer == ()

@@ -10,7 +10,7 @@ import pytest
 from kvstrata.codecs.registry import parse
 from kvstrata.prefix_cache.config import DiskWrite
 from kvstrata.prefix_cache.keys import as_ids
-from kvstrata.prefix_cache.prefix_cache import Stock
+from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.radix_tree import RadixTree
 from kvstrata.prefix_cache.requantize import PrecisionChange
 from kvstrata.spans.plan import make_plan
@@ -28,8 +28,8 @@ MOVES += ["settle", "offload", "flush", "requantize"]
 class ConversationMoves:
     """Random operations on a cache, and the tokens that it must still have after each."""
 
-    def __init__(self, stock: Stock, seed: int) -> None:
-        self.stock = stock
+    def __init__(self, prefix_cache: PrefixCache, seed: int) -> None:
+        self.prefix_cache = prefix_cache
         self.source = random.Random(seed)
         self.cached: list[list[int]] = []
         self.tree: RadixTree[None] = RadixTree()
@@ -49,7 +49,7 @@ class ConversationMoves:
 
     def continue_running(self) -> None:
         """Finish a request while the request that it continues still runs."""
-        run = Run(self.stock, self.longer(self.source.choice(self.cached)))
+        run = Run(self.prefix_cache, self.longer(self.source.choice(self.cached)))
         run.compute(self.source.randrange(1, run.left + 1))
         run.seal()
         self.cache_tokens(self.longer(list(run.tokens[: run.num_computed])))
@@ -59,30 +59,30 @@ class ConversationMoves:
 
     def run_background(self) -> None:
         for _ in range(self.source.randrange(1, 12)):
-            if self.stock.background.has_work:
-                self.stock.background.run_background(0)
+            if self.prefix_cache.has_work:
+                self.prefix_cache.run_background(0)
 
     def shrink(self) -> None:
-        most_bytes = int(self.stock.table.nbytes * self.source.choice([0, 0.3, 0.7, 0.95]))
-        self.stock.reclaimer.shrink_to(most_bytes, 0.0, most_bytes=most_bytes)
+        most_bytes = int(self.prefix_cache.table.nbytes * self.source.choice([0, 0.3, 0.7, 0.95]))
+        self.prefix_cache.reclaimer.shrink_to(most_bytes, 0.0, most_bytes=most_bytes)
 
     def load(self) -> None:
         tokens = self.source.choice(self.cached)
-        if reachable(self.stock, tokens) > self.stock.store.lookup(tokens, "").num_tokens:
-            load(self.stock, tokens)
+        if reachable(self.prefix_cache, tokens) > self.prefix_cache.lookup(tokens, "").num_tokens:
+            load(self.prefix_cache, tokens)
 
     def settle(self) -> None:
-        settle(self.stock)
+        settle(self.prefix_cache)
 
     def offload(self) -> None:
-        self.stock.offloader.offer_changed()
+        self.prefix_cache.offloader.offer_changed()
 
     def flush(self) -> None:
-        self.stock.flush(60)
+        self.prefix_cache.flush(60)
 
     def requantize(self) -> None:
         name = self.source.choice(["raw", "planes:8"])
-        self.stock.requantizer.requantize(
+        self.prefix_cache.requantizer.requantize(
             PrecisionChange(k=parse(name), v=parse(name)), make_plan(LAYOUT, parse(name), parse(name))
         )
 
@@ -90,7 +90,7 @@ class ConversationMoves:
         return [*tokens, *random_tokens(self.source.choice([5, 40, 100, 300, 700]), self.source.randrange(1 << 30))]
 
     def cache_tokens(self, tokens: list[int]) -> None:
-        store_tokens(self.stock, tokens)
+        store_tokens(self.prefix_cache, tokens)
         self.record_tokens(tokens)
 
     def record_tokens(self, tokens: list[int]) -> None:
@@ -98,28 +98,28 @@ class ConversationMoves:
         self.tree.insert(ROOT, as_ids(tokens), None)
 
     def check_tokens(self, tokens: list[int]) -> None:
-        lease = self.stock.store.lease(tokens, "")
+        lease = self.prefix_cache.lease(tokens, "")
         check_lease(lease, tokens)
-        self.stock.store.release(lease)
+        self.prefix_cache.release(lease)
         assert max(lease.num_tokens, self.tokens_on_disk(tokens)) == len(tokens)
 
     def tokens_on_disk(self, tokens: list[int]) -> int:
         """Count the tokens on the disk; those that end inside a block may be there as part of a longer conversation."""
         longer = (each for each in self.cached if each[: len(tokens)] == tokens)
-        return max(min(len(tokens), reachable(self.stock, each)) for each in longer)
+        return max(min(len(tokens), reachable(self.prefix_cache, each)) for each in longer)
 
 
 @pytest.mark.parametrize("disk_write", ["at-eviction", "after-reply"])
 @pytest.mark.parametrize("seed", range(2))
 def test_cache_with_disk_random_operations_lose_no_token(seed: int, disk_write: DiskWrite, tmp_path: Path) -> None:
-    with store_on(tmp_path, disk_write=disk_write) as stock:
-        conversations = ConversationMoves(stock, seed)
+    with store_on(tmp_path, disk_write=disk_write) as prefix_cache:
+        conversations = ConversationMoves(prefix_cache, seed)
         for _ in range(NUM_STEPS):
             conversations.make_move()
             for tokens in conversations.source.choices(conversations.cached, k=2):
                 conversations.check_tokens(tokens)
-        stock.flush(60)
+        prefix_cache.flush(60)
         assert all(conversations.tokens_on_disk(tokens) == len(tokens) for tokens in conversations.cached)
-        assert stock.counters["refused_spills"] == 0
+        assert prefix_cache.counters["refused_spills"] == 0
         # Divergence and cuts may each cost one more block.
-        assert written(stock) <= 1.3 * conversations.tree.num_tokens
+        assert written(prefix_cache) <= 1.3 * conversations.tree.num_tokens

@@ -11,7 +11,7 @@ from kvstrata.prefix_cache.usage import precision_of
 from kvstrata.spans.rewrite import LayerRewrite
 from kvstrata.spans.span import Span
 from tests.prefix_cache.disk import load, random_tokens, reachable, store_on, written
-from tests.prefix_cache.kv import Run, check_lease, new_stock, settle, store_tokens
+from tests.prefix_cache.kv import Run, check_lease, new_cache, settle, store_tokens
 
 NUM_TOKENS = 600
 RAW, ENCODED = ("raw", "raw"), ("planes:8", "planes:8")
@@ -22,7 +22,7 @@ def precisions(cache: PrefixCache, tokens: list[int]) -> set[tuple[str, str]]:
 
 
 def test_lease_encodes_nothing() -> None:
-    cache, tokens = new_stock("planes:8"), random_tokens(NUM_TOKENS, 1)
+    cache, tokens = new_cache("planes:8"), random_tokens(NUM_TOKENS, 1)
     store_tokens(cache, tokens)
     lease = cache.lease(tokens, "")
     assert lease.num_tokens == NUM_TOKENS
@@ -34,7 +34,7 @@ def test_lease_encodes_nothing() -> None:
 
 
 def test_prefix_that_a_request_waits_for_is_encoded_first() -> None:
-    cache, first, second = new_stock("planes:8"), random_tokens(NUM_TOKENS, 1), random_tokens(NUM_TOKENS, 2)
+    cache, first, second = new_cache("planes:8"), random_tokens(NUM_TOKENS, 1), random_tokens(NUM_TOKENS, 2)
     for tokens in (first, second):
         store_tokens(cache, tokens)
     while cache.waits_for_encoding(cache.lookup(second, "")):
@@ -45,7 +45,7 @@ def test_prefix_that_a_request_waits_for_is_encoded_first() -> None:
 
 
 def test_prefix_that_stays_raw_is_not_waited_for() -> None:
-    cache, tokens = new_stock("raw"), random_tokens(NUM_TOKENS, 1)
+    cache, tokens = new_cache("raw"), random_tokens(NUM_TOKENS, 1)
     store_tokens(cache, tokens)
     assert cache.transcoder.jobs.waiting
     assert not cache.waits_for_encoding(cache.lookup(tokens, ""))
@@ -53,7 +53,7 @@ def test_prefix_that_stays_raw_is_not_waited_for() -> None:
 
 def test_prefix_that_another_request_reads_is_not_waited_for() -> None:
     """The entry is leased, so its values do not change."""
-    cache, tokens = new_stock("planes:8"), random_tokens(NUM_TOKENS, 1)
+    cache, tokens = new_cache("planes:8"), random_tokens(NUM_TOKENS, 1)
     store_tokens(cache, tokens)
     reader = Run(cache, [*tokens, *random_tokens(10, 2)])
     assert not cache.waits_for_encoding(cache.lookup(tokens, ""))

@@ -22,7 +22,7 @@ from kvstrata.prefix_cache.requantize import PrecisionChange
 from kvstrata.prefix_cache.usage import UsageShare, share_of
 from kvstrata.spans.live import live_bytes
 from kvstrata.spans.plan import make_plan
-from tests.prefix_cache.kv import HYBRID, LAYOUT, Clock, Run, Told, check_lease, new_stock, settle, store_tokens
+from tests.prefix_cache.kv import HYBRID, LAYOUT, Clock, Run, Told, check_lease, new_cache, settle, store_tokens
 
 Tokens = tuple[int, ...]
 
@@ -45,7 +45,7 @@ def common(a: Tokens, b: Tokens) -> int:
 def warm_up() -> None:
     """Create what codecs keep for good, such as rotations, before memory is measured."""
     for name in ("raw", "planes:8", "planes:4", "planes:2"):
-        cache = new_stock(name, min_quantize_tokens=0)
+        cache = new_cache(name, min_quantize_tokens=0)
         store_tokens(cache, range(300))
         settle(cache)
         check_lease(cache.lease(range(300), ""), range(300))
@@ -95,7 +95,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.clock = Clock()
         self.layout = HYBRID if is_hybrid else LAYOUT
         self.listener = Told()
-        self.cache = new_stock(
+        self.cache = new_cache(
             name, layout=self.layout, live=live, min_quantize_tokens=min_tokens, clock=self.clock, watcher=self.listener
         )
         # Any prompt that diverges from the session's last one supersedes tokens.

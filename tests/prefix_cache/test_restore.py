@@ -8,7 +8,7 @@ from typing import Any
 
 from kvstrata.codecs.registry import parse
 from kvstrata.disk.files import Files
-from kvstrata.prefix_cache.prefix_cache import Stock
+from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.requantize import NO_MEMORY, PrecisionChange
 from kvstrata.spans.plan import Plan, make_plan
 from tests.prefix_cache.disk import random_tokens, store_on, write_turns, written
@@ -28,33 +28,33 @@ class CountingFiles(Files):
 
     def __init__(self) -> None:
         self.unused_bytes: list[int] = []
-        self.stock: Stock | None = None
+        self.prefix_cache: PrefixCache | None = None
 
     def read_into(self, fd: int, buffer: memoryview, offset: int) -> int:
-        if self.stock is not None:
-            client = self.stock.disk
+        if self.prefix_cache is not None:
+            client = self.prefix_cache.disk
             self.unused_bytes.append(client.tier.usage().unused_bytes + client.loader.unused_bytes)
         return super().read_into(fd, buffer, offset)
 
 
-def step_down(stock: Stock, *prompts: list[int]) -> None:
+def step_down(cache: PrefixCache, *prompts: list[int]) -> None:
     """Write prompts to the disk raw, then let them step down in memory."""
     for tokens in prompts:
-        write_turns(stock, tokens, [len(tokens)])
-    stock.requantizer.requantize(LOW, plan("planes:4"))
-    settle(stock)
-    written(stock)
+        write_turns(cache, tokens, [len(tokens)])
+    cache.requantizer.requantize(LOW, plan("planes:4"))
+    settle(cache)
+    written(cache)
 
 
-def restore_all(stock: Stock) -> int:
+def restore_all(cache: PrefixCache) -> int:
     """Restore all entries, and return the most bytes that the cache had meanwhile."""
-    stock.requantizer.requantize(RAW, plan("raw"))
+    cache.requantizer.requantize(RAW, plan("raw"))
     until_s, max_bytes = time.monotonic() + TIMEOUT_S, 0
-    while stock.requantizer.is_running:
+    while cache.requantizer.is_running:
         assert time.monotonic() < until_s
-        if stock.background.has_work:
-            stock.background.run_background(0)
-            max_bytes = max(max_bytes, stock.table.nbytes)
+        if cache.has_work:
+            cache.run_background(0)
+            max_bytes = max(max_bytes, cache.table.nbytes)
     return max_bytes
 
 
@@ -63,107 +63,107 @@ def test_restore_reads_ahead_within_bound(tmp_path: Path) -> None:
     bound_bytes = 2 * 512 * TOKEN_BYTES  # two blocks as bytes, two as arrays
     files = CountingFiles()
     disk: dict[str, Any] = {"files": files, "read_ahead_bytes": bound_bytes // 2}
-    with store_on(tmp_path, **disk) as stock:
-        step_down(stock, tokens)
-        files.stock = stock
-        restore_all(stock)
-        settle(stock)
+    with store_on(tmp_path, **disk) as cache:
+        step_down(cache, tokens)
+        files.prefix_cache = cache
+        restore_all(cache)
+        settle(cache)
         assert 0 < max(files.unused_bytes) <= bound_bytes
-        assert stock.counters["restored_spans"] == 1
-        assert stock.table.nbytes == len(tokens) * TOKEN_BYTES
+        assert cache.counters["restored_spans"] == 1
+        assert cache.table.nbytes == len(tokens) * TOKEN_BYTES
         # Each layer has one segment, as before.
-        (entry,) = stock.table.entries
+        (entry,) = cache.table.entries
         assert {len(entry.span.sealed(layer)) for layer in entry.span.layers} == {1}
-        lease = stock.store.lease(tokens, "")
+        lease = cache.lease(tokens, "")
         check_lease(lease, tokens)
-        stock.store.release(lease)
+        cache.release(lease)
 
 
 def test_restore_without_free_memory_skips_entries_and_evicts_none(tmp_path: Path) -> None:
-    with store_on(tmp_path) as stock:
+    with store_on(tmp_path) as cache:
         prompts = [random_tokens(1000, seed) for seed in range(3)]
-        step_down(stock, *prompts)
-        cached_bytes = stock.table.nbytes
-        stock.reclaimer.limit_bytes = cached_bytes + 1100 * TOKEN_BYTES
-        preview = stock.requantizer.requantize(
+        step_down(cache, *prompts)
+        cached_bytes = cache.table.nbytes
+        cache.reclaimer.limit_bytes = cached_bytes + 1100 * TOKEN_BYTES
+        preview = cache.requantizer.requantize(
             PrecisionChange(k=parse("raw"), v=parse("raw"), dry_run=True), plan("raw")
         )
         assert [left.spans for left in preview.left_alone if left.reason == NO_MEMORY] == [2]
-        assert restore_all(stock) <= stock.reclaimer.limit_bytes
-        settle(stock)
-        assert stock.counters["restored_spans"] == 1
-        assert stock.table.nbytes == preview.bytes_after
-        assert [stock.store.lookup(tokens, "").num_tokens for tokens in prompts] == [1000] * 3
+        assert restore_all(cache) <= cache.reclaimer.limit_bytes
+        settle(cache)
+        assert cache.counters["restored_spans"] == 1
+        assert cache.table.nbytes == preview.bytes_after
+        assert [cache.lookup(tokens, "").num_tokens for tokens in prompts] == [1000] * 3
         # The entry that was used last is restored first.
-        lease = stock.store.lease(prompts[-1], "")
+        lease = cache.lease(prompts[-1], "")
         check_lease(lease, prompts[-1])
-        stock.store.release(lease)
+        cache.release(lease)
 
 
 def test_restore_ends_when_memory_runs_out(tmp_path: Path) -> None:
     """Memory was free when the restore began."""
     tokens = random_tokens(4000, 0)
-    with store_on(tmp_path, read_ahead_bytes=512 * TOKEN_BYTES) as stock:
-        step_down(stock, tokens)
-        stock.requantizer.requantize(RAW, plan("raw"))
-        stock.reclaimer.limit_bytes = stock.table.nbytes + 1000 * TOKEN_BYTES
-        limit_bytes = stock.reclaimer.limit_bytes
+    with store_on(tmp_path, read_ahead_bytes=512 * TOKEN_BYTES) as cache:
+        step_down(cache, tokens)
+        cache.requantizer.requantize(RAW, plan("raw"))
+        cache.reclaimer.limit_bytes = cache.table.nbytes + 1000 * TOKEN_BYTES
+        limit_bytes = cache.reclaimer.limit_bytes
         until_s = time.monotonic() + TIMEOUT_S
-        while stock.requantizer.is_running:
+        while cache.requantizer.is_running:
             assert time.monotonic() < until_s
-            if stock.background.has_work:
-                stock.background.run_background(0)
-            assert stock.table.nbytes <= limit_bytes
-        settle(stock)
-        assert stock.counters["restores_without_room"] == 1
+            if cache.has_work:
+                cache.run_background(0)
+            assert cache.table.nbytes <= limit_bytes
+        settle(cache)
+        assert cache.counters["restores_without_room"] == 1
         # Some blocks fitted in memory.
-        assert set(stock.usage.usage().by_precision) == {"raw", "planes:4"}
-        lease = stock.store.lease(tokens, "")
+        assert set(cache.usage.usage().by_precision) == {"raw", "planes:4"}
+        lease = cache.lease(tokens, "")
         check_lease(lease, tokens, at_least=4)
-        stock.store.release(lease)
+        cache.release(lease)
 
 
 def test_restore_ends_when_precision_changes_again(tmp_path: Path) -> None:
     tokens = random_tokens(4000, 0)
-    with store_on(tmp_path, read_ahead_bytes=512 * TOKEN_BYTES) as stock:
-        step_down(stock, tokens)
-        stock.requantizer.requantize(RAW, plan("raw"))
-        stock.requantizer.requantize(LOW, plan("planes:4"))
-        settle(stock)
-        assert not stock.requantizer.is_running
-        assert set(stock.usage.usage().by_precision) == {"planes:4"}
+    with store_on(tmp_path, read_ahead_bytes=512 * TOKEN_BYTES) as cache:
+        step_down(cache, tokens)
+        cache.requantizer.requantize(RAW, plan("raw"))
+        cache.requantizer.requantize(LOW, plan("planes:4"))
+        settle(cache)
+        assert not cache.requantizer.is_running
+        assert set(cache.usage.usage().by_precision) == {"planes:4"}
 
 
 def test_restore_ends_when_blocks_have_left_the_disk(tmp_path: Path) -> None:
     tokens = random_tokens(1000, 0)
-    with store_on(tmp_path) as stock:
-        step_down(stock, tokens)
-        stock.disk.tier.clear()
-        restore_all(stock)
-        assert stock.counters["restored_spans"] == 0
-        assert set(stock.usage.usage().by_precision) == {"planes:4"}
+    with store_on(tmp_path) as cache:
+        step_down(cache, tokens)
+        cache.disk.tier.clear()
+        restore_all(cache)
+        assert cache.counters["restored_spans"] == 0
+        assert set(cache.usage.usage().by_precision) == {"planes:4"}
 
 
 def test_restore_of_changed_entry_replaces_only_its_own_tokens(tmp_path: Path) -> None:
     """While blocks are read, the entry's end is evicted, and the end of another conversation is joined to it."""
     shared = random_tokens(512, 0)
     first, second = [*shared, *random_tokens(512, 1)], [*shared, *random_tokens(512, 2)]
-    with store_on(tmp_path, read_ahead_bytes=256 * TOKEN_BYTES) as stock:
-        step_down(stock, first, second)
-        stock.store.release(stock.store.lease(first, ""))  # used last, so restored first
-        stock.requantizer.requantize(RAW, plan("raw"))
+    with store_on(tmp_path, read_ahead_bytes=256 * TOKEN_BYTES) as cache:
+        step_down(cache, first, second)
+        cache.release(cache.lease(first, ""))  # used last, so restored first
+        cache.requantizer.requantize(RAW, plan("raw"))
         until_s = time.monotonic() + TIMEOUT_S
-        while not stock.disk.loader.has_arrived:
+        while not cache.disk.loader.has_arrived:
             assert time.monotonic() < until_s
-            stock.background.run_background(0)
-        stock.evictor.evict_leaf(stock.store.lookup(first, "").path[-1], 512)
-        stock.table.join_spans(stock.store.lookup(second, "").path[-1], 1)
-        assert len(stock.store.lookup(second, "").entries) == 1
-        while stock.requantizer.is_running:
+            cache.run_background(0)
+        cache.evictor.evict_leaf(cache.lookup(first, "").path[-1], 512)
+        cache.table.join_spans(cache.lookup(second, "").path[-1], 1)
+        assert len(cache.lookup(second, "").entries) == 1
+        while cache.requantizer.is_running:
             assert time.monotonic() < until_s
-            if stock.background.has_work:
-                stock.background.run_background(0)
-        lease = stock.store.lease(second, "")
+            if cache.has_work:
+                cache.run_background(0)
+        lease = cache.lease(second, "")
         assert lease.num_tokens == len(second)
         check_lease(lease, second, at_least=4)
-        stock.store.release(lease)
+        cache.release(lease)

@@ -17,7 +17,7 @@ from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.requantize import PrecisionChange
 from kvstrata.spans.plan import make_plan
 from tests.prefix_cache.disk import store_on
-from tests.prefix_cache.kv import LAYOUT, new_stock, settle, store_tokens
+from tests.prefix_cache.kv import LAYOUT, new_cache, settle, store_tokens
 
 FEW, MANY = 10, 300
 
@@ -62,7 +62,7 @@ def test_step_with_many_entries_costs_as_much_as_with_few(tmp_path: Path) -> Non
 
 
 def test_progress_of_a_change_counts_only_changed_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = new_stock("raw", min_quantize_tokens=0)
+    cache = new_cache("raw", min_quantize_tokens=0)
     for number in range(MANY // 10):
         store_tokens(cache, [10 * number + at for at in range(8)])
     settle(cache)
@@ -91,7 +91,7 @@ def test_progress_of_a_change_counts_only_changed_entries(monkeypatch: pytest.Mo
 
 
 def test_dry_run_assesses_one_entry_in_each_step() -> None:
-    cache = new_stock("raw", min_quantize_tokens=0)
+    cache = new_cache("raw", min_quantize_tokens=0)
     for number in range(20):
         store_tokens(cache, [10 * number + at for at in range(8)])
     settle(cache)

@@ -27,7 +27,7 @@ from tests.prefix_cache.kv import (
     Run,
     Told,
     check_lease,
-    new_stock,
+    new_cache,
     settle,
     store_tokens,
 )
@@ -62,7 +62,7 @@ def active_bytes() -> int:
 
 
 def test_lookup_ends_at_any_token() -> None:
-    cache = new_stock()
+    cache = new_cache()
     store_tokens(cache, tokens(300))
     for length in (1, 17, 255, 256, 299):
         prompt = [*tokens(300)[:length], 98, 99]
@@ -73,15 +73,15 @@ def test_lookup_ends_at_any_token() -> None:
 
 
 def test_other_weights_or_salt_share_no_prefix() -> None:
-    cache = new_stock()
+    cache = new_cache()
     store_tokens(cache, tokens(300))
     assert cached_tokens(cache, tokens(300)) == 300
     assert cached_tokens(cache, tokens(300), "salt") == 0
-    assert cached_tokens(new_stock(fingerprint="other weights"), tokens(300)) == 0
+    assert cached_tokens(new_cache(fingerprint="other weights"), tokens(300)) == 0
 
 
 def test_lookup_after_spans_were_joined_returns_all_tokens() -> None:
-    cache = new_stock()
+    cache = new_cache()
     ids: list[int] = []
     for turn in range(3 * MAX_SPANS):
         ids = [*ids, *tokens(30, seed=turn)]
@@ -107,7 +107,7 @@ def chat_of(cache: PrefixCache, *ends: int) -> list[int]:
 
 
 def test_join_takes_the_shortest_neighbours_first() -> None:
-    cache = new_stock()
+    cache = new_cache()
     ids = chat_of(cache, 300, 320, 340, 640)
     cache.table.join_spans(cache.lookup(ids, "").path[-1], 3)
     assert [entry.span.end for entry in cache.lookup(ids, "").entries] == [300, 340, 640]
@@ -115,7 +115,7 @@ def test_join_takes_the_shortest_neighbours_first() -> None:
 
 @pytest.mark.parametrize(("num_repeated", "reused_end"), [(600, 599), (200, 199)])
 def test_joined_spans_keep_the_reuse_of_a_second_request(num_repeated: int, reused_end: int) -> None:
-    cache = new_stock()
+    cache = new_cache()
     ids = chat_of(cache, 300, 600)
     for entry in cache.table.entries:
         entry.reused_end = 0  # forget that the second turn repeated the first
@@ -133,7 +133,7 @@ def test_listener_is_given_new_tokens_only() -> None:
             heard.append((start, len(ids)))
             super().stored(root_key, ids, start)
 
-    cache = new_stock(watcher=Hears())
+    cache = new_cache(watcher=Hears())
     ids = chat_of(cache, 300, 600)
     store_tokens(cache, ids)
     store_tokens(cache, ids[:200])
@@ -144,7 +144,7 @@ def test_listener_is_given_new_tokens_only() -> None:
 
 
 def test_evictable_bytes_are_the_sum_over_evictable_entries() -> None:
-    cache = new_stock("planes:4")
+    cache = new_cache("planes:4")
 
     def check_free() -> None:
         evictable_bytes = sum(entry.nbytes for entry in cache.table.entries if entry.is_evictable)
@@ -167,7 +167,7 @@ def test_evictable_bytes_are_the_sum_over_evictable_entries() -> None:
 
 @pytest.mark.parametrize("is_trimmed", [True, False])
 def test_small_reclaim_trims_only_the_end_of_a_conversation(is_trimmed: bool) -> None:
-    cache = new_stock()
+    cache = new_cache()
     before = active_bytes()
     run = Run(cache, tokens(1500), room=100)
     run.compute(1500)
@@ -185,7 +185,7 @@ def test_small_reclaim_trims_only_the_end_of_a_conversation(is_trimmed: bool) ->
 
 
 def test_eviction_frees_all_memory_of_a_span() -> None:
-    cache = new_stock()
+    cache = new_cache()
     before = active_bytes()
     requantize(cache, "planes:8")
     for seed in range(40):
@@ -204,7 +204,7 @@ def test_eviction_frees_all_memory_of_a_span() -> None:
 
 def test_ttl_evicts_unused_entries() -> None:
     clock = Clock()
-    cache = new_stock(ttl_s=60, clock=clock)
+    cache = new_cache(ttl_s=60, clock=clock)
     store_tokens(cache, tokens(300, seed=1))
     store_tokens(cache, tokens(300, seed=2))
     settle(cache)
@@ -222,7 +222,7 @@ def test_ttl_evicts_unused_entries() -> None:
 
 def test_seconds_to_expiry_follow_the_oldest_candidate() -> None:
     clock = Clock()
-    cache = new_stock(ttl_s=60, clock=clock)
+    cache = new_cache(ttl_s=60, clock=clock)
     assert cache.candidates.seconds_to_expiry() == math.inf
     run = Run(cache, tokens(300))
     run.compute(300)
@@ -234,11 +234,11 @@ def test_seconds_to_expiry_follow_the_oldest_candidate() -> None:
     assert cache.candidates.seconds_to_expiry() == 0
     cache.evictor.expire()
     assert cache.candidates.seconds_to_expiry() == math.inf
-    assert new_stock().candidates.seconds_to_expiry() == math.inf
+    assert new_cache().candidates.seconds_to_expiry() == math.inf
 
 
 def test_eviction_spares_pinned_and_leased_entries() -> None:
-    cache = new_stock()
+    cache = new_cache()
     for seed in range(3):
         store_tokens(cache, tokens(300, seed))
     settle(cache)
@@ -253,7 +253,7 @@ def test_eviction_spares_pinned_and_leased_entries() -> None:
 
 
 def test_clear_of_one_salt_keeps_other_salts() -> None:
-    cache = new_stock()
+    cache = new_cache()
     store_tokens(cache, tokens(300), "a")
     store_tokens(cache, tokens(300), "b")
     settle(cache)
@@ -263,7 +263,7 @@ def test_clear_of_one_salt_keeps_other_salts() -> None:
 
 
 def test_clear_of_an_owner_drops_exactly_its_salts() -> None:
-    cache = new_stock()
+    cache = new_cache()
     for salt in ("a", "a:x", "a:y", "ab", "b:x"):
         store_tokens(cache, tokens(300), salt)
     settle(cache)
@@ -274,7 +274,7 @@ def test_clear_of_an_owner_drops_exactly_its_salts() -> None:
 
 
 def test_tokens_of_two_pins_stay_until_both_end() -> None:
-    cache = new_stock()
+    cache = new_cache()
     shared = tokens(200)
     one, two = shared + [98] * 50, shared + [99] * 50
     for prompt in (one, two, one[:100]):
@@ -294,14 +294,14 @@ def test_tokens_of_two_pins_stay_until_both_end() -> None:
 
 @pytest.mark.parametrize(("length", "name"), [(255, "raw"), (256, "planes:8")])
 def test_sequence_below_min_quantize_tokens_stays_raw(length: int, name: str) -> None:
-    cache = new_stock("planes:8", min_quantize_tokens=256)
+    cache = new_cache("planes:8", min_quantize_tokens=256)
     store_tokens(cache, tokens(length))
     settle(cache)
     assert held_names(cache) == {name}
 
 
 def test_long_chat_of_short_turns_is_encoded() -> None:
-    cache = new_stock("planes:8", min_quantize_tokens=256)
+    cache = new_cache("planes:8", min_quantize_tokens=256)
     for turn in range(1, 9):
         store_tokens(cache, tokens(60 * turn))
         settle(cache)
@@ -310,7 +310,7 @@ def test_long_chat_of_short_turns_is_encoded() -> None:
 
 
 def test_short_conversation_with_a_long_sibling_is_encoded_with_it() -> None:
-    cache = new_stock("planes:8", min_quantize_tokens=256)
+    cache = new_cache("planes:8", min_quantize_tokens=256)
     prompt = tokens(100)
     store_tokens(cache, [*prompt, *tokens(50, seed=1)])
     store_tokens(cache, [*prompt, *tokens(300, seed=2)])
@@ -326,7 +326,7 @@ def test_short_conversation_with_a_long_sibling_is_encoded_with_it() -> None:
 
 
 def test_leased_short_prefix_of_a_long_sequence_is_encoded_after_release() -> None:
-    cache = new_stock("planes:8", min_quantize_tokens=256)
+    cache = new_cache("planes:8", min_quantize_tokens=256)
     store_tokens(cache, tokens(100))
     settle(cache)
     reader = cache.lease(tokens(100), "")
@@ -339,7 +339,7 @@ def test_leased_short_prefix_of_a_long_sequence_is_encoded_after_release() -> No
 
 
 def test_repeated_prompt_is_encoded_once() -> None:
-    cache = new_stock("planes:8")
+    cache = new_cache("planes:8")
     for _ in range(100):
         store_tokens(cache, tokens(400))
         settle(cache)
@@ -349,7 +349,7 @@ def test_repeated_prompt_is_encoded_once() -> None:
 
 
 def test_request_without_computed_tokens_counts_as_refused_empty() -> None:
-    cache = new_stock()
+    cache = new_cache()
     run = Run(cache, tokens(20))
     run.end()
     assert cache.usage.count()["refused_empty"] == 1
@@ -361,7 +361,7 @@ def refused(cache: PrefixCache) -> dict[str, int]:
 
 
 def test_entry_above_the_limit_counts_as_refused_too_large() -> None:
-    cache = new_stock(hot_bytes=200 * TOKEN_BYTES)
+    cache = new_cache(hot_bytes=200 * TOKEN_BYTES)
     store_tokens(cache, tokens(300))
     cache.reclaimer.shrink_to(1 << 40)
     assert refused(cache) == {"refused_too_large": 1}
@@ -369,7 +369,7 @@ def test_entry_above_the_limit_counts_as_refused_too_large() -> None:
 
 
 def test_entry_beside_pinned_memory_counts_as_refused_no_room() -> None:
-    cache = new_stock(hot_bytes=300 * TOKEN_BYTES)
+    cache = new_cache(hot_bytes=300 * TOKEN_BYTES)
     store_tokens(cache, tokens(200, seed=1))
     cache.pins.pin(tokens(200, seed=1), "")
     lease = cache.lease(tokens(200, seed=1), "")
@@ -381,7 +381,7 @@ def test_entry_beside_pinned_memory_counts_as_refused_no_room() -> None:
 
 
 def test_new_entry_of_least_worth_counts_as_refused_least_worth() -> None:
-    cache = new_stock(hot_bytes=300 * TOKEN_BYTES)
+    cache = new_cache(hot_bytes=300 * TOKEN_BYTES)
     store_tokens(cache, tokens(200, seed=1))
     cache.reclaimer.shrink_to(1 << 40)
     store_tokens(cache, tokens(200, seed=2))
@@ -391,7 +391,7 @@ def test_new_entry_of_least_worth_counts_as_refused_least_worth() -> None:
 
 
 def test_entry_evicted_after_it_fitted_counts_as_evicted_only() -> None:
-    cache = new_stock()
+    cache = new_cache()
     store_tokens(cache, tokens(300))
     cache.reclaimer.shrink_to(1 << 40)
     cache.reclaimer.shrink_to(0)
@@ -400,7 +400,7 @@ def test_entry_evicted_after_it_fitted_counts_as_evicted_only() -> None:
 
 
 def test_change_discards_transcoding_to_an_earlier_target() -> None:
-    cache = new_stock("planes:4")
+    cache = new_cache("planes:4")
     store_tokens(cache, tokens(400))
     cache.run_background(0)
     requantize(cache, "planes:8")
@@ -413,7 +413,7 @@ def test_change_discards_transcoding_to_an_earlier_target() -> None:
 
 
 def test_entries_joined_during_encoding_are_encoded_whole() -> None:
-    cache = new_stock("planes:8", min_quantize_tokens=256)
+    cache = new_cache("planes:8", min_quantize_tokens=256)
     ids: list[int] = []
     for turn in range(3 * MAX_SPANS):
         ids = [*ids, *tokens(40, seed=turn)]
@@ -426,7 +426,7 @@ def test_entries_joined_during_encoding_are_encoded_whole() -> None:
 
 
 def test_leased_entry_keeps_its_values_until_release() -> None:
-    cache = new_stock("planes:4")
+    cache = new_cache("planes:4")
     owner = Run(cache, tokens(400))
     owner.compute(400)
     owner.seal()
@@ -441,7 +441,7 @@ def test_leased_entry_keeps_its_values_until_release() -> None:
 
 
 def test_checkpoints_of_another_branch_are_kept() -> None:
-    cache = new_stock()
+    cache = new_cache()
     first = Run(cache, tokens(200))
     for _ in range(4):
         first.compute(50)
@@ -460,7 +460,7 @@ def test_checkpoints_of_another_branch_are_kept() -> None:
 
 
 def test_checkpoints_of_two_branches_at_one_position_are_distinct() -> None:
-    cache = new_stock(layout=HYBRID)
+    cache = new_cache(layout=HYBRID)
     first = [*tokens(100), *tokens(50, seed=1)]
     second = [*tokens(100), *tokens(50, seed=2)]
     for prompt in (first, second):
@@ -474,7 +474,7 @@ def test_checkpoints_of_two_branches_at_one_position_are_distinct() -> None:
 
 
 def test_checkpoints_of_pinned_entries_are_kept() -> None:
-    cache = new_stock(layout=HYBRID)
+    cache = new_cache(layout=HYBRID)
     store_tokens(cache, tokens(100))
     assert cache.pins.pin(tokens(100), "") == 100
     run = Run(cache, [*tokens(100), *tokens(1000, seed=5)])
@@ -486,7 +486,7 @@ def test_checkpoints_of_pinned_entries_are_kept() -> None:
 
 
 def test_thousands_of_requests_leak_no_memory() -> None:
-    cache = new_stock(layout=HYBRID)
+    cache = new_cache(layout=HYBRID)
     limit = mx.set_cache_limit(0)  # MLX reuses buffers that are larger than what is asked for
     try:
         before = active_bytes()
@@ -509,7 +509,7 @@ def mark_at(cache: SequenceCache) -> Mark:
 
 
 def test_second_release_has_no_effect() -> None:
-    cache = new_stock()
+    cache = new_cache()
     store_tokens(cache, tokens(50))
     lease: Lease = cache.lease(tokens(50), "")
     cache.release(lease)

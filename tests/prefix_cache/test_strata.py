@@ -22,7 +22,7 @@ def take_snapshot(
     ticks = itertools.count()
     snapshot = ConversationSnapshot(owner, clock=lambda: clock * next(ticks))
     for _ in range(10_000):
-        snapshot.advance(drive.stock.table, drive.stock.candidates, drive.stock.matcher, seconds)
+        snapshot.advance(drive.prefix_cache.table, drive.prefix_cache.candidates, drive.prefix_cache.matcher, seconds)
         if snapshot.is_done:
             return snapshot
     raise AssertionError("the snapshot never ends")
@@ -32,7 +32,7 @@ def take_snapshot(
 def test_snapshot_equals_the_tree_for_any_slice(architecture: str) -> None:
     drive = drive_with_turns(architecture)
     whole = take_snapshot(drive)
-    tree = drive.stock.table.tree
+    tree = drive.prefix_cache.table.tree
     runs = sorted((each.start, each.ids.tolist()) for each in whole.runs)
     assert runs == sorted((node.start, node.tokens.tolist()) for node in tree)
     assert sum(len(each.ids) for each in whole.runs) == tree.num_tokens
@@ -64,33 +64,33 @@ def test_snapshot_of_many_conversations_has_the_last_used(monkeypatch: pytest.Mo
 def test_snapshot_keeps_nodes_removed_between_slices_as_empty_runs() -> None:
     drive = drive_with_turns()
     snapshot = ConversationSnapshot(None, clock=iter(range(1000)).__next__)
-    snapshot.advance(drive.stock.table, drive.stock.candidates, drive.stock.matcher, 0.0)
+    snapshot.advance(drive.prefix_cache.table, drive.prefix_cache.candidates, drive.prefix_cache.matcher, 0.0)
     assert not snapshot.is_done
-    drive.stock.evictor.clear(tier="hot")
+    drive.prefix_cache.evictor.clear(tier="hot")
     while not snapshot.is_done:
-        snapshot.advance(drive.stock.table, drive.stock.candidates, drive.stock.matcher, 0.0)
+        snapshot.advance(drive.prefix_cache.table, drive.prefix_cache.candidates, drive.prefix_cache.matcher, 0.0)
     assert [len(each.ids) for each in snapshot.runs[1:]] == [0] * (len(snapshot.runs) - 1)
 
 
 def with_reply(drive: Drive, ids: list[int]) -> TokenIds:
     """Return a prompt with the cached tokens of its reply."""
-    last = drive.stock.table.tree.match(drive.stock.matcher.root_of(""), ids).path[-1]
+    last = drive.prefix_cache.table.tree.match(drive.prefix_cache.matcher.root_of(""), ids).path[-1]
     return np.concatenate([node.tokens for node in last.path()])
 
 
 def test_drop_keeps_shared_and_leased_tokens() -> None:
     drive = drive_with_turns()
     other, longer = (with_reply(drive, ids) for ids in ([*LONGER[:150], 3, 4, 5], LONGER))
-    dry = drive.stock.evictor.drop_conversation(other, "", is_dry=True)
-    assert drive.stock.matcher.find(other, "").num_tokens == len(other)
-    dropped = drive.stock.evictor.drop_conversation(other, "", is_dry=False)
+    dry = drive.prefix_cache.evictor.drop_conversation(other, "", is_dry=True)
+    assert drive.prefix_cache.matcher.find(other, "").num_tokens == len(other)
+    dropped = drive.prefix_cache.evictor.drop_conversation(other, "", is_dry=False)
     assert (dry.tokens, dry.nbytes) == (dropped.tokens, dropped.nbytes) == (len(other) - 150, dropped.nbytes)
-    assert drive.stock.matcher.find(other, "").num_tokens == 150
-    assert drive.stock.matcher.find(longer, "").num_tokens == len(longer)
-    lease = drive.stock.store.lease(longer, "")
-    kept = drive.stock.evictor.drop_conversation(longer, "", is_dry=False)
+    assert drive.prefix_cache.matcher.find(other, "").num_tokens == 150
+    assert drive.prefix_cache.matcher.find(longer, "").num_tokens == len(longer)
+    lease = drive.prefix_cache.lease(longer, "")
+    kept = drive.prefix_cache.evictor.drop_conversation(longer, "", is_dry=False)
     assert (kept.tokens, kept.kept_because) == (0, "running")
-    drive.stock.leases.release(lease)
+    drive.prefix_cache.leases.release(lease)
     # Earlier turns ended in replies that the last prompt does not contain: they stay, with all tokens before them.
-    assert drive.stock.evictor.drop_conversation(longer, "", is_dry=False).tokens == len(longer) - 200
-    assert drive.stock.matcher.find(longer, "").num_tokens == 200
+    assert drive.prefix_cache.evictor.drop_conversation(longer, "", is_dry=False).tokens == len(longer) - 200
+    assert drive.prefix_cache.matcher.find(longer, "").num_tokens == 200

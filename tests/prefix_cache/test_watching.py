@@ -10,7 +10,7 @@ import pytest
 from kvstrata.events import feed
 from kvstrata.events.feed import ListenerThread
 from kvstrata.prefix_cache.keys import TokenIds
-from tests.prefix_cache.kv import Told, new_stock, settle, store_tokens
+from tests.prefix_cache.kv import Told, new_cache, settle, store_tokens
 
 ROOT = bytes(32)
 
@@ -37,14 +37,14 @@ def ids_of(num_tokens: int) -> TokenIds:
 def test_a_listener_hears_what_is_stored_and_what_goes() -> None:
     told = Told()
     hears = ListenerThread([Broken(), told])
-    stock = new_stock(watcher=hears)
-    store_tokens(stock, range(64))
-    store_tokens(stock, [*range(32), *range(100, 132)])
-    settle(stock)
-    stock.evictor.clear(None, "hot", owner=None)
-    store_tokens(stock, range(200, 264))
+    cache = new_cache(watcher=hears)
+    store_tokens(cache, range(64))
+    store_tokens(cache, [*range(32), *range(100, 132)])
+    settle(cache)
+    cache.evictor.clear(None, "hot", owner=None)
+    store_tokens(cache, range(200, 264))
     hears.close()
-    told.check(stock)
+    told.check(cache)
     assert len(told.prefixes) == 64
 
 

@@ -151,13 +151,13 @@ class Victim:
 
     def ids(self) -> list[int]:
         """Of the reply, which takes from the store what it can."""
-        self._engine.ask(lambda loop: loop.stock.evictor.clear(tier="hot")).result(60)
+        self._engine.ask(lambda core: core.prefix_cache.evictor.clear(tier="hot")).result(60)
         self._number += 1
         return say(self._engine, f"again {self._number}", PROMPT, 6).ids
 
     def mend(self, name: str) -> None:
-        def forget(loop) -> None:
-            tier = loop.stock.shared.tier
+        def forget(core) -> None:
+            tier = core.prefix_cache.shared.tier
             assert tier.flush(10.0).is_empty
             tier._sealed.avoided.discard(name)
 

@@ -65,7 +65,7 @@ def say(engine: Engine, name: str, prompt: tuple[int, ...], max_tokens: int = 80
 def share(engine: Engine) -> None:
     """What was computed so far is written."""
     settle(engine)
-    engine.ask(lambda loop: loop.stock.sharing.flush(30.0)).result(60)  # pyright: ignore[reportOptionalMemberAccess]
+    engine.ask(lambda core: core.prefix_cache.sharing.flush(30.0)).result(60)  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def counters(engine: Engine) -> dict[str, int]:
@@ -124,10 +124,10 @@ def test_the_engines_thread_never_asks_the_store(redis_url: str, monkeypatch: py
     assert all(name.startswith(("kvstrata-tier-", "kvstrata-remote-")) for name in asking), asking
 
 
-def planes(loop: EngineCore) -> dict[tuple[int, int, str], np.ndarray]:
+def planes(core: EngineCore) -> dict[tuple[int, int, str], np.ndarray]:
     """All arrays of what is stored at planes:8, by position and layer."""
     found: dict[tuple[int, int, str], np.ndarray] = {}
-    for entry in loop.stock.table.entries:
+    for entry in core.prefix_cache.table.entries:
         for layer in entry.span.layers:
             for part in entry.span.sealed(layer):
                 for side in ("k", "v"):
@@ -217,7 +217,7 @@ def no_steps() -> Walk[None]:
 
 
 def shared_tier(engine: Engine) -> SharedTier:
-    return engine.ask(lambda loop: loop.stock.shared.tier).result(60)  # pyright: ignore[reportOptionalMemberAccess]
+    return engine.ask(lambda core: core.prefix_cache.shared.tier).result(60)  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def test_store_that_answered_slowly_once_is_asked_again_when_that_has_faded(
@@ -231,7 +231,7 @@ def test_store_that_answered_slowly_once_is_asked_again_when_that_has_faded(
         return leading(store, names)
 
     def ask(engine: Engine, name: str) -> int:
-        engine.ask(lambda loop: loop.stock.evictor.clear(tier="hot")).result(60)
+        engine.ask(lambda core: core.prefix_cache.evictor.clear(tier="hot")).result(60)
         found = cached(say(engine, name, PROMPT, 2))
         assert (
             shared_tier(engine).look(no_steps(), None, lambda: None).wait(60)
@@ -258,13 +258,13 @@ def test_a_store_in_trouble_stops_no_stream(server: Valkey, trouble: str) -> Non
     with engine_on(url, tiny_loaded("llama")) as engine:
         alone = answer(engine, "before", 700)
         share(engine)
-        engine.ask(lambda loop: loop.stock.evictor.clear(tier="hot")).result(60)
+        engine.ask(lambda core: core.prefix_cache.evictor.clear(tier="hot")).result(60)
         if proxy is None:
             server.get_into(trouble)
         else:
             proxy.delay_s = SLOW_S
         for number in range(3):
-            engine.ask(lambda loop: loop.stock.evictor.clear(tier="hot")).result(60)
+            engine.ask(lambda core: core.prefix_cache.evictor.clear(tier="hot")).result(60)
             began_s = time.monotonic()
             reply = answer(engine, f"during {number}", 700)
             assert time.monotonic() - began_s < 5.0

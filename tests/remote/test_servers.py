@@ -27,11 +27,11 @@ from tests.server.conftest import Served, running
 from tests.tiny import VOCAB, tiny_loaded
 
 
-def shared(loop: EngineCore) -> None:
-    while loop.pacer.has_work:
-        loop.pacer.run_slice(1.0)
-    assert loop.stock.sharing is not None
-    loop.stock.sharing.flush(30.0)
+def shared(core: EngineCore) -> None:
+    while core.pacer.has_work:
+        core.pacer.run_slice(1.0)
+    assert core.prefix_cache.sharing is not None
+    core.prefix_cache.sharing.flush(30.0)
 
 
 def engine_of(served: Served) -> Any:

@@ -34,9 +34,9 @@ def get(served: Served, path: str) -> dict[str, Any]:
 def settle(served: Served) -> None:
     """What follows a request, such as trimming its buffers, is done."""
 
-    def work(loop: EngineCore) -> None:
-        while loop.pacer.has_work:
-            loop.pacer.run_slice(1.0)
+    def work(core: EngineCore) -> None:
+        while core.pacer.has_work:
+            core.pacer.run_slice(1.0)
 
     served.server.service.engine.ask(work).result(60)
 
@@ -148,9 +148,9 @@ def test_what_does_not_fit_beside_pins_is_refused_and_not_tried_again(stream: bo
         complete(served, LONG)
         post(served, "/cache/pin", tokens=LONG)
 
-        def leave_room(loop: EngineCore) -> None:
-            pinned_bytes = CacheApi(loop).usage().tiers["hot"].nbytes
-            loop.memory.budget = replace(loop.budget, total_bytes=pinned_bytes * 3 // 2)
+        def leave_room(core: EngineCore) -> None:
+            pinned_bytes = CacheApi(core).usage().tiers["hot"].nbytes
+            core.memory.budget = replace(core.budget, total_bytes=pinned_bytes * 3 // 2)
 
         served.server.service.engine.ask(leave_room).result(60)
         with served.openai() as client, pytest.raises(openai.BadRequestError) as refused:
@@ -339,8 +339,8 @@ def test_a_prompt_larger_than_the_budget_is_counted_as_refused() -> None:
         assert scrape(served)['kvstrata_cache_refused_total{reason="too_large"}'] == counters["refused_too_large"]
 
 
-def is_written(loop: EngineCore) -> bool:
-    return loop.stock.disk.tier.flush(60).is_empty
+def is_written(core: EngineCore) -> bool:
+    return core.prefix_cache.disk.tier.flush(60).is_empty
 
 
 def test_the_disk_is_a_tier_like_memory(tmp_path: Path) -> None:

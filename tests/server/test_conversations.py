@@ -160,7 +160,7 @@ def test_the_disk_is_told_and_dropped_from(tmp_path: Path) -> None:
         assert 0 < said["disk_tokens"] <= said["tokens"] == second["tokens"] - 250
         # What has left memory is known by its session, and found on the disk. Clearing makes sessions forget their
         # tokens, so what is in memory is dropped without it.
-        served.server.service.engine.ask(lambda loop: loop.stock.evictor.clear(tier="hot")).result(60)
+        served.server.service.engine.ask(lambda core: core.prefix_cache.evictor.clear(tier="hot")).result(60)
         (row,) = rows(served)
         assert (tokens_in(row, "hot"), tokens_in(row, "disk")) == (0, len(FIRST) + 1)
         assert {part["k"] for part in row["parts"]} == {"raw"}
@@ -183,7 +183,7 @@ def test_the_shared_store_is_told(tmp_path: Path) -> None:
         (row,) = rows(served)
         # Blocks there have exactly 256 tokens.
         assert [(part["tokens"], part["also"]) for part in row["parts"]] == [(256, ["remote"]), (147, [])]
-        served.server.service.engine.ask(lambda loop: loop.stock.evictor.clear(tier="hot")).result(60)
+        served.server.service.engine.ask(lambda core: core.prefix_cache.evictor.clear(tier="hot")).result(60)
         (row,) = rows(served)
         told = [(part["tokens"], part["tier"], part["k"]) for part in row["parts"]]
         assert told == [(256, "remote", "raw")]
@@ -192,6 +192,6 @@ def test_the_shared_store_is_told(tmp_path: Path) -> None:
         assert len(rows(served)) == 1  # it is the other servers', too
 
 
-def is_shared(loop: EngineCore) -> None:
-    assert loop.stock.sharing is not None
-    loop.stock.sharing.flush(60)
+def is_shared(core: EngineCore) -> None:
+    assert core.prefix_cache.sharing is not None
+    core.prefix_cache.sharing.flush(60)

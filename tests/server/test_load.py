@@ -205,10 +205,10 @@ def test_two_hundred_clients_that_hang_up_leave_nothing_behind() -> None:
 def settled_bytes(served: Served) -> int:
     """MLX's active memory once nothing is stored, asked for on the engine's thread after all that came before."""
 
-    def measure(loop: EngineCore) -> int:
-        while loop.pacer.has_work:
-            loop.pacer.run_slice(1.0)
-        loop.stock.clearing.clear()
+    def measure(core: EngineCore) -> int:
+        while core.pacer.has_work:
+            core.pacer.run_slice(1.0)
+        core.prefix_cache.clearing.clear()
         mx.clear_cache()
         return mx.get_active_memory()
 

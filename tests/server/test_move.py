@@ -98,7 +98,7 @@ def test_what_only_the_disk_has_is_exported_too(tmp_path: Path) -> None:
     loaded = tiny_loaded("qwen3_next")
     with running(loaded, disk_cache_dir=tmp_path, disk_reserve="0") as here:
         reply, _ = complete(here, PROMPT)
-        here.server.service.engine.ask(lambda loop: loop.stock.flush(30)).result(60)
+        here.server.service.engine.ask(lambda core: core.prefix_cache.flush(30)).result(60)
         here.ask("/cache/clear", tier="hot")
         assert stored(here)[0] == 0
         # A clear forgets the ids of sessions too: they are known again by the next request, of which nothing is kept.
@@ -130,7 +130,7 @@ def test_keys_are_kept_apart() -> None:
         assert complete(served, turn, "two")[1] == 0
         assert complete(served, turn, "two", cache_salt="aside")[1] == len(PROMPT) + 7
         salts = [key.salt.encode() for key in served.server.service.keys]
-        roots = served.server.service.engine.ask(lambda loop: loop.stock.table.tree.root_keys).result(60)
+        roots = served.server.service.engine.ask(lambda core: core.prefix_cache.table.tree.root_keys).result(60)
         for secret in (*salts, *roots, *(root.hex().encode() for root in roots), b"Bearer"):
             assert secret not in content
 

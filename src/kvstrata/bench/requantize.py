@@ -104,7 +104,7 @@ def _change(engine: Engine, streams: Streams, precision: str, prefill_s: float) 
     step_s = statistics.median(b - a for stream in streams for a, b in stream.gaps()[-USUAL_STEPS:])
     before, active_before = engine.ask(_held).result()
     began_s = time.perf_counter()
-    said = engine.ask(lambda loop: _begin(loop, precision)).result()
+    said = engine.ask(lambda core: _begin(core, precision)).result()
     progress = _finish(engine)
     ended_s = time.perf_counter()
     # The token after the change tells how long the one before it had to wait; and what a step in flight holds goes.
@@ -126,10 +126,10 @@ def _change(engine: Engine, streams: Streams, precision: str, prefill_s: float) 
     )
 
 
-def _begin(loop: EngineCore, precision: str) -> ChangeResult:
+def _begin(core: EngineCore, precision: str) -> ChangeResult:
     """A dry run and the change, between the same two steps: tokens that came between them would be in one only."""
-    said = CacheApi(loop).requantize(PrecisionChange(parse(precision), parse(precision), dry_run=True))
-    CacheApi(loop).requantize(PrecisionChange(parse(precision), parse(precision)))
+    said = CacheApi(core).requantize(PrecisionChange(parse(precision), parse(precision), dry_run=True))
+    CacheApi(core).requantize(PrecisionChange(parse(precision), parse(precision)))
     return said
 
 
@@ -140,7 +140,7 @@ def _finish(engine: Engine) -> ChangeProgress:
     return progress
 
 
-def _held(loop: EngineCore) -> tuple[int, int]:
+def _held(core: EngineCore) -> tuple[int, int]:
     """By our own count, and by MLX's."""
-    usage = CacheApi(loop).usage()
+    usage = CacheApi(core).usage()
     return usage.running_bytes + usage.tiers["hot"].nbytes, usage.allocator_bytes

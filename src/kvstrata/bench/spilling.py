@@ -26,7 +26,7 @@ from kvstrata.engine.executor import EngineCore
 from kvstrata.errors import KvstrataError
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.prefix_cache.prefix_cache import Stock
+from kvstrata.prefix_cache.prefix_cache import PrefixCache
 
 DISK_BYTES = 8 << 30
 STREAM_PROMPT_TOKENS = 64
@@ -142,7 +142,7 @@ def _windows(engine: Engine, streams: Streams, rounds: int, progress: Progress) 
 
 
 def _spill(engine: Engine) -> _Window:
-    engine.ask(lambda loop: _stock_of(loop).offloader.offer_changed()).result()
+    engine.ask(lambda core: _cache_of(core).offloader.offer_changed()).result()
     began = time.perf_counter()
     # Each question is answered between two steps: this waits, it does not spin.
     while engine.ask(_is_spilling).result():
@@ -158,23 +158,23 @@ def _rest(engine: Engine, seconds: float) -> _Window:
     return _Window(began, time.perf_counter())
 
 
-def _is_spilling(loop: EngineCore) -> bool:
-    stock = _stock_of(loop)
-    return stock.background.has_work or stock.disk.tier.usage().num_queued > 0
+def _is_spilling(core: EngineCore) -> bool:
+    cache = _cache_of(core)
+    return cache.has_work or cache.disk.tier.usage().num_queued > 0
 
 
-def _written_bytes(loop: EngineCore) -> int:
-    return _stock_of(loop).usage.count()["disk_written_bytes"]
+def _written_bytes(core: EngineCore) -> int:
+    return _cache_of(core).usage.count()["disk_written_bytes"]
 
 
-def _empty_disk(loop: EngineCore) -> None:
-    _stock_of(loop).evictor.clear(tier="disk")
+def _empty_disk(core: EngineCore) -> None:
+    _cache_of(core).evictor.clear(tier="disk")
 
 
-def _stock_of(loop: EngineCore) -> Stock:
-    if not loop.stock.store.can_share:
+def _cache_of(core: EngineCore) -> PrefixCache:
+    if not core.prefix_cache.can_share:
         raise KvstrataError("This model brings caches of its own kind, which are not stored.")
-    return loop.stock
+    return core.prefix_cache
 
 
 def _store(engine: Engine, loaded: LoadedModel, load: Load) -> None:
@@ -184,8 +184,8 @@ def _store(engine: Engine, loaded: LoadedModel, load: Load) -> None:
         stored.start(greedy(random_prompt(rng, loaded, load.conversation_tokens), 1))
     stored.wait()
     # Trimmed or encoded: from here on there is nothing to do but to spill.
-    while engine.ask(lambda loop: loop.pacer.has_work).result():
-        engine.ask(lambda loop: loop.pacer.run_slice(1.0)).result()
+    while engine.ask(lambda core: core.pacer.has_work).result():
+        engine.ask(lambda core: core.pacer.run_slice(1.0)).result()
 
 
 def _start_streams(engine: Engine, loaded: LoadedModel, count: int) -> Streams:

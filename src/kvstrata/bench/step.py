@@ -158,7 +158,7 @@ def measure(
     reply_tokens: int,
     progress: Progress = silent,
 ) -> StepFigures:
-    thread, token_bytes = engine.ask(lambda loop: (threading.get_ident(), loop.budget.token_bytes)).result()
+    thread, token_bytes = engine.ask(lambda core: (threading.get_ident(), core.budget.token_bytes)).result()
     progress("a copy, and a product")
     machine = Machine(copy_gb_s(), mlx_gflops(), loaded.weight_bytes, token_bytes, products(loaded.config))
     steps = []

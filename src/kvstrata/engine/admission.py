@@ -21,7 +21,7 @@ from kvstrata.engine.sequence import Sequence, SequenceTable
 from kvstrata.engine.speeds import StepSpeeds
 from kvstrata.prefix_cache.entries import CachedPrefix, Entry, Lease
 from kvstrata.prefix_cache.entry_table import EntryTable
-from kvstrata.prefix_cache.prefix_cache import Stock
+from kvstrata.prefix_cache.prefix_cache import PrefixCache
 
 # Longest rest of a stalled engine before it schedules again.
 MAX_REST_S = 1.0
@@ -149,7 +149,7 @@ class Admission:
 
     def __init__(
         self,
-        prefix_cache: Stock,
+        prefix_cache: PrefixCache,
         sequences: SequenceTable,
         memory: MemoryAccount,
         prefixes: PrefixLookup,

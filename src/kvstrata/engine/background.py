@@ -18,7 +18,7 @@ from kvstrata.engine.sequence import SequenceTable
 from kvstrata.engine.speeds import StepSpeeds
 from kvstrata.layers.buffers import without_cache
 from kvstrata.prefix_cache.ladder import HIGH
-from kvstrata.prefix_cache.prefix_cache import Stock
+from kvstrata.prefix_cache.prefix_cache import PrefixCache
 
 # After work that no client waits for, streams run without any for this multiple of its time. Without the rest, where
 # steps are short, the work would take more time than the steps, because it also waits for the pending step.
@@ -41,7 +41,7 @@ class BackgroundPacer:
 
     def __init__(
         self,
-        prefix_cache: Stock,
+        prefix_cache: PrefixCache,
         sequences: SequenceTable,
         memory: MemoryAccount,
         speeds: StepSpeeds,
@@ -50,7 +50,7 @@ class BackgroundPacer:
         slice_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._background = prefix_cache.background
+        self._prefix_cache = prefix_cache
         self._reclaimer = prefix_cache.reclaimer
         self._evictor = prefix_cache.evictor
         self._candidates = prefix_cache.candidates
@@ -71,8 +71,8 @@ class BackgroundPacer:
         return self._failures.require("slices", self._has_work, otherwise=False)
 
     def _has_work(self) -> bool:
-        background = self._background
-        return background.has_work_beside_streams if self._sequences.has_streams else background.has_work
+        cache = self._prefix_cache
+        return cache.has_work_beside_streams if self._sequences.has_streams else cache.has_work
 
     def run_between_steps(self, *, is_awaited: bool) -> None:
         """Run a slice between two steps. `is_awaited`: a client waits for the work, so that the slice may take as long
@@ -89,7 +89,7 @@ class BackgroundPacer:
             return
         self._awaited_slice_s = 0.0
         began_s = self._clock()
-        may_rest = self._sequences.has_streams and not self._background.is_asked_for
+        may_rest = self._sequences.has_streams and not self._prefix_cache.is_asked_for
         if may_rest and began_s < self._rests_until_s:
             return
         self.run_slice(self._slice_s)
@@ -123,9 +123,9 @@ class BackgroundPacer:
 
     def _run_slice(self, slice_s: float) -> None:
         self._speeds.note_background_work()
-        is_transcoding = self._background.is_transcoding
+        is_transcoding = self._prefix_cache.is_transcoding
         with without_cache() if is_transcoding else nullcontext():
-            self._background.run_background(slice_s)
+            self._prefix_cache.run_background(slice_s)
         self.reclaim_memory(0.0, has_grown=False)
         if is_transcoding:
             self._sequences.drop_replaced_spans()
@@ -150,7 +150,7 @@ class BackgroundPacer:
         limit_bytes = self._memory.budget.total_bytes - self._memory.running_bytes
         if not self._sequences.has_streams:
             slice_s = math.inf
-        most_bytes = limit_bytes if has_grown or not self._background.is_transcoding else None
+        most_bytes = limit_bytes if has_grown or not self._prefix_cache.is_transcoding else None
         self._reclaimer.shrink_to(limit_bytes, slice_s, most_bytes=most_bytes)
         if self._memory.keeps_growth_free:
             # A growing stream waits for no disk: memory for the next growth should be free by then.

@@ -26,7 +26,7 @@ from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.jobs import Steps
 from kvstrata.prefix_cache.keys import Identity, TokenIds, chain
 from kvstrata.prefix_cache.prefetch import TierOffer
-from kvstrata.prefix_cache.prefix_cache import Stock as PrefixCache
+from kvstrata.prefix_cache.prefix_cache import PrefixCache as PrefixCache
 from kvstrata.prefix_cache.tier_client import BlockLoad
 from kvstrata.prefix_cache.transfer import ExportProgress, ImportProgress, ImportResult, neutral_root
 from kvstrata.spans.blocks import block_bytes
@@ -110,7 +110,7 @@ class BundleTransfer:
     def _load_from_tiers(self, conversation: ExportedConversation) -> None:
         """Load into memory the tokens of the conversation that only a tier has."""
         ids, salt = conversation.ids, conversation.salt
-        offers = self._thread.ask(lambda core: core.stock.prefetcher.ask(ids, salt)).result()
+        offers = self._thread.ask(lambda core: core.prefix_cache.prefetcher.ask(ids, salt)).result()
         if offers is None:
             return
         offers.wait(LOOKUP_S)
@@ -122,7 +122,7 @@ class BundleTransfer:
         is_loaded = threading.Event()
 
         def begin_load(core: EngineCore) -> BlockLoad | None:
-            load = core.stock.prefetcher.begin_load(offer, ids, salt)
+            load = core.prefix_cache.prefetcher.begin_load(offer, ids, salt)
             if load is not None:
                 load.on_done = lambda _: is_loaded.set()
                 if load.is_done:
@@ -132,7 +132,7 @@ class BundleTransfer:
         load = self._thread.ask(begin_load).result()
         if load is not None:
             is_loaded.wait(LOAD_S)
-            self._thread.ask(lambda core: core.stock.prefetcher.promote(load)).result()
+            self._thread.ask(lambda core: core.prefix_cache.prefetcher.promote(load)).result()
 
     # Import.
 
@@ -171,20 +171,20 @@ class BundleTransfer:
                 raise UnusableFile(PROMPT_NEEDED, code="prompt_needed")
             self._require_known_ids(ids)
         cache, progress = self._thread.ask(
-            lambda core: (core.stock, core.stock.incoming.begin_import(ids, salt, table.nbytes))
+            lambda core: (core.prefix_cache, core.prefix_cache.incoming.begin_import(ids, salt, table.nbytes))
         ).result()
         try:
             # The arrays are in memory before they are verified, so memory is reclaimed for them first.
-            self._run_task(_on_cache(cache, lambda core: core.stock.incoming.reclaim_memory(table.nbytes)))
+            self._run_task(_on_cache(cache, lambda core: core.prefix_cache.incoming.reclaim_memory(table.nbytes)))
             with _refusing_bad_files():
                 span = reader.read_span(lambda task: self._run_task(_on_cache(cache, task)), ids)
-            result = self._run_task(_on_cache(cache, lambda core: core.stock.incoming.add_span(progress, span)))
+            result = self._run_task(_on_cache(cache, lambda core: core.prefix_cache.incoming.add_span(progress, span)))
             return ImportedConversation(ids, result.num_new)
         finally:
             self._end_import(cache, progress)
 
     def _import_bundle(self, bundle: Bundle, model: ModelNamed, salt: str) -> ImportedConversation:
-        identity = self._thread.ask(lambda core: core.stock.matcher.identity).result()
+        identity = self._thread.ask(lambda core: core.prefix_cache.matcher.identity).result()
         require_same_model(model, model_named(identity))
         verified = self._verify_bundle(bundle, identity)
         result = self._insert_blocks(bundle, verified, salt)
@@ -213,7 +213,7 @@ class BundleTransfer:
     def _verify_block(self, block: Block, layout: Layout, example: Mark | None) -> None:
         with _refusing_bad_files():
             check_description(layout, block, example)
-            self._run_task(lambda core: core.stock.incoming.check_block(block, example))
+            self._run_task(lambda core: core.prefix_cache.incoming.check_block(block, example))
 
     def _require_known_ids(self, ids: TokenIds) -> None:
         if not len(ids) or ids.min() < 0 or ids.max() >= self._loaded.vocab_size:
@@ -223,25 +223,28 @@ class BundleTransfer:
             )
 
     def _insert_blocks(self, bundle: Bundle, verified: VerifiedBundle, salt: str) -> ImportResult:
-        cache, progress = self._thread.ask(
-            lambda core: (core.stock, core.stock.incoming.begin_import(verified.ids, salt, verified.nbytes))
-        ).result()
+
+        def begin(core: EngineCore) -> tuple[PrefixCache, ImportProgress]:
+            cache = core.prefix_cache
+            return cache, cache.incoming.begin_import(verified.ids, salt, verified.nbytes)
+
+        cache, progress = self._thread.ask(begin).result()
         try:
             for block in blocks(bundle, verified.lineage):
                 self._run_task(_on_cache(cache, partial(_add_block, progress, block)))
-            return self._run_task(_on_cache(cache, lambda core: core.stock.incoming.finish_import(progress)))
+            return self._run_task(_on_cache(cache, lambda core: core.prefix_cache.incoming.finish_import(progress)))
         finally:
             self._end_import(cache, progress)
 
     def _end_import(self, cache: PrefixCache, progress: ImportProgress) -> None:
         """Release the leases of an import, without waiting for it."""
-        self._thread.ask(lambda core: core.stock is cache and cache.incoming.end_import(progress))
+        self._thread.ask(lambda core: core.prefix_cache is cache and cache.incoming.end_import(progress))
 
     def _run_task(self, task: Task[T]) -> T:
         return _run_task(self._thread, task)
 
     def _require_sharing(self) -> None:
-        if not self._thread.ask(lambda core: core.stock.store.can_share).result():
+        if not self._thread.ask(lambda core: core.prefix_cache.can_share).result():
             raise InvalidRequest(
                 "This model brings caches of its own kind, which cannot be shared: nothing is stored, and nothing can "
                 "be exported or imported. GET /props shows its layers.",
@@ -269,8 +272,8 @@ class BundleExport:
         conversation = self._conversation
 
         def begin(core: EngineCore) -> Steps[tuple[PrefixCache, ExportProgress]]:
-            progress = yield from core.stock.outgoing.begin_export(conversation.ids, conversation.salt)
-            return core.stock, progress
+            progress = yield from core.prefix_cache.outgoing.begin_export(conversation.ids, conversation.salt)
+            return core.prefix_cache, progress
 
         self._cache, self._progress = _run_task(self._thread, begin)
         self._until_s = time.monotonic() + MIN_EXPORT_S + self._progress.nbytes / MIN_EXPORT_BYTES_S
@@ -283,14 +286,14 @@ class BundleExport:
         writer = BundleWriter(Header("conversation", model, self.num_tokens, conversation.session, sections))
         yield from writer.begin()
         while not progress.is_done:
-            for block in self._run_task(lambda core: core.stock.outgoing.next_blocks(progress)):
+            for block in self._run_task(lambda core: core.prefix_cache.outgoing.next_blocks(progress)):
                 yield from writer.block(block)
         yield from writer.end()
 
     def close(self) -> None:
         """Release the leases, without waiting for it."""
         cache, progress = self._cache, self._progress
-        self._thread.ask(lambda core: core.stock is cache and cache.outgoing.end_export(progress))
+        self._thread.ask(lambda core: core.prefix_cache is cache and cache.outgoing.end_export(progress))
 
     def _run_task(self, task: Task[T]) -> T:
         if time.monotonic() > self._until_s:
@@ -319,18 +322,18 @@ def model_named(identity: Identity) -> ModelNamed:
 
 def _run_task(thread: EngineThread, task: Task[T]) -> T:
     """Have the engine thread run a task in small steps between those of running requests, and wait for its result."""
-    return thread.ask(lambda core: core.stock.tasks.add(task(core))).result().result()
+    return thread.ask(lambda core: core.prefix_cache.tasks.add(task(core))).result().result()
 
 
 def _add_block(progress: ImportProgress, block: Block, core: EngineCore) -> Steps[None]:
-    return core.stock.incoming.add_block(progress, block)
+    return core.prefix_cache.incoming.add_block(progress, block)
 
 
 def _on_cache(cache: PrefixCache, task: Task[T]) -> Task[T]:
     """Return a task that refuses another cache than `cache`: a failed step replaces it, and its entries are gone."""
 
     def run(core: EngineCore) -> Steps[T]:
-        if core.stock is not cache:
+        if core.prefix_cache is not cache:
             raise Unavailable("The engine failed meanwhile. See the server's log, and try again.")
         return (yield from task(core))
 

@@ -95,7 +95,7 @@ class CacheApi:
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._cache = core.stock
+        self._cache = core.prefix_cache
 
     def usage(self, owner: str | None = None) -> CacheUsage:
         """Return what is held under an owner's salts, or under all salts (None).

@@ -158,7 +158,7 @@ class Engine:
 
     @property
     def transfer(self) -> BundleTransfer:
-        return BundleTransfer(self._thread, self._thread.served.loaded, self._thread.loop.stock.table.max_bytes)
+        return BundleTransfer(self._thread, self._thread.served.loaded, self._thread.core.prefix_cache.table.max_bytes)
 
     def ask(self, question: Callable[[EngineCore], T]) -> Future[T]:
         """Have the engine thread call a function with the engine core between two steps."""
@@ -241,5 +241,5 @@ class Engine:
                 f"{len(request.prompt)} in the prompt and {request.max_tokens} for the reply. "
                 "Shorten the prompt or lower max_tokens."
             )
-        budget = self._thread.loop.budget
+        budget = self._thread.core.budget
         return budget.reply_tokens(len(request.prompt), request.max_tokens, may_be_less=request.open_ended)

@@ -25,7 +25,7 @@ from kvstrata.engine.sequence import Sequence, SequenceTable
 from kvstrata.engine.speeds import StepSpeeds
 from kvstrata.errors import Unavailable
 from kvstrata.metrics import Metrics
-from kvstrata.prefix_cache.prefix_cache import Stock
+from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.text.detokenizer import Detokenizer
 
 
@@ -348,7 +348,7 @@ class EngineCore:
     """Prefix cache, sequences, and the objects that serve them. `build_core` constructs a new core after a failed
     forward pass, and after a fault that breaks the cache."""
 
-    stock: Stock
+    prefix_cache: PrefixCache
     sequences: SequenceTable
     runner: ModelRunner
     speeds: StepSpeeds
@@ -370,12 +370,12 @@ class EngineCore:
     @property
     def has_broken_cache(self) -> bool:
         """Whether another core should take over, with an empty cache."""
-        return self.stock.failures.is_broken
+        return self.prefix_cache.failures.is_broken
 
     def fail_all(self, message: str) -> None:
         """End all sequences and all tasks of clients after a failed forward pass."""
         self.executor.fail_all(message)
-        self.stock.tasks.fail(lambda: Unavailable(message))
+        self.prefix_cache.tasks.fail(lambda: Unavailable(message))
 
     def end_all(self, message: str) -> None:
         """End all sequences and all tasks of clients before their time. What was computed stays cached, to be
@@ -383,7 +383,7 @@ class EngineCore:
         try:
             self.executor.end_all(message)
         finally:
-            self.stock.tasks.fail(lambda: Unavailable(message))
+            self.prefix_cache.tasks.fail(lambda: Unavailable(message))
 
     def take_over(self, failed: EngineCore) -> None:
         """Serve the sequences of a core whose cache is broken."""
@@ -392,8 +392,8 @@ class EngineCore:
         self.sequences.running.update(failed.sequences.running)
         self.executor.take_over(failed.executor)
         self.memory.budget = failed.budget
-        failed.stock.tasks.fail(lambda: Unavailable("The cache failed and was emptied. Try again."))
-        self.stock.take_over(failed.stock)
+        failed.prefix_cache.tasks.fail(lambda: Unavailable("The cache failed and was emptied. Try again."))
+        self.prefix_cache.take_over(failed.prefix_cache)
 
     def state(self) -> EngineState:
         """Return a snapshot for other threads."""

@@ -121,7 +121,7 @@ class EngineThread:
         self.memory_plan: MemoryPlan
         self.disk: TierClient
         self.shared: SharedTierClient | None
-        self.loop: EngineCore
+        self.core: EngineCore
         self._pass_cost: PassCost
 
     # Called by other threads.
@@ -194,21 +194,21 @@ class EngineThread:
                 with _logging("A command"):
                     self._run_command(self._inbox.get())
             with _logging("Ending all requests"):
-                self.loop.end_all("The server was stopped." if self._stopping else ENGINE_FAILED)
+                self.core.end_all("The server was stopped." if self._stopping else ENGINE_FAILED)
             if self._stopping:
                 self._flush_tiers()
         finally:
-            self.loop.stock.close()
+            self.core.prefix_cache.close()
 
     def _flush_tiers(self) -> None:
         """Write unwritten entries to each tier, within the time that its settings allow."""
-        disk, remote, stock = self._tiers.disk, self._tiers.remote, self.loop.stock
+        disk, remote, prefix_cache = self._tiers.disk, self._tiers.remote, self.core.prefix_cache
         if disk is not None:
-            unwritten = stock.flush(disk.flush_s)
+            unwritten = prefix_cache.flush(disk.flush_s)
             if unwritten.tokens:
                 log.warning("%s", unwritten)
-        if remote is not None and stock.sharing is not None:
-            stock.sharing.flush(remote.flush_s)
+        if remote is not None and prefix_cache.sharing is not None:
+            prefix_cache.sharing.flush(remote.flush_s)
 
     def _set_up(self) -> None:
         """Probe the model, plan memory, open the tiers and build the engine core."""
@@ -241,10 +241,10 @@ class EngineThread:
         self.shared = self._open_shared_tier()
         begin("speed", "Timing a short prompt")
         self._pass_cost = measure_prefill(runner, min(shape.chunk_tokens, shape.max_context_tokens))
-        self.loop = self._build_core()
+        self.core = self._build_core()
         # Recovery traces no steps: the fault of a step may come back in tracing, and would end the thread.
-        self.loop.runner.trace_steps(self._limits.max_running)
-        self.state = self.loop.state()
+        self.core.runner.trace_steps(self._limits.max_running)
+        self.state = self.core.state()
 
     def _post_tier_event(self, handle: Callable[[], None]) -> None:
         self._inbox.put(TierEvent(handle))
@@ -288,27 +288,27 @@ class EngineThread:
         """Run the commands that have arrived, then a step."""
         try:
             self._receive()
-            if not self._stopping and not self.loop.executor.is_idle and not self.loop.has_broken_cache:
+            if not self._stopping and not self.core.executor.is_idle and not self.core.has_broken_cache:
                 self._frees_at_s = None
-                self.loop.executor.step()
+                self.core.executor.step()
         except Exception:
             log.exception("a step failed")
             self._recover()
-        if self.loop.has_broken_cache:
+        if self.core.has_broken_cache:
             self._empty_cache()
-        self.state = self.loop.state()
+        self.state = self.core.state()
 
     def _recover(self) -> None:
         """Fail all requests after a defect of ours or of the model, and go on with a new engine core.
 
         A second fault in between is logged. Where no core can be built, the thread ends and fails all requests.
         """
-        failed = self.loop
+        failed = self.core
         with _logging("Ending the requests of a failed step"):
             failed.fail_all(ENGINE_FAILED)
-        self.loop = self._build_core()
+        self.core = self._build_core()
         with _logging("Taking over counters and pins"):
-            self.loop.stock.take_over(failed.stock)
+            self.core.prefix_cache.take_over(failed.prefix_cache)
         mx.clear_cache()
 
     def _empty_cache(self) -> None:
@@ -317,22 +317,22 @@ class EngineThread:
             "The cache in memory was emptied, because an operation failed half-way (the error before this one). "
             "Requests go on without it. Please report the error."
         )
-        failed, self.loop = self.loop, self._build_core(self.loop)
-        self.loop.take_over(failed)
+        failed, self.core = self.core, self._build_core(self.core)
+        self.core.take_over(failed)
 
     def _receive(self) -> None:
         """Run the commands that have arrived. An idle engine works in the background, then waits for a command."""
-        loop = self.loop
-        while loop.executor.is_idle and loop.pacer.has_work and self._inbox.empty():
-            loop.pacer.run_slice(IDLE_SLICE_S)
-        if loop.has_broken_cache:
+        core = self.core
+        while core.executor.is_idle and core.pacer.has_work and self._inbox.empty():
+            core.pacer.run_slice(IDLE_SLICE_S)
+        if core.has_broken_cache:
             return
-        if loop.executor.is_idle and self._inbox.empty():
-            self.state = loop.state()
+        if core.executor.is_idle and self._inbox.empty():
+            self.state = core.state()
             self._rest()
-        elif loop.executor.is_stalled and self._inbox.empty():
-            self._run_command(self._wait_for_command(loop.admission.seconds_to_wait()))
-        while not self._inbox.empty() and not self.loop.has_broken_cache:
+        elif core.executor.is_stalled and self._inbox.empty():
+            self._run_command(self._wait_for_command(core.admission.seconds_to_wait()))
+        while not self._inbox.empty() and not self.core.has_broken_cache:
             self._run_command(self._inbox.get())
 
     def _rest(self) -> None:
@@ -347,13 +347,13 @@ class EngineThread:
             self._frees_at_s = math.inf
             mx.clear_cache()
             trim_heap()
-            self.state = self.loop.state()
-        expires_s, frees_s = self.loop.pacer.seconds_to_expiry(), self._frees_at_s - now_s
+            self.state = self.core.state()
+        expires_s, frees_s = self.core.pacer.seconds_to_expiry(), self._frees_at_s - now_s
         command = self._wait_for_command(min(expires_s, frees_s))
         if command is not None:
             self._run_command(command)
         elif expires_s <= frees_s:
-            self.loop.pacer.expire()
+            self.core.pacer.expire()
         else:
             return
         if self._frees_at_s == math.inf:
@@ -367,9 +367,9 @@ class EngineThread:
     def _run_command(self, command: EngineCommand | None) -> None:
         match command:
             case Submit(sequence):
-                self.loop.executor.enqueue_sequence(sequence)
+                self.core.executor.enqueue_sequence(sequence)
             case EndRequest(request_id, reason):
-                self.loop.executor.end_request(request_id, reason)
+                self.core.executor.end_request(request_id, reason)
             case CoreQuestion():
                 self._answer(command)
             case TierEvent(handle):
@@ -383,8 +383,8 @@ class EngineThread:
         if not question.answer.set_running_or_notify_cancel():
             return
         try:
-            with self.loop.stock.failures.watching():
-                result = question.function(self.loop)
+            with self.core.prefix_cache.failures.watching():
+                result = question.function(self.core)
             question.answer.set_result(result)
         except Exception as error:  # noqa: BLE001
             # The caller gets it.

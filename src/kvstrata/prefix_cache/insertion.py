@@ -97,24 +97,6 @@ class Inserter:
         self._drops.record_insertion(entry)
         self.transcoder.review_ended(entry)
 
-    # The modules prefetch and transfer stop using these three in the next commit.
-
-    @property
-    def shelf(self) -> EntryTable:
-        return self.table
-
-    @property
-    def marks(self) -> Checkpoints:
-        return self.checkpoints
-
-    @property
-    def intake(self) -> Inserter:
-        return self
-
-
-# The modules prefetch and transfer stop using this name in the next commit.
-Desk = Inserter
-
 
 class Insertion:
     """Insertion of the tokens that one sequence computes: each commit makes them visible to other requests.

@@ -128,8 +128,6 @@ class PrefixMatcher:
         computed, root = as_ids(ids)[:-1], self.root_of(salt)
         return self._ending(root, computed, self.find_under(root, computed), self._table.tree.diverged(root, computed))
 
-    miss = miss_reason  # the engine's modules stop using this name in the next commit
-
     def _ending(self, root: bytes, computed: TokenIds, prefix: CachedPrefix, divergence: Divergence) -> Ending:
         """Return why the cached prefix ends. `computed`: the prompt without its last token."""
         if prefix.num_tokens == len(computed):
@@ -141,10 +139,6 @@ class PrefixMatcher:
         if not divergence.is_root_known:
             return "empty"
         return "diverged" if divergence.instead else "new"
-
-
-# The engine's modules stop using this name in the next commit.
-Explainer = PrefixMatcher
 
 
 def checkpoint_of(prefix: CachedPrefix) -> Mark | None:

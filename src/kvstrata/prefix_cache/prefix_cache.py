@@ -332,27 +332,8 @@ class PrefixCache:
         for client in self._tiers:
             client.tier.close()
 
-    # The engine's modules stop using these three in the next commit.
-
-    @property
-    def store(self) -> PrefixCache:
-        return self
-
-    @property
-    def background(self) -> PrefixCache:
-        return self
-
-    @property
-    def explainer(self) -> PrefixMatcher:
-        return self.matcher
-
 
 def _watched_tokens(max_bytes: int, precision: PrecisionPolicy) -> int:
     """Return how many tokens of requests eviction learns from: about as many as memory holds, within bounds."""
     fits = max_bytes / max(1.0, precision.target_token_bytes())
     return int(min(max(fits, MIN_WATCHED), MAX_WATCHED))
-
-
-# The engine's modules and the tests stop using these names in the next commit.
-Stock = PrefixCache
-Store = PrefixCache

@@ -11,7 +11,7 @@ import numpy as np
 from kvstrata.attention.parts import SealedPart
 from kvstrata.errors import InvalidRequest, MemoryPinned, NeverFits, Unavailable
 from kvstrata.prefix_cache.entries import Entry, Lease
-from kvstrata.prefix_cache.insertion import Desk as Inserter
+from kvstrata.prefix_cache.insertion import Inserter
 from kvstrata.prefix_cache.jobs import JobQueue, Steps
 from kvstrata.prefix_cache.keys import Identity, TokenIds, Tokens, as_ids, chain, root_key
 from kvstrata.prefix_cache.matching import PrefixMatcher
@@ -109,7 +109,7 @@ class ConversationExport:
         self._inserter.leases.release(progress.lease)
 
     def _lease_prefix(self, ids: TokenIds, salt: str) -> ExportProgress:
-        match = self._inserter.shelf.tree.match(self._matcher.root_of(salt), ids)
+        match = self._inserter.table.tree.match(self._matcher.root_of(salt), ids)
         runs: list[tuple[Entry, int, int]] = []
         checkpoints: dict[int, Mark] = {}
         for node in match.path:
@@ -118,7 +118,7 @@ class ConversationExport:
                 break
             runs.append((node.payload, node.start, end))
             checkpoints |= {at: each for at, each in node.payload.span.marks.items() if node.start < at <= end}
-        end = max(checkpoints, default=0) if self._inserter.marks.are_needed else (runs[-1][2] if runs else 0)
+        end = max(checkpoints, default=0) if self._inserter.checkpoints.are_needed else (runs[-1][2] if runs else 0)
         if not end:
             raise InvalidRequest(
                 "Nothing of this conversation can be exported: it is not stored, or a request still computes it. Try "
@@ -201,7 +201,7 @@ class ConversationImport:
     def begin_import(self, ids: TokenIds, salt: str, nbytes: int) -> ImportProgress:
         """Lease what is cached of a conversation. Raises NeverFits or MemoryPinned where `nbytes` more cannot fit."""
         root = self._matcher.root_of(salt)
-        match = self._inserter.shelf.tree.match(root, ids)
+        match = self._inserter.table.tree.match(root, ids)
         lease = self._inserter.leases.hold(node.payload for node in match.path)
         try:
             self._require_memory(nbytes if match.num_tokens < len(ids) else 0)
@@ -244,10 +244,10 @@ class ConversationImport:
         """Insert what still waits, after the last block."""
         if progress.segments:
             yield from self._insert_batch(progress)
-        path = self._inserter.shelf.tree.match(progress.root, progress.ids).path
+        path = self._inserter.table.tree.match(progress.root, progress.ids).path
         for at, checkpoint in sorted(progress.checkpoints.items()):
-            if self._inserter.marks.are_needed and any(node.start < at <= node.end for node in path):
-                self._inserter.marks.add_checkpoint(path, checkpoint)
+            if self._inserter.checkpoints.are_needed and any(node.start < at <= node.end for node in path):
+                self._inserter.checkpoints.add_checkpoint(path, checkpoint)
         num_new = len(progress.ids) - progress.num_cached
         self._counters["imported_tokens"] += num_new
         return ImportResult(len(progress.ids), num_new)
@@ -257,7 +257,7 @@ class ConversationImport:
         self._inserter.leases.release(progress.lease)
 
     def _require_memory(self, nbytes: int) -> None:
-        table, limit_bytes = self._inserter.shelf, self._reclaimer.limit_bytes
+        table, limit_bytes = self._inserter.table, self._reclaimer.limit_bytes
         if nbytes > table.max_bytes:
             raise NeverFits(
                 f"This conversation takes {human_bytes(nbytes)}, and this server has {human_bytes(table.max_bytes)} "
@@ -278,7 +278,7 @@ class ConversationImport:
         self._insert_span(progress, span)
 
     def _insert_span(self, progress: ImportProgress, span: Span) -> None:
-        table, limit_bytes = self._inserter.shelf, self._reclaimer.limit_bytes
+        table, limit_bytes = self._inserter.table, self._reclaimer.limit_bytes
         nbytes = span.nbytes + sum(each.nbytes for each in progress.checkpoints.values())
         self._reclaimer.shrink_to(limit_bytes - nbytes, 0.0, most_bytes=limit_bytes - nbytes)
         # A node may claim no token that its span lacks, so the tokens before the span must still be cached.
@@ -292,7 +292,7 @@ class ConversationImport:
         table.add_entry(entry)
         path = table.insert_entry(entry, progress.ids[: span.end])
         for at in [at for at in progress.checkpoints if at <= span.end]:
-            self._inserter.marks.add_checkpoint(path, progress.checkpoints.pop(at))
-        self._inserter.intake.finish_span(entry)
+            self._inserter.checkpoints.add_checkpoint(path, progress.checkpoints.pop(at))
+        self._inserter.finish_span(entry)
         # A request may have inserted some of these tokens meanwhile; the rest of the import continues its entries.
         self._inserter.leases.extend(progress.lease, (node.payload for node in path))

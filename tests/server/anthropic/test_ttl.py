@@ -70,10 +70,10 @@ def caller(forced: Forced) -> Iterator[Caller]:
 def evict_all(served: Served) -> None:
     done = threading.Event()
 
-    def evict(loop: EngineCore) -> None:
-        while loop.pacer.has_work:
-            loop.pacer.run_slice(1.0)
-        loop.stock.evictor.shrink_to(0)
+    def evict(core: EngineCore) -> None:
+        while core.pacer.has_work:
+            core.pacer.run_slice(1.0)
+        core.prefix_cache.evictor.shrink_to(0)
         done.set()
 
     served.server.service.engine.ask(evict).result(60)
@@ -117,8 +117,8 @@ def test_the_next_turn_takes_the_place_of_the_last(caller: Caller) -> None:
         turns += [{"role": "assistant", "content": "What?"}, user(text(f"Turn {number}.", HOUR))]
         caller.ask(*turns)
 
-    def pins(loop: EngineCore) -> int:
-        return len(loop.stock.pins)
+    def pins(core: EngineCore) -> int:
+        return len(core.prefix_cache.pins)
 
     assert caller.served.server.service.engine.ask(pins).result(10) == 1
     assert first < caller.pinned_bytes < 1.5 * first
@@ -133,7 +133,7 @@ def test_the_next_turn_takes_the_place_of_the_last(caller: Caller) -> None:
 def test_a_term_ends_though_nobody_asks(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cache_control.TTLS_S, "5m", 0.5)
     caller.ask(user(text(LONG, {"type": "ephemeral", "ttl": "5m"})))
-    pins = caller.served.server.service.engine._thread.loop.stock.pins
+    pins = caller.served.server.service.engine._thread.core.prefix_cache.pins
     assert len(pins)
     until_s = time.monotonic() + 10
     while len(pins) and time.monotonic() < until_s:

@@ -40,7 +40,7 @@ def look(sampler: Sampler, served: Served) -> None:
 
 
 def encoded_spans(served: Served) -> int:
-    usage = served.server.service.engine.ask(lambda loop: CacheApi(loop).usage()).result(60)
+    usage = served.server.service.engine.ask(lambda core: CacheApi(core).usage()).result(60)
     return usage.counters.get("encoded_spans", 0)
 
 
