@@ -19,7 +19,7 @@ from kvstrata.prefix_cache.entry_table import EntryTable, EvictionCandidates
 from kvstrata.prefix_cache.jobs import FailureLog, Job, JobQueue
 from kvstrata.prefix_cache.keys import TokenIds, chain
 from kvstrata.prefix_cache.radix_tree import Node
-from kvstrata.prefix_cache.tier_client import TierClient, entry_at, ids_to, make_block
+from kvstrata.prefix_cache.tier_client import TierClient, entry_at, first_live_entry, ids_to, make_block
 from kvstrata.spans.blocks import boundaries, pack_mark, packing
 from kvstrata.spans.contents import PRECISION, by_label
 from kvstrata.spans.convert import RAW
@@ -318,7 +318,7 @@ class Offloader:
             return
         if self.is_superseded(entry.last_node):
             return  # eviction of the superseded end marks the entry as changed
-        owner = _first_live_entry(entry)
+        owner = first_live_entry(entry.last_node)
         if owner is not None:
             self._waiting_for_parent.setdefault(owner, []).append(entry)
         elif not self.refused_writes.would_recur(entry) and not self.refused_writes.was_evicted(entry):
@@ -450,7 +450,7 @@ class Offloader:
         """Whether there is a disk, no request computes the entry or its prefix, and it is not superseded."""
         if not self._client.has_tier or entry.is_running or not entry.nodes or self.is_superseded(entry.last_node):
             return False
-        return _first_live_entry(entry) is None
+        return first_live_entry(entry.last_node) is None
 
     def _write_job(self, entry: Entry, *, is_archive: bool = False) -> Job:
         leaf = entry.last_node
@@ -481,11 +481,6 @@ class Offloader:
         elif not entry.is_archived:
             self._changed.add(entry)
         self._counters["spilled_spans" if written.is_whole else "refused_spills"] += 1
-
-
-def _first_live_entry(entry: Entry) -> Entry | None:
-    """Return the first entry on the path whose KV is still in its owner's KV buffer."""
-    return next((node.payload for node in entry.last_node.path() if node.payload.span.is_live), None)
 
 
 def disk_reason(refused: Refused | None, writing: Writing) -> DiskReason:

@@ -14,7 +14,7 @@ from kvstrata.prefix_cache.entries import Entry
 from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.jobs import FailureLog
 from kvstrata.prefix_cache.radix_tree import Node
-from kvstrata.prefix_cache.tier_client import TierClient, entry_at, ids_to, make_block
+from kvstrata.prefix_cache.tier_client import TierClient, entry_at, first_live_entry, ids_to, make_block
 from kvstrata.spans.blocks import Packed
 from kvstrata.spans.plan import Plan
 from kvstrata.spans.shared import FewerBits, pack_shared_mark, packing_shared
@@ -131,7 +131,7 @@ class Sharer:
         if entry not in self._table.entries or not entry.nodes or self._tier.is_paused:
             return
         leaf = entry.last_node
-        owner = next((node.payload for node in leaf.path() if node.payload.span.is_live), None)
+        owner = first_live_entry(leaf)
         if owner is not None:
             self._waiting_for_parent.setdefault(owner, []).append(entry)
             self._waiting_for_parent = {

@@ -481,3 +481,8 @@ def entry_at(leaf: Node[Entry], position: int) -> tuple[Entry, int]:
     path = leaf.path()
     entry = next(node.payload for node in path if node.start <= position < node.end)
     return entry, max(node.end for node in path if node.payload is entry)
+
+
+def first_live_entry(leaf: Node[Entry]) -> Entry | None:
+    """Return the first entry on the path to a leaf whose KV is still in its owner's KV buffer."""
+    return next((node.payload for node in leaf.path() if node.payload.span.is_live), None)
