@@ -1,4 +1,4 @@
-"""What conversations leave behind goes first, and nothing else changes."""
+"""Conversation tracking: abandoned branches are evicted first and not written, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.prefix_cache.disk import reachable, store_on, written
 from tests.prefix_cache.kv import TOKEN_BYTES, Clock, Run, new_cache, settle, store_tokens
 
 PROMPT = tuple(range(1000, 1100))
-THOUGHT = tuple(range(2000, 2060))
-SAID = tuple(range(3000, 3020))
+THINKING = tuple(range(2000, 2060))
+ANSWER = tuple(range(3000, 3020))
 
 
 def serve(cache: PrefixCache, prompt: Sequence[int], reply: Sequence[int], salt: str = "", *, session: str = "") -> int:
-    """Tells how many tokens of the prompt were there."""
+    """Run a request to its end. Return how many prompt tokens were cached."""
     run = Run(cache, prompt, salt, room=len(reply), session=session)
     cached = run.num_computed
     run.tokens = (*prompt, *reply)
@@ -33,24 +33,24 @@ def superseded_tokens(cache: PrefixCache) -> int:
     return sum(node.num_tokens for node in cache.candidates.superseded())
 
 
-def stored(cache: PrefixCache, tokens: Sequence[int]) -> int:
+def cached_tokens(cache: PrefixCache, tokens: Sequence[int]) -> int:
     return cache.lookup(tokens, "").num_tokens
 
 
-def test_what_lies_behind_the_parting_point_is_superseded() -> None:
+def test_tokens_behind_divergence_are_superseded_and_evicted_first() -> None:
     cache = new_cache()
-    serve(cache, PROMPT, THOUGHT + SAID, session="a")
+    serve(cache, PROMPT, THINKING + ANSWER, session="a")
     assert superseded_tokens(cache) == 0
-    store_tokens(cache, (*PROMPT, *SAID, 1, 2, 3), session="a")
-    assert superseded_tokens(cache) == len(THOUGHT + SAID)
+    store_tokens(cache, (*PROMPT, *ANSWER, 1, 2, 3), session="a")
+    assert superseded_tokens(cache) == len(THINKING + ANSWER)
     settle(cache)
     cache.evictor.shrink_to(cache.table.nbytes - 1)
-    assert stored(cache, (*PROMPT, *SAID, 1, 2, 3)) == len(PROMPT) + len(SAID) + 3
-    assert stored(cache, PROMPT + THOUGHT + SAID) == len(PROMPT)
-    assert cache.counters["evicted_tokens"] == len(THOUGHT + SAID)
+    assert cached_tokens(cache, (*PROMPT, *ANSWER, 1, 2, 3)) == len(PROMPT) + len(ANSWER) + 3
+    assert cached_tokens(cache, PROMPT + THINKING + ANSWER) == len(PROMPT)
+    assert cache.counters["evicted_tokens"] == len(THINKING + ANSWER)
 
 
-def test_a_chat_that_goes_on_as_it_was_supersedes_nothing() -> None:
+def test_chat_that_only_grows_supersedes_nothing() -> None:
     cache = new_cache()
     tokens = PROMPT
     for turn in range(5):
@@ -60,124 +60,134 @@ def test_a_chat_that_goes_on_as_it_was_supersedes_nothing() -> None:
 
 
 @pytest.mark.parametrize("others", ["b", ""])
-def test_what_another_session_used_stays_as_it_is(others: str) -> None:
+def test_tokens_used_by_another_session_are_not_superseded(others: str) -> None:
     cache = new_cache()
-    serve(cache, PROMPT, THOUGHT, session="a")
-    store_tokens(cache, (*PROMPT, *THOUGHT, 7, 8), session=others)
-    store_tokens(cache, (*PROMPT, *SAID, 1), session="a")
+    serve(cache, PROMPT, THINKING, session="a")
+    store_tokens(cache, (*PROMPT, *THINKING, 7, 8), session=others)
+    store_tokens(cache, (*PROMPT, *ANSWER, 1), session="a")
     assert superseded_tokens(cache) == 0
 
 
-def test_without_sessions_nothing_is_superseded() -> None:
+def test_requests_without_session_supersede_nothing() -> None:
     cache = new_cache()
-    serve(cache, PROMPT, THOUGHT)
-    store_tokens(cache, (*PROMPT, *SAID, 1))
+    serve(cache, PROMPT, THINKING)
+    store_tokens(cache, (*PROMPT, *ANSWER, 1))
     assert superseded_tokens(cache) == 0
 
 
-def test_sessions_of_other_salts_are_others() -> None:
+def test_sessions_with_different_salts_are_separate() -> None:
     cache = new_cache()
-    serve(cache, PROMPT, THOUGHT, "mine", session="a")
-    store_tokens(cache, (*PROMPT, *SAID, 1), "yours", session="a")
+    serve(cache, PROMPT, THINKING, "mine", session="a")
+    store_tokens(cache, (*PROMPT, *ANSWER, 1), "yours", session="a")
     assert superseded_tokens(cache) == 0
 
 
-def test_who_comes_back_makes_it_normal_again() -> None:
+def test_superseded_tokens_recover_when_used_again() -> None:
     cache = new_cache()
-    serve(cache, PROMPT, THOUGHT, session="a")
-    store_tokens(cache, (*PROMPT, *SAID, 1), session="a")
-    assert superseded_tokens(cache) == len(THOUGHT)
-    store_tokens(cache, (*PROMPT, *THOUGHT, 5), session="b")
+    serve(cache, PROMPT, THINKING, session="a")
+    store_tokens(cache, (*PROMPT, *ANSWER, 1), session="a")
+    assert superseded_tokens(cache) == len(THINKING)
+    store_tokens(cache, (*PROMPT, *THINKING, 5), session="b")
     assert superseded_tokens(cache) == 0
 
 
-def test_another_conversation_of_the_session_supersedes_nothing() -> None:
-    """An agent's title request, or a second agent that has the same system message."""
+def test_second_conversation_of_session_supersedes_nothing() -> None:
+    """Send what agents send: a title request, or a second agent with the same system message."""
     cache = new_cache()
-    serve(cache, PROMPT, THOUGHT, session="a")
+    serve(cache, PROMPT, THINKING, session="a")
     other = (*PROMPT[:70], *range(5000, 5040))
     assert len(PROMPT) - 70 > REPLY_START_TOKENS
     store_tokens(cache, other, session="a")
     assert superseded_tokens(cache) == 0
-    # Both go on, each on its own way.
-    store_tokens(cache, (*PROMPT, *THOUGHT, 1, 2), session="a")
+    # Both conversations continue, each on its own branch.
+    store_tokens(cache, (*PROMPT, *THINKING, 1, 2), session="a")
     store_tokens(cache, (*other, 3, 4), session="a")
     assert superseded_tokens(cache) == 0
-    store_tokens(cache, (*PROMPT, *THOUGHT, 9, 9), session="a")
+    store_tokens(cache, (*PROMPT, *THINKING, 9, 9), session="a")
     assert superseded_tokens(cache) == 2
 
 
-def test_pins_win() -> None:
+def test_pinned_superseded_tokens_stay_until_unpinned() -> None:
     cache = new_cache()
-    serve(cache, PROMPT, THOUGHT, session="a")
-    cache.pins.pin(PROMPT + THOUGHT, "")
-    store_tokens(cache, (*PROMPT, *SAID, 1), session="a")
+    serve(cache, PROMPT, THINKING, session="a")
+    cache.pins.pin(PROMPT + THINKING, "")
+    store_tokens(cache, (*PROMPT, *ANSWER, 1), session="a")
     settle(cache)
     cache.evictor.shrink_to(0)
-    assert stored(cache, PROMPT + THOUGHT) == len(PROMPT + THOUGHT)
-    cache.pins.unpin(PROMPT + THOUGHT, "")
+    assert cached_tokens(cache, PROMPT + THINKING) == len(PROMPT + THINKING)
+    cache.pins.unpin(PROMPT + THINKING, "")
     cache.evictor.shrink_to(cache.table.nbytes - 1)
-    assert stored(cache, PROMPT + THOUGHT) < len(PROMPT + THOUGHT)
+    assert cached_tokens(cache, PROMPT + THINKING) < len(PROMPT + THINKING)
 
 
-def test_sessions_and_their_threads_are_bounded() -> None:
+def test_tracker_bounds_number_of_sessions() -> None:
     cache = new_cache()
-    branches = ConversationTracker(cache.table, cache.candidates, max_sessions=10)
+    tracker = ConversationTracker(cache.table, cache.candidates, max_sessions=10)
     for number in range(100):
-        branches.end_turn(b"root", f"session {number}", Thread(5), (), 5)
-    assert len(branches) == 10
-    for _ in range(3 * MAX_CONVERSATIONS):
-        branches.end_turn(b"root", "one", Thread(5), (), 5)
-    assert len(branches._sessions[b"root", "one"]) == MAX_CONVERSATIONS
+        tracker.end_turn(b"root", f"session {number}", Thread(5), (), 5)
+    assert len(tracker) == 10
+
+
+@pytest.mark.parametrize(("num_later", "num_superseded"), [(MAX_CONVERSATIONS - 1, 60), (MAX_CONVERSATIONS, 0)])
+def test_tracker_forgets_oldest_conversation_of_a_full_session(num_later: int, num_superseded: int) -> None:
+    cache = new_cache()
+    serve(cache, PROMPT, THINKING, session="a")
+    for number in range(num_later):
+        first = 10_000 + 100 * number
+        serve(cache, range(first, first + 50), range(first + 50, first + 60), session="a")
+    store_tokens(cache, (*PROMPT, *ANSWER, 1), session="a")
+    assert superseded_tokens(cache) == num_superseded
 
 
 def hit_rate(session_of: str, *, seed: int, share: float, num_chats: int = 12, num_turns: int = 200) -> float:
-    """Chats in turn, each with thinking that the next prompt leaves out, in a store that holds a share of what they
-    are. `session_of`: the name of a chat's session; empty: none has any."""
+    """Return the hit rate of chats whose next prompt omits the thinking, in a cache that holds a share of them.
+
+    `session_of` is the prefix of the session names; empty: no session.
+    """
     rng = random.Random(seed)
     clock = Clock()
     chats = [tuple(rng.randrange(10_000) for _ in range(150)) for _ in range(num_chats)]
     num_tokens = num_chats * 400
     cache = new_cache(hot_bytes=int(share * num_tokens * TOKEN_BYTES), clock=clock)
-    found = asked = 0
+    num_cached = num_prompt_tokens = 0
     for _ in range(num_turns):
         number = min(int(rng.expovariate(3 / num_chats)), num_chats - 1)
         prompt = chats[number]
-        thought, said, user = ([rng.randrange(10_000) for _ in range(length)] for length in (80, 15, 15))
+        thinking, answer, user = ([rng.randrange(10_000) for _ in range(length)] for length in (80, 15, 15))
         session = f"{session_of}{number}" if session_of else ""
-        found += serve(cache, prompt, (*thought, *said), session=session)
-        asked += len(prompt)
+        num_cached += serve(cache, prompt, (*thinking, *answer), session=session)
+        num_prompt_tokens += len(prompt)
         settle(cache)
         cache.reclaimer.shrink_to(cache.table.max_bytes)
         clock.now_s += rng.expovariate(1 / 20)
-        chats[number] = (*prompt, *said, *user)
+        chats[number] = (*prompt, *answer, *user)
         if len(chats[number]) > 500:
             chats[number] = tuple(rng.randrange(10_000) for _ in range(150))
-    return found / asked
+    return num_cached / num_prompt_tokens
 
 
 @pytest.mark.parametrize("share", [0.5, 0.8])
-def test_more_is_found_where_sessions_are_known(share: float) -> None:
+def test_session_names_raise_hit_rate(share: float) -> None:
     before, after = (hit_rate(session_of, seed=0, share=share) for session_of in ("", "chat"))
     assert after > before + 0.04
 
 
-def test_what_is_superseded_is_not_written(tmp_path: Path) -> None:
+def test_superseded_tokens_are_not_written_to_disk(tmp_path: Path) -> None:
     with store_on(tmp_path) as cache:
-        serve(cache, PROMPT, THOUGHT, session="a")
-        serve(cache, (*PROMPT, *SAID, 1), (2, 3), session="a")
+        serve(cache, PROMPT, THINKING, session="a")
+        serve(cache, (*PROMPT, *ANSWER, 1), (2, 3), session="a")
         settle(cache)
         cache.evictor.shrink_to(cache.table.nbytes - 1)
-        assert cache.counters["dropped_tokens_superseded"] == len(THOUGHT)
+        assert cache.counters["dropped_tokens_superseded"] == len(THINKING)
         cache.evictor.shrink_to(0)
-        assert reachable(cache, [*PROMPT, *SAID, 1, 2, 3]) == len(PROMPT) + len(SAID) + 3
-        assert reachable(cache, [*PROMPT, *THOUGHT]) == len(PROMPT)
+        assert reachable(cache, [*PROMPT, *ANSWER, 1, 2, 3]) == len(PROMPT) + len(ANSWER) + 3
+        assert reachable(cache, [*PROMPT, *THINKING]) == len(PROMPT)
 
 
-def test_at_the_end_only_what_conversations_go_on_from_is_written(tmp_path: Path) -> None:
+def test_flush_writes_only_tokens_that_conversations_continue_from(tmp_path: Path) -> None:
     with store_on(tmp_path) as cache:
-        serve(cache, PROMPT, THOUGHT, session="a")
-        serve(cache, (*PROMPT, *SAID, 1), (2, 3), session="a")
+        serve(cache, PROMPT, THINKING, session="a")
+        serve(cache, (*PROMPT, *ANSWER, 1), (2, 3), session="a")
         left = cache.flush(60)
         assert left.tokens == 0
-        assert written(cache) == reachable(cache, [*PROMPT, *SAID, 1, 2, 3]) == len(PROMPT) + len(SAID) + 3
+        assert written(cache) == reachable(cache, [*PROMPT, *ANSWER, 1, 2, 3]) == len(PROMPT) + len(ANSWER) + 3

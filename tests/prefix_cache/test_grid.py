@@ -1,4 +1,4 @@
-"""Two processes that never talk give the same prompt the same keys, whatever they saw before."""
+"""Grid keys: equal in every process, for any history of prompts."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvstrata.prefix_cache.keys import Grid, GridKeys, grid_positions, uniform_g
 ROOT, OTHER_ROOT = bytes(32), bytes([1]) * 32
 
 
-def test_widening_positions_are_few_and_never_a_sixteenth_apart() -> None:
-    found = grid_positions(widening_grid, 128 * 1024)
-    assert len(found) == 144
-    assert found[:3] == [32, 64, 96]
-    for before, after in pairwise(found):
+def test_widening_grid_has_few_positions_at_most_a_sixteenth_apart() -> None:
+    positions = grid_positions(widening_grid, 128 * 1024)
+    assert len(positions) == 144
+    assert positions[:3] == [32, 64, 96]
+    for before, after in pairwise(positions):
         assert after - before <= max(32, before // 16)
 
 
 @given(st.integers(0, 5000), st.integers(0, 5000))
-def test_a_longer_prompt_has_the_positions_of_a_shorter_one(first: int, second: int) -> None:
+def test_grid_positions_of_longer_prompt_begin_with_those_of_shorter_one(first: int, second: int) -> None:
     short, long = sorted((first, second))
     assert grid_positions(widening_grid, long)[: len(grid_positions(widening_grid, short))] == grid_positions(
         widening_grid, short
@@ -32,17 +32,17 @@ def test_a_longer_prompt_has_the_positions_of_a_shorter_one(first: int, second: 
 
 @pytest.mark.parametrize("grid", [uniform_grid(16), widening_grid])
 @given(prompts=st.lists(st.tuples(st.booleans(), st.integers(0, 200), st.integers(0, 3)), min_size=1, max_size=50))
-def test_what_was_asked_before_changes_no_key(grid: Grid, prompts: list[tuple[bool, int, int]]) -> None:
-    ever = GridKeys(grid)
+def test_grid_keys_do_not_depend_on_earlier_prompts(grid: Grid, prompts: list[tuple[bool, int, int]]) -> None:
+    shared = GridKeys(grid)
     for is_other, length, seed in prompts:
         ids = np.random.default_rng(seed).integers(0, 3, 200).astype(np.int32)[:length]
         root = OTHER_ROOT if is_other else ROOT
-        found = ever.keys_for(root, ids)
-        assert found == GridKeys(grid).keys_for(root, ids)
-        assert [position for position, _ in found] == grid_positions(grid, length)
+        keys = shared.keys_for(root, ids)
+        assert keys == GridKeys(grid).keys_for(root, ids)
+        assert [position for position, _ in keys] == grid_positions(grid, length)
 
 
-def test_a_key_names_all_tokens_before_it() -> None:
+def test_grid_keys_differ_for_another_first_token_or_root() -> None:
     ids = np.arange(64, dtype=np.int32)
     changed = ids.copy()
     changed[0] = 7

@@ -1,4 +1,4 @@
-"""The tree against a dict of all stored prefixes, in any order of operations; and what it must cost."""
+"""The radix tree: a state machine against a dict of all prefixes, and bounds on its cost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvstrata.prefix_cache.radix_tree import Inserted, Node, RadixTree
 
 ROOTS = (b"one", b"two")
 PROMPT = 100_000
-INDEX_S = 0.020  # what matching or filing a prompt of 100k tokens may take
+MAX_OPERATION_S = 0.020  # for a match or an insertion of 100k tokens
 
 Prefix = tuple[int, ...]
 PROMPTS = st.lists(st.integers(0, 2), max_size=10)
@@ -27,7 +27,7 @@ def text_of(node: Node[object]) -> Prefix:
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """The model knows each stored prefix, and the payload that its last token was filed with."""
+    """Compares the tree with a dict from each prefix to the payload that its last token was inserted with."""
 
     @initialize()
     def start(self) -> None:
@@ -63,26 +63,26 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(root=ROOT, tokens=PROMPTS)
     def match(self, root: bytes, tokens: list[int]) -> None:
-        found = self.tree.match(root, tokens)
-        assert found.num_tokens == self.common(root, tokens)
-        covered = text_of(found.path[-1]) if found.path else ()
-        assert covered[: found.num_tokens] == tuple(tokens[: found.num_tokens])
-        assert not found.path or found.path[-1].start < found.num_tokens <= found.path[-1].end
+        matched = self.tree.match(root, tokens)
+        assert matched.num_tokens == self.common(root, tokens)
+        covered = text_of(matched.path[-1]) if matched.path else ()
+        assert covered[: matched.num_tokens] == tuple(tokens[: matched.num_tokens])
+        assert not matched.path or matched.path[-1].start < matched.num_tokens <= matched.path[-1].end
 
     @rule(root=ROOT, tokens=PROMPTS)
     def diverged(self, root: bytes, tokens: list[int]) -> None:
-        found = self.tree.diverged(root, tokens)
+        divergence = self.tree.diverged(root, tokens)
         known = self.model[root]
         common = self.common(root, tokens)
         following = {
             prefix[common] for prefix in known if prefix[:common] == tuple(tokens[:common]) and prefix[common:]
         }
-        assert found.num_tokens == common
-        assert {run[0] for run in found.instead} == following
-        for run in found.instead:
+        assert divergence.num_tokens == common
+        assert {run[0] for run in divergence.instead} == following
+        for run in divergence.instead:
             assert (*tokens[:common], *run) in known
-        assert found.num_instead == len(following)
-        assert found.is_root_known == bool(known)
+        assert divergence.num_instead == len(following)
+        assert divergence.is_root_known == bool(known)
 
     @rule(choose=st.randoms(use_true_random=False), cut=st.booleans())
     def cut(self, choose: random.Random, cut: bool) -> None:
@@ -114,8 +114,8 @@ class TreeMachine(RuleBasedStateMachine):
         assert text_of(merged)[: len(text)] == text
 
     @invariant()
-    def holds_what_the_model_holds(self) -> None:
-        found: dict[bytes, dict[Prefix, object]] = {root: {} for root in ROOTS}
+    def tree_equals_model(self) -> None:
+        contents: dict[bytes, dict[Prefix, object]] = {root: {} for root in ROOTS}
         for node in self.tree:
             text = text_of(node)
             assert node.num_tokens > 0
@@ -123,12 +123,12 @@ class TreeMachine(RuleBasedStateMachine):
             assert len(text) == node.end
             assert all(key == child.tokens[0] and child.parent is node for key, child in node.children.items())
             for size in range(node.start + 1, node.end + 1):
-                assert text[:size] not in found[node.root_key]
-                found[node.root_key][text[:size]] = node.payload
-        assert found == self.model
+                assert text[:size] not in contents[node.root_key]
+                contents[node.root_key][text[:size]] = node.payload
+        assert contents == self.model
 
     @invariant()
-    def counts_what_it_holds(self) -> None:
+    def counters_equal_contents(self) -> None:
         nodes = list(self.tree)
         assert self.tree.num_nodes == len(nodes)
         assert self.tree.num_tokens == sum(node.num_tokens for node in nodes)
@@ -147,7 +147,7 @@ def ids(num_tokens: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 150_000, num_tokens).astype(np.int32)
 
 
-def test_a_leaf_with_the_same_payload_grows_and_another_gets_a_child() -> None:
+def test_insert_extends_leaf_with_same_payload_and_adds_child_for_another() -> None:
     tree: RadixTree[str] = RadixTree()
     span = "span"
     assert tree.insert(b"r", [1, 2], span).outcome == "added"
@@ -158,7 +158,7 @@ def test_a_leaf_with_the_same_payload_grows_and_another_gets_a_child() -> None:
     assert tree.num_nodes == 3
 
 
-def test_tokens_that_were_read_do_not_change_later() -> None:
+def test_node_tokens_view_is_read_only_and_keeps_its_content() -> None:
     tree: RadixTree[str] = RadixTree()
     span = "span"
     leaf = tree.insert(b"r", [1, 2, 3, 4], span).path[-1]
@@ -171,38 +171,38 @@ def test_tokens_that_were_read_do_not_change_later() -> None:
         before[0] = 5
 
 
-def test_the_callers_array_may_change_after_an_insert() -> None:
+def test_insert_copies_the_array_of_the_caller() -> None:
     tree: RadixTree[str] = RadixTree()
     prompt = ids(10)
     tree.insert(b"r", prompt, "span")
-    asked = prompt.copy()
+    original = prompt.copy()
     prompt[:] = 0
-    assert tree.match(b"r", asked).num_tokens == 10
+    assert tree.match(b"r", original).num_tokens == 10
 
 
-def test_a_node_joins_the_only_child_of_the_same_payload() -> None:
+def test_merge_joins_node_with_only_child_of_same_payload() -> None:
     tree: RadixTree[str] = RadixTree()
     tree.insert(b"r", [1, 2, 3, 4], "a")
     inserted = tree.insert(b"r", [1, 2, 9], "b")
     upper, lower = inserted.halves
-    assert tree.merge(upper) is upper  # it has two children
+    assert tree.merge(upper) is upper  # upper has two children
     tree.remove(inserted.path[-1])
     assert tree.merge(upper) is lower
     assert (lower.start, lower.tokens.tolist(), lower.parent, tree.num_nodes) == (0, [1, 2, 3, 4], None, 1)
     assert tree.match(b"r", [1, 2, 3, 4, 5]) == ((lower,), 4)
     other = tree.insert(b"r", [1, 2, 3, 4, 7], "b").path[-1]
-    assert tree.merge(lower) is lower  # its only child has another payload
+    assert tree.merge(lower) is lower  # the only child has another payload
     assert tree.merge(other) is other  # a leaf
 
 
-def test_a_split_returns_the_upper_half_and_keeps_the_node_as_the_lower() -> None:
+def test_split_returns_new_upper_half_and_keeps_node_as_lower_half() -> None:
     tree: RadixTree[str] = RadixTree()
     node = tree.insert(b"r", [1, 2, 3, 4], "a").path[-1]
     upper = tree.split(node, 3)
     assert (upper.start, upper.end, node.start, node.end, node.parent) == (0, 3, 3, 4, upper)
 
 
-def test_a_root_is_dropped_with_all_that_is_under_it() -> None:
+def test_drop_removes_root_with_all_nodes_and_nothing_else() -> None:
     tree: RadixTree[str] = RadixTree()
     for root in (b"r", b"s"):
         for tokens in ([1, 2, 3], [1, 2, 4], [5]):
@@ -214,7 +214,7 @@ def test_a_root_is_dropped_with_all_that_is_under_it() -> None:
     assert tree.num_tokens == 5
 
 
-def test_what_cannot_be_done_is_refused() -> None:
+def test_invalid_operations_raise_value_error() -> None:
     tree: RadixTree[str] = RadixTree()
     tree.insert(b"r", [1, 2, 3], "a")
     upper, lower = tree.insert(b"r", [1, 2, 4], "b").halves
@@ -234,15 +234,15 @@ def test_what_cannot_be_done_is_refused() -> None:
         tree.match(b"r", np.zeros((2, 2), dtype=np.int32))
 
 
-def test_a_long_prompt_is_matched_and_filed_in_time() -> None:
+def test_match_and_insert_of_long_prompt_stay_within_time() -> None:
     tree: RadixTree[str] = RadixTree()
-    # A chat of 200 turns, each its own node, is the slow case: one comparison for each.
+    # The slow case is a chat of 200 turns, each a node of its own: each takes a comparison.
     prompt = ids(PROMPT)
     for end in range(500, PROMPT + 1, 500):
         tree.insert(b"r", prompt[:end], f"turn {end}")
     assert tree.num_nodes == 200
     matched_s: list[float] = []
-    filed_s: list[float] = []
+    inserted_s: list[float] = []
     for seed in range(1, 6):
         other = np.concatenate((prompt[: PROMPT // 2], ids(PROMPT // 2, seed=seed)))
         started = time.perf_counter()
@@ -250,13 +250,13 @@ def test_a_long_prompt_is_matched_and_filed_in_time() -> None:
         matched = time.perf_counter()
         assert tree.insert(b"r", other, "other").num_matched == PROMPT // 2
         matched_s.append(matched - started)
-        filed_s.append(time.perf_counter() - matched)
-    # The best of five: a shared machine is held up now and then.
-    assert min(matched_s) < INDEX_S
-    assert min(filed_s) < INDEX_S
+        inserted_s.append(time.perf_counter() - matched)
+    # The best of five, because a shared machine is interrupted now and then.
+    assert min(matched_s) < MAX_OPERATION_S
+    assert min(inserted_s) < MAX_OPERATION_S
 
 
-def test_a_node_that_grows_a_thousand_times_is_not_copied_each_time() -> None:
+def test_extended_node_is_not_copied_for_each_token() -> None:
     tree: RadixTree[str] = RadixTree()
     span = "span"
     prompt = ids(PROMPT + 1000)
@@ -269,7 +269,7 @@ def test_a_node_that_grows_a_thousand_times_is_not_copied_each_time() -> None:
     assert (leaf.tokens == prompt).all()
 
 
-def test_cost_does_not_grow_with_the_number_of_nodes() -> None:
+def test_match_cost_does_not_grow_with_number_of_nodes() -> None:
     def median_s(num_branches: int) -> float:
         tree: RadixTree[int] = RadixTree()
         common = ids(64)

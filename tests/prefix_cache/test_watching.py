@@ -1,4 +1,4 @@
-"""Listeners hear what a store tells, in its order, on another thread; those that are too slow are told so."""
+"""Event feed: listeners get cache events in order, on another thread; a slow listener is cleared."""
 
 from __future__ import annotations
 
@@ -15,17 +15,24 @@ from tests.prefix_cache.kv import Told, new_cache, settle, store_tokens
 ROOT = bytes(32)
 
 
-class Slow(Told):
+class SlowListener(Told):
+    """Listener that blocks until `may_continue` is set."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.may_go_on = threading.Event()
+        self.may_continue = threading.Event()
+        self.was_cleared = threading.Event()
 
     def stored(self, root_key: bytes, ids: TokenIds, start: int) -> None:
-        self.may_go_on.wait(10)
+        self.may_continue.wait(10)
         super().stored(root_key, ids, start)
 
+    def cleared(self) -> None:
+        super().cleared()
+        self.was_cleared.set()
 
-class Broken(Told):
+
+class BrokenListener(Told):
     def stored(self, root_key: bytes, ids: TokenIds, start: int) -> None:
         raise RuntimeError(f"this listener is broken: {len(ids) - start} tokens of {root_key!r}")
 
@@ -34,39 +41,45 @@ def ids_of(num_tokens: int) -> TokenIds:
     return np.arange(num_tokens, dtype=np.int32)
 
 
-def test_a_listener_hears_what_is_stored_and_what_goes() -> None:
-    told = Told()
-    hears = ListenerThread([Broken(), told])
-    cache = new_cache(watcher=hears)
+def test_listener_hears_of_insertion_and_removal_beside_a_broken_one() -> None:
+    listener = Told()
+    feed_thread = ListenerThread([BrokenListener(), listener])
+    cache = new_cache(watcher=feed_thread)
     store_tokens(cache, range(64))
     store_tokens(cache, [*range(32), *range(100, 132)])
     settle(cache)
     cache.evictor.clear(None, "hot", owner=None)
     store_tokens(cache, range(200, 264))
-    hears.close()
-    told.check(cache)
-    assert len(told.prefixes) == 64
+    feed_thread.close()
+    listener.check(cache)
+    assert len(listener.prefixes) == 64
 
 
-def test_tokens_are_told_in_whole_runs_of_sixteen() -> None:
-    told = Told()
-    hears = ListenerThread([told])
+def test_feed_announces_tokens_in_runs_of_sixteen() -> None:
+    listener = Told()
+    feed_thread = ListenerThread([listener])
     for num_tokens in range(1, 40):
-        hears.stored(ROOT, ids_of(num_tokens), num_tokens - 1)
-    hears.close()
-    assert {len(ids) // 4 for _, ids in told.prefixes} == {16, 32}
+        feed_thread.stored(ROOT, ids_of(num_tokens), num_tokens - 1)
+    feed_thread.close()
+    assert {len(ids) // 4 for _, ids in listener.prefixes} == {16, 32}
 
 
-def test_one_that_falls_behind_is_told_that_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_feed_clears_slow_listener_and_resumes_with_new_events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "MAX_WAITING_BYTES", 4096)
-    slow = Slow()
-    hears = ListenerThread([slow])
+    slow = SlowListener()
+    num_dropped = 0
+
+    def count_dropped() -> None:
+        nonlocal num_dropped
+        num_dropped += 1
+
+    feed_thread = ListenerThread([slow], on_dropped=count_dropped)
     for _ in range(100):
-        hears.stored(ROOT, ids_of(64), 0)
-    slow.may_go_on.set()
-    while hears._waiting_bytes:
-        pass
+        feed_thread.stored(ROOT, ids_of(64), 0)
+    assert num_dropped > 50
+    slow.may_continue.set()
+    assert slow.was_cleared.wait(10)  # the last queued event
     assert not slow.prefixes
-    hears.stored(ROOT, ids_of(16), 0)
-    hears.close()
+    feed_thread.stored(ROOT, ids_of(16), 0)
+    feed_thread.close()
     assert len(slow.prefixes) == 16

@@ -1,9 +1,10 @@
-"""The eviction policy is pure: what each kind is worth, and which leaf goes."""
+"""Eviction policy: worth of each reuse class, eviction order, records of uses and requests."""
 
 from __future__ import annotations
 
 import math
 import random
+import weakref
 
 import hypothesis.strategies as st
 import numpy as np
@@ -47,7 +48,7 @@ def add(queue: EvictionOrder[str], leaf: str, used_s: float, num_tokens: int = 1
     queue.add(leaf, LeafValue(nbytes, rest.pop("start", 0), num_tokens, used_s, **rest))
 
 
-# Leaves in the order of their use.
+# Leaf queue.
 
 OPERATIONS = st.lists(
     st.tuples(st.sampled_from(["put", "discard"]), st.integers(0, 8), st.integers(0, 20)), max_size=200
@@ -55,11 +56,11 @@ OPERATIONS = st.lists(
 
 
 @given(OPERATIONS)
-def test_the_queue_knows_both_ends(operations: list[tuple[str, int, int]]) -> None:
+def test_leaf_queue_returns_oldest_and_newest(operations: list[tuple[str, int, int]]) -> None:
     queue: LeafQueue[int] = LeafQueue()
     model: dict[int, int] = {}
-    for what, key, used_s in operations:
-        if what == "put":
+    for operation, key, used_s in operations:
+        if operation == "put":
             queue.put(key, used_s, start=0)
             model[key] = used_s
         else:
@@ -73,23 +74,40 @@ def test_the_queue_knows_both_ends(operations: list[tuple[str, int, int]]) -> No
             assert model[newest] == max(model.values())
 
 
-def test_the_queue_does_not_grow_with_the_number_of_uses() -> None:
-    queue: LeafQueue[int] = LeafQueue()
-    for used_s in range(10_000):
-        queue.put(used_s % 10, used_s, start=0)
-    assert queue.newest() == 9
-    for used_s in range(10_000, 20_000):
-        queue.put(used_s % 10, used_s, start=0)
-    assert len(queue._oldest) + len(queue._newest or ()) < 300
+class CountedKey:
+    """A key that is equal to others of its number, so that each use can have an object of its own."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CountedKey) and other.number == self.number
+
+    def __hash__(self) -> int:
+        return hash(self.number)
 
 
-# What keeping is worth.
+def test_leaf_queue_does_not_grow_with_number_of_uses() -> None:
+    queue: LeafQueue[CountedKey] = LeafQueue()
+    keys: list[weakref.ref[CountedKey]] = []
+    for used_s in range(20_000):
+        key = CountedKey(used_s % 10)
+        keys.append(weakref.ref(key))
+        queue.put(key, used_s, start=0)
+        if used_s == 9_999:
+            newest = queue.newest()
+            assert newest is not None
+            assert newest.number == 9
+    assert sum(key() is not None for key in keys) < 300
+
+
+# Worth.
 
 
 @given(CHANCES)
-def test_the_best_rate_is_the_best_of_all_times_to_give_up(chance: np.ndarray) -> None:
+def test_best_rate_is_maximum_over_all_times_to_give_up(chance: np.ndarray) -> None:
     widths = np.diff(EDGES_S)
-    found = best_rate(chance)
+    rates = best_rate(chance)
     for first in (0, 7, NUM_BUCKETS - 1):
         alive, uses, seconds, best = 1.0, 0.0, 0.0, 0.0
         for at in range(first, NUM_BUCKETS):
@@ -97,16 +115,16 @@ def test_the_best_rate_is_the_best_of_all_times_to_give_up(chance: np.ndarray) -
             seconds += alive * widths[at] * (1 - chance[at] / 2)
             alive *= 1 - chance[at]
             best = max(best, uses / seconds)
-        assert found[first] == pytest.approx(best, rel=1e-6, abs=1e-12)
+        assert rates[first] == pytest.approx(best, rel=1e-6, abs=1e-12)
 
 
-def test_what_has_not_come_back_yet_counts_only_for_the_ages_it_has_reached() -> None:
+def test_hazard_counts_open_observations_only_up_to_their_age() -> None:
     used, ended, none = np.zeros(NUM_BUCKETS), np.zeros(NUM_BUCKETS), np.zeros(NUM_BUCKETS)
-    used[5] = ended[5] = 1000.0  # all that reached the bucket came back in it
-    ended[2] = 9000.0  # these have not reached it
-    found = hazard(used, ended, none)
-    assert found[5] > 0.9
-    assert found[2] == 0.0
+    used[5] = ended[5] = 1000.0  # all observations that reached the bucket ended by a use
+    ended[2] = 9000.0  # these have not reached bucket 5
+    chances = hazard(used, ended, none)
+    assert chances[5] > 0.9
+    assert chances[2] == 0.0
 
 
 def test_what_leaves_a_bucket_without_a_use_was_in_it_half_the_time() -> None:
@@ -116,13 +134,13 @@ def test_what_leaves_a_bucket_without_a_use_was_in_it_half_the_time() -> None:
 
 
 @given(st.floats(0, 1e7))
-def test_every_age_has_its_bucket(age_s: float) -> None:
+def test_bucket_contains_its_age(age_s: float) -> None:
     at = bucket(age_s)
     assert EDGES_S[at] <= age_s or at == 0
     assert age_s <= EDGES_S[at + 1] or at == NUM_BUCKETS - 1
 
 
-def test_without_measurements_older_is_worth_less() -> None:
+def test_density_without_measurements_falls_with_age() -> None:
     reuse = Reuse()
     rates = [reuse.density(ReuseClass.FRESH, age_s) for age_s in (0.1, 0.6, 1, 10, 100, 1000, 10_000)]
     assert rates == sorted(rates, reverse=True)
@@ -130,30 +148,30 @@ def test_without_measurements_older_is_worth_less() -> None:
 
 
 def learned(gaps_s: dict[ReuseClass, float], num_uses: int = 400) -> Reuse:
-    """Every use of a kind is followed by the next after that gap; infinite: never."""
+    """Return statistics in which every use of a class is followed by another after its gap; infinite: never."""
     reuse = Reuse(refresh_every=10**9)
-    for kind, gap_s in gaps_s.items():
+    for reuse_class, gap_s in gaps_s.items():
         for at in range(num_uses):
-            ticket = reuse.opened(kind, 1.0, float(at))
+            awaited = reuse.opened(reuse_class, 1.0, float(at))
             if gap_s < math.inf:
-                reuse.reused(ticket, 1.0, at + gap_s)
+                reuse.reused(awaited, 1.0, at + gap_s)
     reuse.refresh(1e5)
     return reuse
 
 
-def test_a_kind_that_comes_back_is_worth_more_than_one_that_does_not() -> None:
+def test_density_is_higher_for_class_that_is_reused() -> None:
     reuse = learned({ReuseClass.FRESH: math.inf, ReuseClass.CONTINUED: 60.0})
     assert reuse.density(ReuseClass.CONTINUED, 10.0) > 5 * reuse.density(ReuseClass.FRESH, 10.0)
 
 
-def test_a_kind_is_worth_most_just_before_it_comes_back() -> None:
+def test_density_is_highest_shortly_before_reuse() -> None:
     reuse = learned({ReuseClass.CONTINUED: 60.0})
     before, young, late = (reuse.density(ReuseClass.CONTINUED, age_s) for age_s in (50.0, 1.0, 500.0))
     assert before > 2 * young
     assert young > 2 * late
 
 
-def test_only_the_last_uses_count() -> None:
+def test_reuse_learns_from_last_window_only() -> None:
     reuse = Reuse(window=100)
     for at in range(1000):
         reuse.reused(reuse.opened(ReuseClass.FRESH, 1.0, float(at)), 1.0, at + 1.0)
@@ -162,10 +180,10 @@ def test_only_the_last_uses_count() -> None:
     assert reuse.density(ReuseClass.FRESH, 1.0) < Reuse().density(ReuseClass.FRESH, 1.0)
 
 
-# Who goes.
+# Eviction order.
 
 
-def test_of_one_kind_the_oldest_goes_first() -> None:
+def test_oldest_leaf_of_a_class_is_chosen_first() -> None:
     queue = eviction()
     for leaf, used_s in (("b", 2.0), ("a", 1.0), ("c", 3.0)):
         add(queue, leaf, used_s)
@@ -173,36 +191,36 @@ def test_of_one_kind_the_oldest_goes_first() -> None:
     assert queue.choose(10, 4.0) == []
 
 
-def test_a_young_leaf_of_a_kind_that_never_comes_back_goes_before_an_old_one_that_does() -> None:
+def test_young_leaf_of_unused_class_is_chosen_before_old_leaf_of_reused_class() -> None:
     queue = eviction(learned({ReuseClass.LEFT_FRESH: math.inf, ReuseClass.CONTINUED: 60.0}))
     add(queue, "chat", 0.0, reuse_class=ReuseClass.CONTINUED)
     add(queue, "left", 30.0, reuse_class=ReuseClass.LEFT_FRESH)
     assert queue.choose(10, 31.0)[0].leaf == "left"
 
 
-@pytest.mark.parametrize(("nbytes", "goes"), [(105, "older"), (130, "larger")])
-def test_another_than_the_oldest_goes_only_where_it_is_clearly_worth_less(nbytes: int, goes: str) -> None:
+@pytest.mark.parametrize(("nbytes", "chosen"), [(105, "older"), (130, "larger")])
+def test_oldest_leaf_is_spared_only_for_clearly_lower_worth(nbytes: int, chosen: str) -> None:
     queue = eviction()
     add(queue, "older", 1.0, num_tokens=100, nbytes=100)
     add(queue, "larger", 1.01, num_tokens=100, nbytes=nbytes)
-    assert queue.choose(10, 1000.0)[0].leaf == goes
+    assert queue.choose(10, 1000.0)[0].leaf == chosen
 
 
-def test_bytes_count() -> None:
+def test_leaf_with_more_bytes_per_token_is_chosen_first() -> None:
     queue = eviction()
     add(queue, "4 bits", 1.0, nbytes=1000, num_tokens=40)
     add(queue, "16 bits", 1.0, nbytes=1000, num_tokens=10)
     assert queue.choose(10, 2.0)[0].leaf == "16 bits"
 
 
-def test_the_position_counts_where_it_is_given_weight() -> None:
+def test_weighted_position_makes_late_leaf_worth_more() -> None:
     queue: EvictionOrder[str] = EvictionOrder(Reuse(), PrefillCost(attention_tokens=1000), 1)
     add(queue, "far", 1.0, start=100_000)
     add(queue, "near", 1.0, start=0)
     assert queue.choose(1, 2.0)[0].leaf == "near"
 
 
-def test_what_is_in_use_never_goes_and_what_has_expired_goes_unasked() -> None:
+def test_discarded_leaf_is_never_chosen_and_expired_leaf_without_need() -> None:
     queue = eviction()
     add(queue, "leased", 1.0)
     add(queue, "short", 2.0, expires_s=50.0)
@@ -216,7 +234,7 @@ def test_what_is_in_use_never_goes_and_what_has_expired_goes_unasked() -> None:
     assert len(queue) == 0
 
 
-def test_a_leaf_that_was_used_again_waits_at_its_new_place() -> None:
+def test_leaf_added_again_moves_to_its_new_time() -> None:
     queue = eviction()
     for used_s, leaf in enumerate("abc"):
         add(queue, leaf, float(used_s))
@@ -226,7 +244,7 @@ def test_a_leaf_that_was_used_again_waits_at_its_new_place() -> None:
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000), st.sampled_from([1, 16, 256]))
-def test_a_trim_frees_what_is_needed_and_is_worth_its_copy(num_tokens: int, need_tokens: int, quantum: int) -> None:
+def test_kept_tokens_frees_need_and_at_least_an_eighth(num_tokens: int, need_tokens: int, quantum: int) -> None:
     keep = kept_tokens(num_tokens, need_tokens, quantum)
     assert 0 <= keep < num_tokens
     assert keep % quantum == 0
@@ -234,7 +252,7 @@ def test_a_trim_frees_what_is_needed_and_is_worth_its_copy(num_tokens: int, need
     assert num_tokens - keep >= num_tokens / 8
 
 
-def test_all_trims_of_a_long_leaf_together_copy_seven_times_its_length_at_most() -> None:
+def test_all_trims_of_a_leaf_copy_at_most_seven_times_its_length() -> None:
     left, copied = 100_000, 0
     while left:
         left = kept_tokens(left, 1, 1)
@@ -243,7 +261,7 @@ def test_all_trims_of_a_long_leaf_together_copy_seven_times_its_length_at_most()
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 100)), min_size=1, max_size=20), st.integers(1, 500))
-def test_choosing_again_and_again_frees_what_is_needed_or_all(sizes: list[tuple[int, int]], need: int) -> None:
+def test_repeated_choices_free_need_or_everything(sizes: list[tuple[int, int]], need: int) -> None:
     queue = eviction()
     held = {str(at): (tokens, 10 * tokens) for at, (tokens, _) in enumerate(sizes)}
     for at, (tokens, used_s) in enumerate(sizes):
@@ -269,48 +287,50 @@ LEAVES = st.lists(
 
 
 @given(LEAVES, st.booleans())
-def test_what_is_superseded_goes_before_anything_else(
+def test_superseded_leaves_are_chosen_before_all_others(
     leaves: list[tuple[ReuseClass, float, int, bool, bool]], spare_only: bool
 ) -> None:
     queue, known = eviction(), dict[str, LeafValue]()
-    for number, (kind, used_s, nbytes, is_spare, is_superseded) in enumerate(leaves):
-        known[str(number)] = LeafValue(nbytes, 0, 10, used_s, kind, is_spare=is_spare, is_superseded=is_superseded)
+    for number, (reuse_class, used_s, nbytes, is_spare, is_superseded) in enumerate(leaves):
+        known[str(number)] = LeafValue(
+            nbytes, 0, 10, used_s, reuse_class, is_spare=is_spare, is_superseded=is_superseded
+        )
         queue.add(str(number), known[str(number)])
-    gone = []
+    evicted = []
     while chosen := queue.choose(1000, 100.0, spare_only=spare_only):
-        gone += [known[leaf] for leaf, keep_tokens in chosen if not keep_tokens]
-    superseded = [leaf.is_superseded for leaf in gone]
+        evicted += [known[leaf] for leaf, keep_tokens in chosen if not keep_tokens]
+    superseded = [leaf.is_superseded for leaf in evicted]
     assert superseded == sorted(superseded, reverse=True)
     assert superseded.count(True) == sum(leaf.is_superseded for leaf in known.values())
     others = [leaf for leaf in known.values() if not leaf.is_superseded and (leaf.is_spare or not spare_only)]
-    assert len(gone) == superseded.count(True) + len(others)
+    assert len(evicted) == superseded.count(True) + len(others)
 
 
 @given(LEAVES)
-def test_without_superseded_leaves_the_order_is_what_it_was(
+def test_superseded_leaves_do_not_change_order_of_others(
     leaves: list[tuple[ReuseClass, float, int, bool, bool]],
 ) -> None:
-    """They go first, and change nothing among the others."""
+    """Compare the order of the other leaves with the order that they have alone."""
     queue, without = eviction(), eviction()
-    for number, (kind, used_s, nbytes, is_spare, is_superseded) in enumerate(leaves):
-        leaf = LeafValue(nbytes, 0, 10, used_s, kind, is_spare=is_spare, is_superseded=is_superseded)
+    for number, (reuse_class, used_s, nbytes, is_spare, is_superseded) in enumerate(leaves):
+        leaf = LeafValue(nbytes, 0, 10, used_s, reuse_class, is_spare=is_spare, is_superseded=is_superseded)
         queue.add(str(number), leaf)
         if not is_superseded:
             without.add(str(number), leaf)
 
     def order(of: EvictionOrder[str]) -> list[str]:
-        gone = []
+        evicted = []
         while chosen := of.choose(1000, 100.0):
-            gone += [leaf for leaf, _ in chosen]
-        return gone
+            evicted += [leaf for leaf, _ in chosen]
+        return evicted
 
     assert order(queue)[sum(leaf[-1] for leaf in leaves) :] == order(without)
 
 
-# What is known of nodes and requests.
+# Records of uses and requests.
 
 
-def test_the_lower_half_of_a_split_is_of_another_kind() -> None:
+def test_lower_half_of_split_node_has_left_class() -> None:
     tree: RadixTree[str] = RadixTree()
     uses = UseRecords()
     uses.record_insert(tree.insert(ROOT, [1, 2, 3, 4], "a"), ReuseClass.CONTINUED, 1.0)
@@ -321,7 +341,7 @@ def test_the_lower_half_of_a_split_is_of_another_kind() -> None:
     assert uses[upper] == uses[inserted.path[-1]] == Use(2.0, ReuseClass.FRESH)
 
 
-def test_a_prompt_that_is_half_known_continues_something() -> None:
+def test_history_classes_prompt_as_continued_from_half_known_on() -> None:
     history = RequestHistory(Reuse(), cache_tokens=lambda: 100)
     assert history.record_request(ROOT, [1, 2, 3], 0.0) is ReuseClass.FRESH
     assert history.record_request(ROOT, [1, 2, 3, 4, 5, 6], 1.0) is ReuseClass.CONTINUED
@@ -329,7 +349,7 @@ def test_a_prompt_that_is_half_known_continues_something() -> None:
     assert history.record_request(b"other", [1, 2, 3], 3.0) is ReuseClass.FRESH
 
 
-def test_history_forgets_the_oldest_first_and_stays_bounded() -> None:
+def test_history_is_bounded_and_forgets_oldest_first() -> None:
     history = RequestHistory(Reuse(), cache_tokens=lambda: 100)
     rng = random.Random(0)
     for at in range(500):
@@ -340,15 +360,15 @@ def test_history_forgets_the_oldest_first_and_stays_bounded() -> None:
     assert history.record_request(ROOT, [1, 2, 3], 501.0) is ReuseClass.CONTINUED
 
 
-def test_worth_finds_what_lru_drops_just_too_early() -> None:
-    """Prompts that come round in turn, more than fit: LRU drops each just before it is asked for again."""
+def test_worth_beats_lru_on_cyclic_prompts() -> None:
+    """Cycle through more prompts than fit: LRU evicts each shortly before its next request."""
     prompts = [np.arange(100 * which, 100 * which + 20, dtype=np.int32) for which in range(12)]
     trace = trace_of("scans", [Asked(10.0 * at, prompts[at % 12]) for at in range(12 * 40)])
     assert serve_all(trace, LruStore(120)).num_found == 0
     assert serve_all(trace, StrataStore(120)).rate > 0.25
 
 
-def test_worth_is_learned_anew_after_so_many_uses_and_not_before() -> None:
+def test_density_changes_only_after_refresh_interval() -> None:
     reuse = Reuse(refresh_every=3)
     known = reuse.density(ReuseClass.FRESH, 1.0)
     for now_s in (1.0, 2.0):
@@ -358,12 +378,12 @@ def test_worth_is_learned_anew_after_so_many_uses_and_not_before() -> None:
     assert reuse.density(ReuseClass.FRESH, 1.0) != known
 
 
-def test_a_use_is_learned_from_as_long_as_it_is_in_the_window_and_no_longer() -> None:
+def test_reuse_ignores_uses_that_left_the_window() -> None:
     reuse = Reuse(window=10, refresh_every=10**9)
     opened = [reuse.opened(ReuseClass.FRESH, 1.0, 0.0) for _ in range(30)]
     reuse.refresh(1.0)
     unused = reuse.density(ReuseClass.FRESH, 0.9)
-    reuse.reused(opened[19], 1.0, 0.9)  # ten have come since
+    reuse.reused(opened[19], 1.0, 0.9)  # ten uses have followed
     reuse.refresh(1.0)
     assert reuse.density(ReuseClass.FRESH, 0.9) == unused
     reuse.reused(opened[20], 1.0, 0.9)

@@ -1,7 +1,7 @@
 """Feed of cache events to listeners: which tokens of which prompts entered or left memory.
 
 The engine thread only queues an event; a thread of its own calls the listeners. When queued events exceed
-`MAX_WAITING_BYTES`, events are dropped, and listeners are told to forget everything that they know.
+`MAX_WAITING_BYTES`, events are dropped, and `cleared` is called once instead of them.
 """
 
 from __future__ import annotations
