@@ -95,7 +95,6 @@ def _parts() -> Iterator[type]:
     modules: list[ModuleType] = [
         importlib.import_module(found.name)
         for found in pkgutil.walk_packages(prefix_cache.__path__, "kvstrata.prefix_cache.")
-        for found in pkgutil.walk_packages(prefix_cache.__path__, "kvstrata.prefix_cache.")
     ]
     for module in modules:
         for _, of in inspect.getmembers(module, inspect.isclass):

@@ -31,7 +31,7 @@ def peak_over(drive: Drive, client: Client, num_tokens: int) -> int:
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     while len(client.ids) < num_tokens:
-        drive.loop.executor.step()
+        drive.core.executor.step()
     return mx.get_peak_memory() - before
 
 
@@ -40,7 +40,7 @@ def test_the_same_prompt_three_times_is_prefilled_once_and_counted_so() -> None:
     clients = [serve(drive, prompt(300)) for _ in range(3)]
     assert [cached(client) for client in clients] == [0, 299, 299]
     assert prefilled_tokens(drive) == 299
-    assert drive.stock.usage.count()["hit_tokens"] == 2 * 299
+    assert drive.prefix_cache.usage.count()["hit_tokens"] == 2 * 299
     hits = drive.metrics.registry.get_sample_value("vllm:prefix_cache_hits_total")
     queries = drive.metrics.registry.get_sample_value("vllm:prefix_cache_queries_total")
     assert (hits, queries) == (2 * 299, 900)
@@ -50,8 +50,8 @@ def test_another_model_under_the_same_name_gets_no_foreign_kv() -> None:
     drive = Drive(tiny_loaded(LLAMA))
     serve(drive, prompt(300))
     # The same store, asked by weights that have changed.
-    stock = drive.stock
-    stock.matcher.identity = replace(stock.matcher.identity, fingerprint="the same name, other weights")
+    cache = drive.prefix_cache
+    cache.matcher.identity = replace(cache.matcher.identity, fingerprint="the same name, other weights")
     other = serve(drive, prompt(300))
     assert cached(other) == 0
     assert cached(serve(drive, prompt(300))) == 299
@@ -63,7 +63,7 @@ def test_a_chat_of_eight_turns_takes_little_more_than_its_largest_entry() -> Non
     for turn in range(8):
         tokens = tokens + prompt(100, seed=turn)
         tokens = tokens + serve(drive, tokens, 8).ids
-    assert drive.stock.table.nbytes <= 1.1 * len(tokens) * drive.budget.token_bytes
+    assert drive.prefix_cache.table.nbytes <= 1.1 * len(tokens) * drive.budget.token_bytes
 
 
 def test_the_longest_match_wins_over_a_short_exact_prefix() -> None:
@@ -105,13 +105,13 @@ def test_quantized_kv_in_a_batch(architecture: str, head_dim: int, name: str) ->
     serve(drive, prompt(100), 2)
     clients = [drive.submit([*prompt(99), i, *prompt(5, seed=i)], 60) for i in range(4)]
     while not all(client.ids for client in clients):
-        drive.loop.executor.step()
-    assert drive.loop.state().running == 4
+        drive.core.executor.step()
+    assert drive.core.state().running == 4
     drive.run()
     settle(drive)
     assert [cached(client) for client in clients] == 4 * [99]
     kinds = {name} if architecture != "qwen3_next" else {name, "raw"}  # recurrent state is never quantized
-    assert {_short(precision) for precision in drive.stock.usage.usage().by_precision} == kinds
+    assert {_short(precision) for precision in drive.prefix_cache.usage.usage().by_precision} == kinds
 
 
 def _short(precision: str) -> str:
@@ -134,20 +134,20 @@ def test_a_change_of_membership_copies_nobodys_kv() -> None:
     serve(drive, prompt(3000), 2)
     big = drive.submit([*prompt(3000), 1], 4000)
     while len(big.ids) < 3:
-        drive.loop.executor.step()
-    held = drive.loop.state().kv_bytes
+        drive.core.executor.step()
+    held = drive.core.state().kv_bytes
     assert held > 7000 * drive.budget.token_bytes
     for i in range(3):
         small = drive.submit(prompt(20, seed=i + 1), 3)
         assert peak_over(drive, small, 2) < held / 20
-    drive.loop.executor.end_request(big.request.id)
+    drive.core.executor.end_request(big.request.id)
     drive.run()
 
 
 def test_a_hit_copies_nothing() -> None:
     drive = Drive(tiny_loaded(LLAMA, 4), EngineLimits(buffer_step_tokens=8))
     serve(drive, prompt(8000), 2)
-    held = drive.stock.table.nbytes
+    held = drive.prefix_cache.table.nbytes
     assert held > 7.5e6
     client = drive.submit([*prompt(8000), 1], 8)
     # One layer's scores and scratch at most.
@@ -159,11 +159,11 @@ def test_a_hit_copies_nothing() -> None:
 def test_concurrent_sharers_hold_a_prefix_once() -> None:
     drive = Drive(tiny_loaded(LLAMA), EngineLimits(buffer_step_tokens=16))
     serve(drive, prompt(2000), 2)
-    held = drive.stock.table.nbytes
+    held = drive.prefix_cache.table.nbytes
     clients = [drive.submit([*prompt(2000), i], 16) for i in range(8)]
     while not all(len(client.ids) > 3 for client in clients):
-        drive.loop.executor.step()
-    assert drive.stock.table.nbytes == held
+        drive.core.executor.step()
+    assert drive.prefix_cache.table.nbytes == held
     assert {sequence.parts[0].shared_by for sequence in drive.cache.usage().sequences} == {8}
     drive.run()
 
@@ -173,7 +173,7 @@ def test_the_partial_tail_is_stored_too() -> None:
     for length in (1, 63, 257, 511):
         serve(drive, prompt(length, seed=length), 3)
         # Two tokens of the reply were fed.
-        assert drive.stock.store.lookup(prompt(length, seed=length), "").num_tokens == length
+        assert drive.prefix_cache.lookup(prompt(length, seed=length), "").num_tokens == length
         asked = [*prompt(length, seed=length), 5, 6, 7]
         assert cached(serve(drive, asked, 3)) >= length
 
@@ -185,7 +185,7 @@ def test_after_a_change_of_bits_what_is_stored_stays_usable() -> None:
     settle(drive)
     assert cached(serve(drive, [*prompt(400), 1, 2])) == 400
     serve(drive, prompt(400, seed=1))
-    assert set(drive.stock.usage.usage().by_precision) == {"planes:4", "planes:8"}
+    assert set(drive.prefix_cache.usage.usage().by_precision) == {"planes:4", "planes:8"}
 
 
 def test_requantizing_lets_streams_run_on() -> None:
@@ -194,12 +194,12 @@ def test_requantizing_lets_streams_run_on() -> None:
         serve(drive, prompt(600, seed=seed))
     running = drive.submit(prompt(500, seed=9), 200)
     while len(running.ids) < 5:
-        drive.loop.executor.step()
+        drive.core.executor.step()
     drive.cache.requantize(PrecisionChange(parse("planes:4"), parse("planes:4"), scope="stored"))
     steps = 0
     while drive.cache.requantize_progress().is_running:
         before = len(running.ids)
-        drive.loop.executor.step()
+        drive.core.executor.step()
         # Every step does a little of the work, and brings its token.
         assert len(running.ids) == before + 1
         steps += 1

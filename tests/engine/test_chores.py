@@ -75,9 +75,9 @@ def test_span_stays_raw_after_transcoding_fails(
 def test_packing_failure_leaves_only_its_span_unwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from kvstrata.prefix_cache import tier_client
+    from kvstrata.prefix_cache import offload
 
-    monkeypatch.setattr(tier_client, "packing", failing(tier_client.packing))
+    monkeypatch.setattr(offload, "packing", failing(offload.packing))
     loaded = tiny_loaded("llama")
     with engine_on(tmp_path, loaded, KvConfig()) as engine:
         assert [ask(engine, "failing", 1, 9), ask(engine, "good", 2, 5)] == [0, 0]

@@ -42,6 +42,6 @@ def test_next_turn_waits_for_encoding_of_previous_one_while_stream_decodes(monke
     assert most_advanced == 1
     assert num_waited > NUM_LAYERS
     assert set(drive.cache.usage().tiers["hot"].by_precision) == {"planes:8"}  # only the chat is cached yet
-    drive.core.endings.end(stream.request.id)
+    drive.core.executor.end_request(stream.request.id)
     drive.run()
     assert cached(turn) == CHAT_TOKENS + 1

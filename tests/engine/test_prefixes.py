@@ -78,11 +78,11 @@ def test_prefix_evicted_before_the_start_is_computed(left: int, monkeypatch: pyt
     serve(drive, tokens[:300])
     match = drive.prefix_cache.lease
 
-    def match_after_eviction(tokens: Tokens, salt: str, asked_twice: int | None = None, session: str = "") -> Lease:
+    def match_after_eviction(tokens: Tokens, salt: str, reused_end: int | None = None, session: str = "") -> Lease:
         drive.prefix_cache.reclaimer.shrink_to(left * drive.budget.token_bytes)
-        return match(tokens, salt, asked_twice, session)
+        return match(tokens, salt, reused_end, session)
 
-    monkeypatch.setattr(drive.prefix_cache.store, "lease", match_after_eviction)
+    monkeypatch.setattr(drive.prefix_cache, "lease", match_after_eviction)
     client = serve(drive, tokens, 6)
     assert cached(client) <= left
     monkeypatch.undo()

@@ -72,7 +72,7 @@ class Played:
         assert not self.drive.cache.requantize_progress().is_running
 
     def end_request(self, which: int) -> None:
-        self.drive.core.endings.end(self.clients[which % len(self.clients)].request.id)
+        self.drive.core.executor.end_request(self.clients[which % len(self.clients)].request.id)
 
     def finish(self) -> None:
         self.drive.run()

@@ -208,7 +208,7 @@ def settled_bytes(served: Served) -> int:
     def measure(core: EngineCore) -> int:
         while core.pacer.has_work:
             core.pacer.run_slice(1.0)
-        core.prefix_cache.clearing.clear()
+        core.prefix_cache.evictor.clear()
         mx.clear_cache()
         return mx.get_active_memory()
 

@@ -83,7 +83,7 @@ class CallWriter:
     def cancel(self, request_id: str) -> None:
         raise AssertionError(f"{request_id} has ended by itself")
 
-    def end(self, request_id: str) -> None:
+    def finish_early(self, request_id: str) -> None:
         raise AssertionError(f"{request_id} ends by itself")
 
     async def _write(self, sink: Sink) -> None:

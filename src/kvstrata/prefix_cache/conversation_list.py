@@ -103,7 +103,7 @@ class SessionCounts:
             if len(counted) == MAX_COUNTED or num_lookup_tokens > MAX_LOOKUP_TOKENS or self._clock() >= until_s:
                 break
         is_last = self._num_done == len(self._conversations)
-        return CountedSlice(tuple(counted), disk.reach(looked_up) if looked_up else answered(()), is_last)
+        return CountedSlice(tuple(counted), disk.count_usable(looked_up) if looked_up else answered(()), is_last)
 
     def _count_prefix(self, prefix: CachedPrefix, until_s: float) -> CachedConversation | None:
         """Count the precisions of a cached prefix. None: the slice ended before the last run."""
