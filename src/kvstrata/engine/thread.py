@@ -192,13 +192,13 @@ class EngineThread:
 
     def _flush_tiers(self) -> None:
         """Write unwritten entries to each tier, within the time that its settings allow."""
-        disk, remote, stock = self._tiers.disk, self._tiers.remote, self.loop.stock
+        disk, remote, cache = self._tiers.disk, self._tiers.remote, self.loop.stock
         if disk is not None:
-            unwritten = stock.flush(disk.flush_s)
+            unwritten = cache.flush(disk.flush_s)
             if unwritten.tokens:
                 log.warning("%s", unwritten)
-        if remote is not None and stock.sharing is not None:
-            stock.sharing.flush(remote.flush_s)
+        if remote is not None and cache.sharing is not None:
+            cache.sharing.flush(remote.flush_s)
 
     def _set_up(self) -> None:
         """Probe the model, plan memory, open the tiers and build the engine core."""
