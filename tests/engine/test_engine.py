@@ -1,4 +1,4 @@
-"""The engine from outside: threads, refusals, cancellation, failure, shutting down."""
+"""The engine as other threads see it: refusals, cancellation, failure, shutdown."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def running(loaded: LoadedModel, **limits: Any) -> Iterator[Engine]:
 
 
 class Reply:
-    """Collects one request's events; waits for its end without polling."""
+    """Collects the events of a request, and waits for its end without polling."""
 
     def __init__(self, on_event: Callable[[Event], None] = lambda _: None) -> None:
         self.events: list[Event] = []
@@ -75,7 +75,7 @@ def request(id_: str, length: int = 8, max_tokens: int = 4, **fields: Any) -> Re
     return Request(id_, tuple(range(length)), max_tokens, **{"sampling": GREEDY, **fields})
 
 
-def test_requests_from_many_threads_are_all_answered() -> None:
+def test_engine_answers_requests_from_many_threads() -> None:
     with running(tiny_loaded("llama")) as engine:
         replies = [Reply() for _ in range(24)]
         threads = [
@@ -97,13 +97,13 @@ def buffer_step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 def most_tokens_of(engine: Engine, buffer_step: int) -> int:
-    """Of a sequence that is alone. Its last buffer may be larger than what it needs."""
+    """Return the longest sequence that runs alone. Its last KV buffer may be larger than needed."""
     return engine.props()["kv_budget_bytes"] // engine.props()["kv_bytes_per_token"] - (buffer_step - 1)
 
 
-def test_what_can_never_be_served_is_refused_with_the_numbers(buffer_step: int) -> None:
+def test_submit_refuses_impossible_requests_with_figures(buffer_step: int) -> None:
     loaded = tiny_loaded("llama", 4)
-    # Small chunks: what a step takes is little beside the cache.
+    # Small chunks keep the scratch small beside the cache.
     with running(loaded, memory_bytes=loaded.weight_bytes + 3 * MIB // 2, prefill_chunk_tokens=16) as engine:
         most_tokens = most_tokens_of(engine, buffer_step)
         assert 0 < most_tokens < 1100
@@ -121,7 +121,7 @@ def test_what_can_never_be_served_is_refused_with_the_numbers(buffer_step: int) 
             engine.submit(request("none", 3, 0), Reply().sink)
 
 
-def test_a_reply_without_a_limit_ends_where_memory_ends(buffer_step: int) -> None:
+def test_open_ended_reply_ends_at_the_memory_limit(buffer_step: int) -> None:
     loaded = tiny_loaded("llama")
     limits = {"prefill_chunk_tokens": 16, "buffer_step_tokens": 64}
     with running(loaded, memory_bytes=loaded.weight_bytes + MIB, **limits) as engine:
@@ -130,11 +130,11 @@ def test_a_reply_without_a_limit_ends_where_memory_ends(buffer_step: int) -> Non
         end = reply.wait()
         assert isinstance(end, Finished)
         assert end.reason == "length"
-        # The last token of a reply is never fed.
+        # The model never reads the last token of a reply.
         assert end.usage.completion_tokens == most_tokens_of(engine, buffer_step) - 100 + 1
 
 
-def test_the_queue_is_bounded() -> None:
+def test_submit_refuses_requests_beyond_the_queue() -> None:
     with running(tiny_loaded("llama"), max_running=1, max_waiting=2) as engine:
         replies = [Reply() for _ in range(3)]
         for i, reply in enumerate(replies):
@@ -150,7 +150,7 @@ def test_the_queue_is_bounded() -> None:
         assert isinstance(last.wait(), Finished)
 
 
-def test_no_owner_takes_more_than_half_of_the_places_that_others_leave() -> None:
+def test_shared_queue_gives_an_owner_at_most_half_of_the_other_places() -> None:
     with running(tiny_loaded("llama"), max_running=1, max_waiting=7, shares_queue=True) as engine:
         replies: dict[str, list[Reply]] = {"a": [], "b": [], "c": []}
 
@@ -176,33 +176,33 @@ def test_no_owner_takes_more_than_half_of_the_places_that_others_leave() -> None
         engine.require_place("a")
 
 
-def test_an_idle_engine_lets_go_of_what_has_expired_and_rests_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_engine_expires_entries_and_rests_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = tiny_loaded("llama")
     mx.eval(loaded.module.parameters())
     engine = Engine(loaded, EngineLimits(), Metrics(), KvConfig(ttl_s=0.5))
-    held, is_gone = [], threading.Event()
+    held, has_expired = [], threading.Event()
     expire = BackgroundPacer.expire
 
-    def watched(housekeeping: BackgroundPacer) -> None:
+    def recording_expire(housekeeping: BackgroundPacer) -> None:
         held.append(housekeeping._memory.cached_bytes)
         expire(housekeeping)
         if not housekeeping._memory.cached_bytes:
-            is_gone.set()
+            has_expired.set()
 
-    monkeypatch.setattr(BackgroundPacer, "expire", watched)
+    monkeypatch.setattr(BackgroundPacer, "expire", recording_expire)
     engine.start()
     try:
         engine.submit(request("r", 200), (reply := Reply()).sink)
         reply.wait()
-        assert is_gone.wait(30)
+        assert has_expired.wait(30)
         assert held[0] > 0
-        assert len(held) <= 3  # it slept until there was something to do
+        assert len(held) <= 3  # it rested in between
         assert engine.state().cached_bytes == 0
     finally:
         engine.stop()
 
 
-def test_draining_refuses_new_requests_and_finishes_old_ones() -> None:
+def test_drain_refuses_new_requests_and_finishes_old_ones() -> None:
     with running(tiny_loaded("llama")) as engine:
         reply = Reply()
         engine.submit(request("r", max_tokens=200), reply.sink)
@@ -214,7 +214,7 @@ def test_draining_refuses_new_requests_and_finishes_old_ones() -> None:
         assert end.usage.completion_tokens == 200
 
 
-def test_stopping_tells_those_who_wait() -> None:
+def test_stop_fails_open_requests() -> None:
     engine = Engine(tiny_loaded("llama"), EngineLimits(max_running=1), Metrics())
     engine.start()
     replies = [Reply() for _ in range(2)]
@@ -224,7 +224,7 @@ def test_stopping_tells_those_who_wait() -> None:
     assert all(isinstance(reply.wait(), Failed) for reply in replies)
 
 
-def test_two_hundred_clients_that_leave_at_random_moments_leave_nothing_behind() -> None:
+def test_cancelled_requests_leave_no_memory_behind() -> None:
     rng = random.Random(3)
     with running(tiny_loaded("qwen3_next"), max_running=8) as engine:
         engine.submit(request("warm"), (warm := Reply()).sink)
@@ -261,7 +261,7 @@ def _settled_memory(engine: Engine) -> int:
 
 
 class Brittle(nn.Module):
-    """A model with a defect: one token makes it raise."""
+    """A model that raises for one token."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ class Brittle(nn.Module):
         return self.module(tokens, cache=cache)
 
 
-def test_a_step_that_fails_ends_its_requests_and_not_the_server(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_step_fails_its_requests_and_not_the_engine(caplog: pytest.LogCaptureFixture) -> None:
     loaded = dataclasses.replace(tiny_loaded("llama"), module=Brittle(tiny_module("llama")))
     with running(loaded) as engine:
         engine.submit(Request("bad", (77, 1, 2), 4, GREEDY), (bad := Reply()).sink)
@@ -286,7 +286,7 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_server(caplog: pytest.L
         assert isinstance(good.wait(), Finished)
 
 
-def test_a_prompt_as_an_array_is_used_as_it_is_and_refused_where_it_is_another() -> None:
+def test_prompt_ids_are_used_without_a_copy_and_refused_for_another_prompt() -> None:
     prompt = tuple(range(1, 40))
     ids = np.array(prompt, np.int32)
     asked = Request("a", prompt, 4, GREEDY, prompt_ids=ids)
@@ -300,8 +300,8 @@ def test_a_prompt_as_an_array_is_used_as_it_is_and_refused_where_it_is_another()
             dataclasses.replace(asked, prompt=other)
 
 
-def test_steps_are_traced_at_the_start_and_not_after_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What made a step fail may make the next ones fail, too: the thread must live to serve later requests."""
+def test_steps_are_traced_at_the_start_and_not_after_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of a step may come back in tracing, and the thread must serve later requests."""
     traced: list[int] = []
     monkeypatch.setattr(ModelRunner, "trace_steps", lambda _, most_rows: traced.append(most_rows))
     loaded = dataclasses.replace(tiny_loaded("llama"), module=Brittle(tiny_module("llama")))
@@ -313,7 +313,7 @@ def test_steps_are_traced_at_the_start_and_not_after_one_that_failed(monkeypatch
         assert traced == [3]
 
 
-def test_a_sink_that_fails_costs_nobody_else_a_reply(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_sink_fails_no_other_request(caplog: pytest.LogCaptureFixture) -> None:
     def sink(_: Event) -> None:
         raise ValueError("gone")
 
@@ -325,7 +325,7 @@ def test_a_sink_that_fails_costs_nobody_else_a_reply(caplog: pytest.LogCaptureFi
     assert "gone" in caplog.text
 
 
-def test_a_command_that_fails_does_not_end_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_tier_event_fails_requests_and_not_the_engine(caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> None:
         raise RuntimeError("out of memory")
 
@@ -366,11 +366,11 @@ def test_engine_that_cannot_recover_answers_all_clients(monkeypatch: pytest.Monk
     with running(loaded, max_running=1) as engine:
         monkeypatch.setattr(engine_thread, "build_core", fail)
         replies = [Reply() for _ in range(3)]
-        is_asked = threading.Event()
-        asked = engine.ask(lambda _: is_asked.wait(60))  # all are there before the first is run
+        may_answer = threading.Event()
+        asked = engine.ask(lambda _: may_answer.wait(60))  # all commands arrive before the first one runs
         for i, reply in enumerate(replies):
             engine.submit(Request(f"r{i}", (77, 1, 2), 4, GREEDY), reply.sink)
-        is_asked.set()
+        may_answer.set()
         assert asked.result(60)
         assert all(isinstance(reply.wait(), Failed) for reply in replies)
         engine._thread._thread.join(60)
@@ -383,6 +383,8 @@ def test_engine_that_cannot_recover_answers_all_clients(monkeypatch: pytest.Monk
 
 
 class Broken(nn.Module):
+    """A model that always raises."""
+
     def __init__(self, module: Any) -> None:
         super().__init__()
         self.layers = module.layers
@@ -391,19 +393,19 @@ class Broken(nn.Module):
         raise RuntimeError("no such kernel")
 
 
-def test_a_model_that_cannot_run_is_said_at_start() -> None:
+def test_start_raises_for_a_model_that_cannot_run() -> None:
     loaded = dataclasses.replace(tiny_loaded("llama"), module=Broken(tiny_module("llama")))
     with pytest.raises(ModelError, match="no such kernel"):
         Engine(loaded, EngineLimits(), Metrics()).start()
 
 
-def test_a_memory_limit_below_the_model_is_said_at_start() -> None:
+def test_start_raises_for_a_memory_limit_below_the_weights() -> None:
     with pytest.raises(ConfigError, match="Raise --memory-limit"):
         Engine(tiny_loaded("llama"), EngineLimits(memory_bytes=1000), Metrics()).start()
 
 
-def test_engines_that_stopped_or_never_started_leave_no_threads_behind() -> None:
-    """Threads as the system counts them: those that MLX starts are none of Python's, and each keeps memory."""
+def test_stopped_and_failed_engines_leave_no_threads_behind() -> None:
+    """Threads are counted by the system, because MLX starts threads that Python does not know."""
     process = psutil.Process()
     broken = dataclasses.replace(tiny_loaded("llama"), module=Broken(tiny_module("llama")))
 
@@ -418,14 +420,14 @@ def test_engines_that_stopped_or_never_started_leave_no_threads_behind() -> None
     num_threads = process.num_threads()
     for _ in range(4):
         live_and_end()
-    # Those that were just joined may still be on their way out.
+    # Threads that were just joined may not have ended in the system.
     until_s = time.monotonic() + 10
     while process.num_threads() > num_threads + 1 and time.monotonic() < until_s:
         time.sleep(0.05)
     assert process.num_threads() <= num_threads + 1
 
 
-def test_an_engine_that_gets_no_stream_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_raises_when_no_stream_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: Streams) -> None:
         raise RuntimeError("no thread can be started")
 
@@ -434,11 +436,11 @@ def test_an_engine_that_gets_no_stream_says_so(monkeypatch: pytest.MonkeyPatch) 
         Engine(tiny_loaded("llama"), EngineLimits(), Metrics()).start()
 
 
-def test_the_default_model_says_the_same_in_a_batch_as_alone(default_model: LoadedModel) -> None:
+def test_default_model_replies_are_the_same_in_a_batch(default_model: LoadedModel) -> None:
     questions = ["What is the capital of France?", "Name a colour.", "Count to three.", "What is water made of?"]
     questions += ["Who wrote Hamlet?", "What is 2 + 2?", "Say hello.", "Name a planet."]
     prompts = [_chat(default_model, question) for question in questions]
-    # The first leaves when the last has come.
+    # The first request ends after the last has joined.
     requests = [Request(f"q{i}", prompt, 8 + i, GREEDY) for i, prompt in enumerate(prompts)]
     with running(default_model) as engine:
         alone = [_replies(engine, [request])[0] for request in requests]
@@ -453,7 +455,7 @@ def _chat(loaded: LoadedModel, question: str) -> tuple[int, ...]:
 
 
 def _replies(engine: Engine, requests: list[Request]) -> list[Reply]:
-    """Each joins when the one before has its first token, and leaves when its own length is reached."""
+    """Submit each request when the one before has its first token, and wait for all."""
     replies: list[Reply] = []
 
     def submit_next(event: Event | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What is told of a model before it is loaded is what an engine has then: bytes, budgets, stored conversations."""
+"""Forecasts of a model that is not loaded, compared with an engine that serves it."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from tests.tiny import ARCHITECTURES, FOREIGN, VOCAB, tiny_config, tiny_loaded, 
 MIB = 1 << 20
 LIMIT_BYTES = 1024 * MIB
 BACKEND = mlx_backend()
-# Of the budget for KV: how far what is expected may be from what is measured.
+# Largest difference between the forecast and the measured budget for KV, as a share of the budget.
 NEAR = 0.1
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Scratch]:
-    """The scratch of every engine that is started."""
+    """Collects the scratch of every engine that starts."""
     seen: list[Scratch] = []
     measure = thread.remembered_scratch
 
@@ -53,7 +53,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Scratch]:
 
 @contextmanager
 def started(loaded: LoadedModel, storage: KvConfig, disk: DiskOptions | None = None) -> Iterator[Engine]:
-    mx.eval(arrays_in(loaded.module))  # what is lazy belongs to this thread
+    mx.eval(arrays_in(loaded.module))  # lazy arrays belong to this thread
     engine = Engine(loaded, EngineLimits(memory_bytes=LIMIT_BYTES), Metrics(), storage, disk)
     engine.start()
     try:
@@ -63,7 +63,7 @@ def started(loaded: LoadedModel, storage: KvConfig, disk: DiskOptions | None = N
 
 
 def outline_of(architecture: str) -> Outline:
-    """Without a folder: of the module that tests run."""
+    """Return the outline of a test model, without a folder."""
     layout, logits = outline_layers(tiny_module(architecture), is_mla=architecture.startswith("deepseek"))
     loaded = tiny_loaded(architecture)
     return Outline(
@@ -92,27 +92,27 @@ STARTS = [
 
 
 @pytest.mark.parametrize(("architecture", "names"), STARTS)
-def test_a_plan_agrees_with_the_engine(
+def test_forecast_agrees_with_the_engine(
     tmp_path: Path, architecture: str, names: tuple[str, str], measured: list[Scratch]
 ) -> None:
     folder = write_model(tmp_path / architecture, tiny_module(architecture), tiny_config(architecture))
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    found = outline(str(folder), BACKEND, limit_bytes=LIMIT_BYTES)
-    assert mx.get_peak_memory() - before < 1 << 16  # nothing was read or computed
+    model = outline(str(folder), BACKEND, limit_bytes=LIMIT_BYTES)
+    assert mx.get_peak_memory() - before < 1 << 16  # no weight was read, nothing was computed
 
     loaded = load(str(folder), memory_limit_bytes=LIMIT_BYTES)
-    assert found.weight_bytes == loaded.weight_bytes
-    assert (found.context_tokens, found.vocab_size) == (loaded.context_tokens, loaded.vocab_size)
+    assert model.weight_bytes == loaded.weight_bytes
+    assert (model.context_tokens, model.vocab_size) == (loaded.context_tokens, loaded.vocab_size)
     with started(loaded, KvConfig(k=parse(names[0]), v=parse(names[1]))) as engine:
         props = engine.props()
-    exact = forecast(found, LIMIT_BYTES, precisions=[names], scratch=measured[-1])
+    exact = forecast(model, LIMIT_BYTES, precisions=[names], scratch=measured[-1])
     assert exact.token_bytes == props["kv_bytes_per_token"]
     assert exact.sequence_bytes == props["kv_bytes_per_sequence"]
-    assert found.layout.count_by_kind() == props["layers"]
-    assert found.layout.path == props["attention"]["path"]
+    assert model.layout.count_by_kind() == props["layers"]
+    assert model.layout.path == props["attention"]["path"]
     assert exact.precisions[0].kv_bytes == props["kv_budget_bytes"]
-    expected = forecast(found, LIMIT_BYTES, precisions=[names])
+    expected = forecast(model, LIMIT_BYTES, precisions=[names])
     assert expected.precisions[0].kv_bytes == pytest.approx(props["kv_budget_bytes"], rel=NEAR)
 
 
@@ -125,22 +125,22 @@ def converse(drive: Drive, num_tokens: int) -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "deepseek_v3", "gemma3_text", "qwen3_5", "falcon_h1"])
 @pytest.mark.parametrize("names", [RAW, MIXED])
-def test_a_stored_conversation_takes_what_was_told(architecture: str, names: tuple[str, str]) -> None:
-    tokens, found = 1024, outline_of(architecture)
-    told = forecast(found, LIMIT_BYTES, precisions=[names], lengths=[tokens])
+def test_cached_conversation_takes_the_forecast_bytes(architecture: str, names: tuple[str, str]) -> None:
+    tokens, model = 1024, outline_of(architecture)
+    result = forecast(model, LIMIT_BYTES, precisions=[names], lengths=[tokens])
     drive = Drive(tiny_loaded(architecture), storage=KvConfig(k=parse(names[0]), v=parse(names[1])))
     converse(drive, tokens)
-    held = drive.prefix_cache.table.nbytes
-    (stored,) = told.precisions[0].capacities
-    marks = found.layout.fixed_bytes > 0
-    # One prompt leaves fewer points to resume at than a conversation may keep.
-    assert held <= 1.02 * stored.bytes
-    assert held >= (0.98 * stored.bytes if not marks else tokens * told.precisions[0].token_bytes)
+    cached_bytes = drive.prefix_cache.table.nbytes
+    (capacity,) = result.precisions[0].capacities
+    has_checkpoints = model.layout.fixed_bytes > 0
+    # One prompt leaves fewer checkpoints than a conversation may keep.
+    assert cached_bytes <= 1.02 * capacity.bytes
+    assert cached_bytes >= (0.98 * capacity.bytes if not has_checkpoints else tokens * result.precisions[0].token_bytes)
 
 
-def test_a_conversation_on_the_disk_takes_what_was_told(tmp_path: Path) -> None:
-    tokens, found = 2048, outline_of("llama")
-    (stored,) = forecast(found, LIMIT_BYTES, precisions=[RAW], lengths=[tokens]).precisions[0].capacities
+def test_conversation_on_the_disk_takes_the_forecast_bytes(tmp_path: Path) -> None:
+    tokens, model = 2048, outline_of("llama")
+    (capacity,) = forecast(model, LIMIT_BYTES, precisions=[RAW], lengths=[tokens]).precisions[0].capacities
     disk = DiskOptions(tmp_path / "kv", 256 * MIB, reserve_bytes=0)
     with started(tiny_loaded("llama"), KvConfig(), disk) as engine:
         reply = Reply()
@@ -148,65 +148,65 @@ def test_a_conversation_on_the_disk_takes_what_was_told(tmp_path: Path) -> None:
         engine.submit(Request("only", prompt, 2, sampling=GREEDY), reply.sink)
         reply.wait()
     on_disk = sum(path.stat().st_size for path in (tmp_path / "kv").rglob("*.safetensors"))
-    assert 0.9 * stored.disk_bytes <= on_disk <= stored.disk_bytes
+    assert 0.9 * capacity.disk_bytes <= on_disk <= capacity.disk_bytes
 
 
-def test_the_advice_is_the_most_exact_row_that_holds_what_is_wanted() -> None:
-    found = replace(outline_of("llama"), context_tokens=8192)
-    told = forecast(found, 128 * MIB, lengths=[8192])
-    counts = {row.name: row.capacities[0].conversations for row in told.precisions}
+def test_advise_returns_the_most_exact_precision_that_fits() -> None:
+    model = replace(outline_of("llama"), context_tokens=8192)
+    result = forecast(model, 128 * MIB, lengths=[8192])
+    counts = {row.name: row.capacities[0].conversations for row in result.precisions}
     assert list(counts) == ["raw", "planes:8", "planes:8/planes:4", "planes:4"]
     assert list(counts.values()) == sorted(counts.values())
     for name, count in counts.items():
-        row = advise(told, tokens=8192, conversations=count)
+        row = advise(result, tokens=8192, conversations=count)
         assert row is not None
         assert row.capacities[0].conversations >= count
         assert list(counts).index(row.name) <= list(counts).index(name)
-    assert advise(told, tokens=8192, conversations=counts["planes:4"] + 1) is None
-    assert advise(told, tokens=4096, conversations=1) is None  # that length was not asked for
+    assert advise(result, tokens=8192, conversations=counts["planes:4"] + 1) is None
+    assert advise(result, tokens=4096, conversations=1) is None  # the forecast has no such length
 
 
-def test_a_request_that_fits_only_when_it_is_encoded_asks_for_live() -> None:
-    found = replace(outline_of("llama"), context_tokens=1 << 20)
-    told = forecast(found, 64 * MIB, precisions=[("planes:4", "planes:4")], scratch=Scratch())
-    (row,) = told.precisions
+def test_needs_live_when_a_request_fits_only_encoded() -> None:
+    model = replace(outline_of("llama"), context_tokens=1 << 20)
+    result = forecast(model, 64 * MIB, precisions=[("planes:4", "planes:4")], scratch=Scratch())
+    (row,) = result.precisions
     assert row.max_request_tokens < row.max_live_request_tokens
     assert needs_live(row, row.max_live_request_tokens)
     assert not needs_live(row, row.max_request_tokens)
 
 
-def test_a_precision_that_the_layers_cannot_have_is_left_out_with_the_reason() -> None:
-    told = forecast(outline_of("llama"), LIMIT_BYTES, precisions=[RAW, ("affine:8:g128", "raw")])
-    assert [row.name for row in told.precisions] == ["raw"]
-    assert "affine:8:g128" in told.unsupported[0]
+def test_forecast_lists_an_unsupported_precision_with_the_reason() -> None:
+    result = forecast(outline_of("llama"), LIMIT_BYTES, precisions=[RAW, ("affine:8:g128", "raw")])
+    assert [row.name for row in result.precisions] == ["raw"]
+    assert "affine:8:g128" in result.unsupported[0]
 
 
-def test_a_model_with_caches_of_its_own_is_kept_as_it_is() -> None:
-    told = forecast(outline_of(FOREIGN), LIMIT_BYTES)
-    assert [row.name for row in told.precisions] == ["raw"]
+def test_forecast_of_a_model_with_foreign_caches_is_raw_only() -> None:
+    result = forecast(outline_of(FOREIGN), LIMIT_BYTES)
+    assert [row.name for row in result.precisions] == ["raw"]
 
 
 @given(more=st.integers(0, 64), limit_mib=st.integers(8, 4096))
-def test_more_memory_never_holds_less(more: int, limit_mib: int) -> None:
+def test_forecast_with_more_memory_never_fits_less(more: int, limit_mib: int) -> None:
     less, rest = (forecast(LLAMA, size * MIB) for size in (limit_mib, limit_mib + more))
     for small, large in zip(less.precisions, rest.precisions, strict=True):
         assert (small.max_cached_tokens or 0) <= (large.max_cached_tokens or 0)
         assert small.capacities[0].conversations <= large.capacities[0].conversations
         assert 0 <= small.max_request_tokens <= large.max_request_tokens <= LLAMA.context_tokens
-    _check_shares(less, limit_mib * MIB)
+    _check_plan(less, limit_mib * MIB)
 
 
-def _check_shares(told: Forecast, limit_bytes: int) -> None:
-    shares = told.memory
-    parts = shares.weight_bytes + shares.allocator_cache_bytes + shares.spare_bytes + shares.scratch_bytes
-    assert parts + max(0, shares.kv_bytes) <= max(limit_bytes, parts)
+def _check_plan(result: Forecast, limit_bytes: int) -> None:
+    plan = result.memory
+    parts = plan.weight_bytes + plan.allocator_cache_bytes + plan.spare_bytes + plan.scratch_bytes
+    assert parts + max(0, plan.kv_bytes) <= max(limit_bytes, parts)
 
 
 LLAMA = outline_of("llama")
 
 
-def test_scratch_is_expected_for_gpus_too() -> None:
+def test_expected_scratch_on_a_gpu_has_no_scores() -> None:
     on_gpu = expected_scratch(replace(LLAMA, backend="metal"), rows=16)
     on_cpu = expected_scratch(replace(LLAMA, backend="cpu"), rows=16)
-    assert on_gpu.lines[0] == on_cpu.lines[0]  # logits are logits
-    assert 0 < on_gpu.lines[2].token_bytes < on_cpu.lines[2].token_bytes  # scores are never held there
+    assert on_gpu.lines[0] == on_cpu.lines[0]  # logits take the same on both
+    assert 0 < on_gpu.lines[2].token_bytes < on_cpu.lines[2].token_bytes  # a GPU holds no scores

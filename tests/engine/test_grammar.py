@@ -1,4 +1,4 @@
-"""Replies that are held to a grammar: beside free ones, set aside, after thinking, cut, cancelled and failed."""
+"""Replies under a grammar: beside free replies, preempted, after thinking, cut, cancelled and failed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.engine.drive import Client, Drive
 ROW = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}, "required": ["n", "s"]}
 ENDLESS = Constraint.json_schema({"type": "array", "items": {**ROW, "additionalProperties": False}, "minItems": 10_000})
 DIGITS = Constraint.regex("[0-9]{1,4}(,[0-9]{1,4})*")
-# After the first brace there is more to choose from than the parser takes.
+# After the first brace the grammar has more alternatives than the parser accepts.
 TOO_WIDE = Constraint.json_schema(
     {
         "anyOf": [
@@ -55,9 +55,11 @@ def grammar(constraint: Constraint) -> Grammar:
 def submit(drive: Drive, seed: int, constraint: Constraint | None, **fields: Any) -> Client:
     sampling = fields.pop("sampling", Sampling(temperature=1.0, seed=seed, num_logprobs=2))
     length, max_tokens = fields.pop("length", 5 + 11 * seed), fields.pop("max_tokens", 24)
-    held = None if constraint is None else grammar(constraint)
+    constrained = None if constraint is None else grammar(constraint)
     stop_ids = byte_model().eos_ids if constraint else frozenset[int]()
-    return drive.submit(prompt(length, seed), max_tokens, sampling, **{"stop_ids": stop_ids, "grammar": held, **fields})
+    return drive.submit(
+        prompt(length, seed), max_tokens, sampling, **{"stop_ids": stop_ids, "grammar": constrained, **fields}
+    )
 
 
 def alone(seed: int, constraint: Constraint | None, architecture: str = "llama", **fields: Any) -> Client:
@@ -86,7 +88,7 @@ def assert_same(client: Client, expected: Client) -> None:
 @pytest.mark.parametrize(
     "sampling", [{"temperature": 0}, {"temperature": 1.5}, {"top_k": 1}, {"top_p": 0.1, "min_p": 0.5}]
 )
-def test_a_reply_is_what_its_constraint_says(
+def test_reply_follows_its_constraint(
     constraint: Constraint, fits: Callable[[str], object], sampling: dict[str, Any]
 ) -> None:
     for seed in range(3):
@@ -95,7 +97,7 @@ def test_a_reply_is_what_its_constraint_says(
         assert fits(client.text), client.text
 
 
-def test_penalties_and_bias_do_not_get_past_a_grammar() -> None:
+def test_penalties_and_bias_do_not_override_a_grammar() -> None:
     bias = ((id_of("7"), -100.0), (id_of("q"), 100.0))
     sampling = Sampling(temperature=1.0, seed=1, logit_bias=bias, repetition_penalty=1.5, frequency_penalty=1.0)
     assert alone(1, Constraint.regex("7{9}"), sampling=sampling).text == "7777777" + "77"
@@ -111,7 +113,7 @@ def test_penalties_and_bias_do_not_get_past_a_grammar() -> None:
         ),
     ],
 )
-def test_constrained_and_free_rows_get_what_they_get_alone(architecture: str, limits: EngineLimits) -> None:
+def test_constrained_and_free_rows_get_the_same_replies_in_a_batch(architecture: str, limits: EngineLimits) -> None:
     drive = Drive(byte_model(architecture), limits)
     asked: list[Constraint | None] = [None, ENDLESS, None, DIGITS, Constraint.json_object(), None]
     greedy = Sampling(temperature=0, num_logprobs=2)
@@ -128,20 +130,20 @@ def test_constrained_and_free_rows_get_what_they_get_alone(architecture: str, li
     assert re.fullmatch("[0-9,]+", clients[3].text)
 
 
-def test_logprobs_are_those_of_the_model() -> None:
-    held, free = alone(1, DIGITS).logprobs[0], alone(1, None, max_tokens=1).logprobs[0]
-    # The likeliest, allowed or not, and what was drawn: far from all there is.
-    assert [id_ for id_, _ in held.top] == [id_ for id_, _ in free.top]
-    assert [value for _, value in held.top] == pytest.approx([value for _, value in free.top], abs=1e-4)
+def test_logprobs_of_a_constrained_reply_are_those_of_the_model() -> None:
+    constrained, free = alone(1, DIGITS).logprobs[0], alone(1, None, max_tokens=1).logprobs[0]
+    # The most likely tokens, allowed or not, and the sampled token.
+    assert [id_ for id_, _ in constrained.top] == [id_ for id_, _ in free.top]
+    assert [value for _, value in constrained.top] == pytest.approx([value for _, value in free.top], abs=1e-4)
     everything = Sampling(temperature=1.0, seed=1, num_logprobs=byte_model().vocab_size)
     by_id = dict(alone(1, None, max_tokens=1, sampling=everything).logprobs[0].top)
-    assert held.logprob == pytest.approx(by_id[held.id], abs=1e-4)
+    assert constrained.logprob == pytest.approx(by_id[constrained.id], abs=1e-4)
 
 
-def test_one_that_is_set_aside_goes_on_where_it_stood() -> None:
+def test_preempted_constrained_reply_resumes_unchanged() -> None:
     budget = Drive(byte_model()).budget
-    room = 2 * budget.fixed_bytes + 150 * budget.token_bytes
-    drive = Drive(byte_model(), EngineLimits(buffer_step_tokens=16), kv_bytes=room)
+    kv_bytes = 2 * budget.fixed_bytes + 150 * budget.token_bytes
+    drive = Drive(byte_model(), EngineLimits(buffer_step_tokens=16), kv_bytes=kv_bytes)
     clients = [submit(drive, seed, ENDLESS, length=30, max_tokens=70) for seed in range(2)]
     drive.run()
     assert drive.num_preempted() >= 1
@@ -149,28 +151,28 @@ def test_one_that_is_set_aside_goes_on_where_it_stood() -> None:
         assert_same(client, alone(seed, ENDLESS, length=30, max_tokens=70))
 
 
-def test_each_token_is_consumed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: dict[int, list[int]] = {}
+def test_matcher_consumes_each_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    consumed: dict[int, list[int]] = {}
     consume = Matcher.consume
 
     def counting(self: Matcher, place: int, token: int) -> None:
         consume(self, place, token)
-        taken.setdefault(id(self), []).append(token)
+        consumed.setdefault(id(self), []).append(token)
 
     monkeypatch.setattr(Matcher, "consume", counting)
     budget = Drive(byte_model()).budget
-    room = 2 * budget.fixed_bytes + 150 * budget.token_bytes
-    drive = Drive(byte_model(), EngineLimits(buffer_step_tokens=16), kv_bytes=room)
+    kv_bytes = 2 * budget.fixed_bytes + 150 * budget.token_bytes
+    drive = Drive(byte_model(), EngineLimits(buffer_step_tokens=16), kv_bytes=kv_bytes)
     clients = [submit(drive, seed, ENDLESS, length=30, max_tokens=60) for seed in range(2)]
-    kept = []  # so that no two have the same id
+    kept = []  # keeps matchers alive, so that no two have the same id
     while not drive.core.executor.is_idle:
         drive.core.executor.step()
         kept += [sequence._matcher for sequence in drive.core.sequences.all]
-    # The last token of a reply is followed by none: nothing is asked of the matcher after it.
-    assert sorted(taken.values()) == sorted(client.ids[:-1] for client in clients)
+    # No token follows the last token of a reply, so the matcher does not consume it.
+    assert sorted(consumed.values()) == sorted(client.ids[:-1] for client in clients)
 
 
-def test_a_grammar_after_thinking() -> None:
+def test_grammar_begins_after_thinking() -> None:
     after = tuple(ids_of("</think>"))
     bias = ((after[0], 2.5),)
     sampling = Sampling(temperature=1.0, seed=2, logit_bias=bias)
@@ -186,12 +188,12 @@ def test_a_grammar_after_thinking() -> None:
     assert any(len(client.text) > len("</think>") + 6 for client in clients)
 
 
-def test_thinking_is_as_free_as_without_a_grammar() -> None:
+def test_thinking_is_not_constrained() -> None:
     never = (id_of("<s>"), id_of("[ARGS]"), id_of("<s>"))
     assert_same(alone(3, DIGITS, grammar_after=never), alone(3, DIGITS, grammar=None))
 
 
-def test_a_stop_string_ends_a_constrained_reply() -> None:
+def test_stop_string_ends_a_constrained_reply() -> None:
     whole = alone(2, ENDLESS)
     cut_at = whole.text[6:8]
     client = alone(2, ENDLESS, stop=(cut_at,))
@@ -199,7 +201,7 @@ def test_a_stop_string_ends_a_constrained_reply() -> None:
     assert client.text == whole.text[: whole.text.index(cut_at)]
 
 
-def test_a_reply_that_is_cut_keeps_to_its_grammar_so_far() -> None:
+def test_reply_cut_by_length_is_a_prefix_of_its_grammar() -> None:
     client = alone(2, ENDLESS, max_tokens=17)
     assert client.finished.reason == "length"
     assert len(client.ids) == 17
@@ -208,7 +210,7 @@ def test_a_reply_that_is_cut_keeps_to_its_grammar_so_far() -> None:
     assert matcher.native.try_consume_tokens(client.ids) == 17
 
 
-def test_a_cancelled_one_leaves_the_others_alone() -> None:
+def test_cancelled_constrained_request_changes_no_other_reply() -> None:
     drive = Drive(byte_model())
     gone, stays, free = submit(drive, 1, ENDLESS), submit(drive, 2, DIGITS), submit(drive, 3, None)
     while len(gone.ids) < 5:
@@ -221,7 +223,7 @@ def test_a_cancelled_one_leaves_the_others_alone() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_next", "gemma3_text"])
-def test_a_grammar_that_cannot_be_followed_fails_its_own_request_alone(architecture: str) -> None:
+def test_grammar_beyond_the_parser_limits_fails_its_own_request_only(architecture: str) -> None:
     drive = Drive(byte_model(architecture))
     stays = submit(drive, 2, DIGITS)
     for _ in range(4):
@@ -239,8 +241,8 @@ def test_a_grammar_that_cannot_be_followed_fails_its_own_request_alone(architect
 
 @pytest.mark.parametrize("is_known", [True, False], ids=["known tokens", "new tokens"])
 @pytest.mark.parametrize("architecture", ["qwen3_next", "gemma3_text"])
-def test_failed_grammar_files_no_token_that_its_reply_never_got(architecture: str, is_known: bool) -> None:
-    """The step in flight has fed such a token: the states of the layers are one token ahead of the ids."""
+def test_failed_grammar_caches_no_token_beyond_its_reply(architecture: str, is_known: bool) -> None:
+    """The pending step has read a token beyond the reply: recurrent states are one token ahead of the ids."""
     drive = Drive(byte_model(architecture))
     begin, rest = [*prompt(40), id_of("{")], prompt(30, seed=5)
     if is_known:
@@ -260,7 +262,7 @@ def test_failed_grammar_files_no_token_that_its_reply_never_got(architecture: st
 @pytest.mark.parametrize(
     ("of", "operation", "calls"), [(Matcher, "consume", [3]), (Masks, "fill", [2, 3]), (Grammar, "matcher", [1])]
 )
-def test_exception_of_a_grammar_ends_its_own_request_alone(
+def test_exception_in_a_grammar_fails_its_own_request_only(
     of: type, operation: str, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = [alone(2, DIGITS, length=31), alone(3, None)]
@@ -280,7 +282,7 @@ def test_exception_of_a_grammar_ends_its_own_request_alone(
     assert_same(free, expected[1])
 
 
-def test_batches_without_a_grammar_are_run_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_without_grammars_makes_no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     masks: list[object] = []
     sample = runner_module.sample
 
@@ -298,8 +300,8 @@ def test_batches_without_a_grammar_are_run_as_ever(monkeypatch: pytest.MonkeyPat
     assert all(allowed is None for allowed in masks)
 
 
-def test_the_next_pass_is_started_before_the_last_step_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a grammar takes no row's overlap: the device works on a pass while masks are made."""
+def test_constrained_pass_is_started_before_the_pending_step_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device computes the pass while the host makes the masks."""
     done: list[str] = []
     forward, read, fill = runner_module.ModelRunner._forward, Sampled.read, Masks.fill
     monkeypatch.setattr(runner_module.ModelRunner, "_forward", lambda *a: (done.append("forward"), forward(*a))[1])
@@ -310,14 +312,14 @@ def test_the_next_pass_is_started_before_the_last_step_is_read(monkeypatch: pyte
     submit(drive, 2, None)
     while len(done) < 60:
         drive.core.executor.step()
-    # Read for the masks, then for the replies.
+    # The pending step is read for the masks, then for the replies.
     assert done[-20:].count("forward") == 5
     at = max(place for place, what in enumerate(done[:-4]) if what == "forward")
     assert done[at : at + 4] == ["forward", "read", "mask", "read"]
     drive.core.fail_all("enough")
 
 
-def test_a_grammar_of_another_model_is_refused() -> None:
+def test_submit_refuses_a_grammar_of_another_model() -> None:
     other = Grammars(byte_tokenizer(), byte_model().vocab_size + 1, byte_model().eos_ids)
     engine = Engine(byte_model(), EngineLimits(), Metrics())
     engine.start()

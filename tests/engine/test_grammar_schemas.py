@@ -1,4 +1,4 @@
-"""A hundred schemas at temperature 1, from a model of random weights, through the engine: what ends is valid."""
+"""Replies of a model with random weights under a hundred schemas: each complete reply is valid."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from tests.byte_level import byte_grammars, byte_model, id_of
 from tests.grammar.schemas import schemas
 
 MAX_TOKENS = 400
-# Blanks are allowed nearly everywhere, so a random model would write little else.
+# Most schemas allow blanks nearly everywhere, so a random model would write little else.
 BIAS = tuple((id_of(blank), -6.0) for blank in (" ", "\n", "\t", "\r", "  "))
 
 
 @dataclass
 class Answer:
+    """Collects the text and the end of a reply."""
+
     text: str = ""
     end: Finished | Failed | None = None
     ended: threading.Event = field(default_factory=threading.Event)
@@ -51,7 +53,7 @@ def request(name: str, number: int, temperature: float) -> Request:
 
 
 def formats() -> jsonschema.FormatChecker:
-    """As RFC 3339 has it, where jsonschema knows an older time, or none without another package."""
+    """Return a checker with the times of RFC 3339, which jsonschema lacks or checks by an older standard."""
     checker = jsonschema.FormatChecker()
 
     @checker.checks("time", raises=ValueError)
@@ -72,7 +74,7 @@ def is_valid(schema: dict[str, object], text: str) -> bool:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_every_reply_that_ends_by_itself_is_valid(temperature: float) -> None:
+def test_replies_that_the_model_ends_are_valid(temperature: float) -> None:
     answers = {name: Answer() for name in schemas()}
     with running(Engine(byte_model(), EngineLimits(), Metrics())) as engine:
         for number, (name, answer) in enumerate(answers.items()):
@@ -85,5 +87,5 @@ def test_every_reply_that_ends_by_itself_is_valid(temperature: float) -> None:
     invalid = {name: answers[name].text for name in answers if name not in cut}
     invalid = {name: text for name, text in invalid.items() if not is_valid(schemas()[name], text)}
     assert not invalid
-    # A model that always takes what is likeliest may go round in circles where a schema is recursive.
+    # A greedy model may loop for ever in a recursive schema.
     assert len(cut) <= (2 if temperature else 10)

@@ -1,4 +1,4 @@
-"""What a memory limit consists of: the same at every start, close to what passes take, and kept under load."""
+"""The memory plan is the same at every start, close to the memory of passes, and kept under load."""
 
 from __future__ import annotations
 
@@ -40,27 +40,29 @@ CONTEXT = 2048
 GREEDY = Sampling(temperature=0)
 
 
-def shares_of_a_start(architecture: str) -> MemoryPlan:
+def plan_of_a_start(architecture: str) -> MemoryPlan:
     limits = EngineLimits(memory_bytes=tiny_loaded(architecture).weight_bytes + 16 * MIB, prefill_chunk_tokens=64)
     engine = Engine(tiny_loaded(architecture), limits, Metrics())
     engine.start()
     engine.stop()
-    return engine._thread.memory_plan
+    return MemoryPlan(**engine.props()["memory"])
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
-def test_every_start_gives_the_same_budget(architecture: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What was measured once is remembered; measured anew, on a machine that is busy, it is nearly the same."""
-    anew = [shares_of_a_start(architecture).kv_bytes for _ in range(2)]
-    assert max(anew) < 1.1 * min(anew)
+def test_memory_plan_is_the_same_at_every_start(
+    architecture: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Scratch is remembered; without that, measurements on a busy machine are nearly the same."""
+    measured = [plan_of_a_start(architecture).kv_bytes for _ in range(2)]
+    assert max(measured) < 1.1 * min(measured)
     monkeypatch.setenv("KVSTRATA_HOME", str(tmp_path))
     monkeypatch.setattr(profiling, "WORTH_KEEPING_S", 0.0)
-    assert len({shares_of_a_start(architecture) for _ in range(3)}) == 1
+    assert len({plan_of_a_start(architecture) for _ in range(3)}) == 1
 
 
 @pytest.mark.parametrize("chunk", [32, 256])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next", "mamba2"])
-def test_what_is_expected_is_close_to_what_passes_take(architecture: str, chunk: int) -> None:
+def test_measured_scratch_is_close_to_the_scratch_of_longer_passes(architecture: str, chunk: int) -> None:
     loaded = tiny_loaded(architecture)
     layout = layout_of(loaded)
     runner, pairs = ModelRunner(loaded.module, layout), sealed_pairs(layout, KvConfig())
@@ -74,7 +76,7 @@ def test_what_is_expected_is_close_to_what_passes_take(architecture: str, chunk:
 
 
 @pytest.mark.parametrize("num_tokens", [3, 700])
-def test_on_a_mac_the_measured_context_lies_in_more_parts_than_a_launch_decodes(num_tokens: int) -> None:
+def test_context_sources_on_metal_have_more_segments_than_a_launch_decodes(num_tokens: int) -> None:
     spec = LayerSpec("full", kv_heads=2, k_dim=64, v_dim=64, dtype=mx.float32)
     pair = (PlanesCodec(8), PlanesCodec(4))
     with paths.as_on_metal():
@@ -92,8 +94,8 @@ def test_on_a_mac_the_measured_context_lies_in_more_parts_than_a_launch_decodes(
     assert len(launches) == (2 if num_tokens > 7 else 1)
 
 
-def test_on_cuda_some_of_the_measured_context_is_another_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass goes over it like over any other: here the passes themselves are a CPU's."""
+def test_context_sources_on_cuda_include_tokens_of_another_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The passes over these sources run on the CPU here."""
     loaded = tiny_loaded("llama")
     layout = layout_of(loaded)
     runner, storage = ModelRunner(loaded.module, layout), KvConfig(k=parse("planes:8"), v=parse("planes:4"))
@@ -109,13 +111,15 @@ def test_on_cuda_some_of_the_measured_context_is_another_sequences(monkeypatch: 
 @given(
     fixed_s=st.floats(1e-4, 2.0), token_s=st.floats(1e-6, 0.01), few=st.sampled_from([16, 64]), more=st.integers(1, 500)
 )
-def test_the_fixed_cost_of_a_pass_is_told_from_two_passes(fixed_s: float, token_s: float, few: int, more: int) -> None:
+def test_pass_cost_separates_the_fixed_cost_from_two_passes(
+    fixed_s: float, token_s: float, few: int, more: int
+) -> None:
     timed = [(tokens, fixed_s + tokens * token_s) for tokens in (few + more, few)]
-    found = profiling.pass_cost(*timed)
-    # No more than was seen: a longer chunk may be another matter.
-    assert found.pass_tokens == pytest.approx(min(fixed_s / token_s, few + more), rel=0.01, abs=2)
-    assert found.tokens_s == pytest.approx((few + more) / timed[0][1])
-    assert found.pass_s == pytest.approx(fixed_s + found.pass_tokens * token_s, rel=0.01)
+    cost = profiling.pass_cost(*timed)
+    # No more tokens than in the timed passes, because a longer chunk may behave differently.
+    assert cost.pass_tokens == pytest.approx(min(fixed_s / token_s, few + more), rel=0.01, abs=2)
+    assert cost.tokens_s == pytest.approx((few + more) / timed[0][1])
+    assert cost.pass_s == pytest.approx(fixed_s + cost.pass_tokens * token_s, rel=0.01)
     assert profiling.pass_cost((64, 0.2), (16, 0.2)).pass_tokens == 64
 
 
@@ -136,10 +140,11 @@ def test_fit_prefill_times_longer_passes_while_their_time_hardly_grows(
     assert cost.pass_tokens == pytest.approx(min(fixed_s / token_s, max(timed)), rel=0.01, abs=2)
 
 
-def test_windows_are_not_taken_for_contexts() -> None:
-    """As gemma-3-270m: 15 of 18 layers see 512 tokens. Its budget once lost 250 kB for each token of context.
+def test_scratch_of_windows_does_not_grow_with_the_context() -> None:
+    """A model with the layers of gemma-3-270m, of which 15 of 18 see 512 tokens.
 
-    Its hidden size is a tenth here: attention takes the same, and the rest is soon computed.
+    The budget for this model once lost 250 kB for each token of context. The hidden size is a tenth here: attention
+    takes the same memory, and the rest is computed quickly.
     """
     sizes: dict[str, Any] = {
         "num_hidden_layers": 18,
@@ -155,7 +160,7 @@ def test_windows_are_not_taken_for_contexts() -> None:
     module = tiny_module("gemma3_text", **sizes)
     layout = probe(module)
     shape = PassShape(16, 262_144, CONTEXT, max_chunk(), sealed_pairs(layout, KvConfig()))
-    shares = plan_memory(
+    plan = plan_memory(
         int(17.6 * GIB),
         GIB,
         measure_scratch(ModelRunner(module, layout), shape),
@@ -163,13 +168,13 @@ def test_windows_are_not_taken_for_contexts() -> None:
         context_tokens=32_768,
         backend="metal",
     )
-    assert shares.scratch_bytes < GIB
-    assert shares.kv_bytes > 13 * GIB
+    assert plan.scratch_bytes < GIB
+    assert plan.kv_bytes > 13 * GIB
 
 
 @pytest.mark.parametrize("kv_bytes", [3 * MIB, GIB, 100 * GIB])
-@pytest.mark.parametrize(("backend", "most_cached"), [("cpu", 512 * MIB), ("cuda", 4 * GIB)])
-def test_a_limit_for_so_much_kv_leaves_so_much(kv_bytes: int, backend: MlxBackend, most_cached: int) -> None:
+@pytest.mark.parametrize(("backend", "max_cached_bytes"), [("cpu", 512 * MIB), ("cuda", 4 * GIB)])
+def test_limit_for_reverses_plan_memory(kv_bytes: int, backend: MlxBackend, max_cached_bytes: int) -> None:
     lines = (
         profiling.ScratchLine(5 * MIB),
         profiling.ScratchLine(MIB, 700.5),
@@ -177,24 +182,24 @@ def test_a_limit_for_so_much_kv_leaves_so_much(kv_bytes: int, backend: MlxBacken
     )
     sizes: Any = {"token_bytes": 1000.0, "context_tokens": 40_000, "backend": backend}
     limit_bytes = limit_for(kv_bytes, 77 * MIB, Scratch(lines), **sizes)
-    shares = plan_memory(limit_bytes, 77 * MIB, Scratch(lines), **sizes)
-    assert shares.allocator_cache_bytes <= most_cached
-    assert (shares.allocator_cache_bytes == most_cached) == (kv_bytes == 100 * GIB)
-    assert shares.kv_bytes == pytest.approx(kv_bytes, rel=0.001)
-    parts = (shares.weight_bytes, shares.allocator_cache_bytes, shares.scratch_bytes, shares.spare_bytes)
-    assert sum(parts) + shares.kv_bytes <= limit_bytes
+    plan = plan_memory(limit_bytes, 77 * MIB, Scratch(lines), **sizes)
+    assert plan.allocator_cache_bytes <= max_cached_bytes
+    assert (plan.allocator_cache_bytes == max_cached_bytes) == (kv_bytes == 100 * GIB)
+    assert plan.kv_bytes == pytest.approx(kv_bytes, rel=0.001)
+    parts = (plan.weight_bytes, plan.allocator_cache_bytes, plan.scratch_bytes, plan.spare_bytes)
+    assert sum(parts) + plan.kv_bytes <= limit_bytes
 
 
-class Watch:
-    """The most that MLX held, its cache of freed buffers included, as often as one can look."""
+class MemorySampler:
+    """Samples the memory that MLX holds, with its cache of freed buffers, and keeps the maximum."""
 
     def __init__(self, engine: Engine) -> None:
         self.most_bytes = self.most_kv_bytes = 0
         self._engine = engine
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look)
+        self._thread = threading.Thread(target=self._sample)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> MemorySampler:
         self._thread.start()
         return self
 
@@ -202,17 +207,17 @@ class Watch:
         self._ended.set()
         self._thread.join()
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         while not self._ended.wait(0.001):
             self.most_bytes = max(self.most_bytes, mx.get_active_memory() + mx.get_cache_memory())
             self.most_kv_bytes = max(self.most_kv_bytes, self._engine.state().kv_bytes)
 
 
-def test_mlx_stays_within_the_limit_with_its_cache_while_kv_is_encoded() -> None:
+def test_mlx_stays_within_the_memory_limit_while_kv_is_encoded() -> None:
     loaded = tiny_loaded("llama")
     gc.collect()
     mx.clear_cache()
-    others_bytes = mx.get_active_memory() - loaded.weight_bytes  # of other tests
+    others_bytes = mx.get_active_memory() - loaded.weight_bytes  # arrays of other tests
     limit_bytes = loaded.weight_bytes + 4 * MIB
     engine = Engine(
         loaded,
@@ -225,7 +230,7 @@ def test_mlx_stays_within_the_limit_with_its_cache_while_kv_is_encoded() -> None
     rng = random.Random(0)
     ended = [threading.Event() for _ in range(24)]
     try:
-        with Watch(engine) as watch:
+        with MemorySampler(engine) as sampler:
             for i, end in enumerate(ended):
 
                 def sink(event: Event, end: threading.Event = end) -> None:
@@ -235,32 +240,32 @@ def test_mlx_stays_within_the_limit_with_its_cache_while_kv_is_encoded() -> None
                 prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(200, 1000)))
                 engine.submit(Request(f"r{i}", prompt, 8, GREEDY), sink)
             assert all(end.wait(120) for end in ended)
-        shares = engine._thread.memory_plan
+        plan = MemoryPlan(**engine.props()["memory"])
     finally:
         engine.stop()
-    assert watch.most_kv_bytes > shares.kv_bytes / 2  # it was a load
-    assert watch.most_bytes - others_bytes <= limit_bytes
-    # Exact, where a look may come too late: the most that was alive, and the most that its cache may hold.
-    assert mx.get_peak_memory() - others_bytes + shares.allocator_cache_bytes <= limit_bytes
+    assert sampler.most_kv_bytes > plan.kv_bytes / 2  # the load filled memory
+    assert sampler.most_bytes - others_bytes <= limit_bytes
+    # An exact bound, because samples may miss a peak: peak of live arrays, plus the limit of the allocator cache.
+    assert mx.get_peak_memory() - others_bytes + plan.allocator_cache_bytes <= limit_bytes
 
 
 @pytest.mark.parametrize("buffer_step", [1, 256], ids=["buffers of any size", "as on CUDA"])
 @pytest.mark.parametrize("raw_tokens", [None, 512])
 @given(num_tokens=st.integers(1, 3000), more=st.integers(0, 700))
 @settings(max_examples=30)
-def test_what_is_let_in_is_what_is_counted(
+def test_budget_counts_the_bytes_that_kv_buffers_take(
     buffer_step: int, raw_tokens: int | None, num_tokens: int, more: int
 ) -> None:
     layout = layout_of(tiny_loaded("llama"))
-    rung = KvFormat(None, 100.0, raw_tokens)
+    kv_format = KvFormat(None, 100.0, raw_tokens)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buffers, "TOKENS_STEP", buffer_step)
         budget = Budget(1 << 30, layout.fixed_bytes, layout.token_bytes)
-        room = budget.buffer_tokens(num_tokens, 0, rung, None)
-        cache = SequenceCache(layout, None, room, raw_tokens=raw_tokens)
-        assert budget.bytes_held_by(cache, rung) == budget.bytes_for(room, rung)
-        growth = budget.buffer_tokens(more, room, rung, None)
-        before, grown_bytes = budget.bytes_held_by(cache, rung), budget.growth_bytes(growth, room, rung)
+        capacity = budget.buffer_tokens(num_tokens, 0, kv_format, None)
+        cache = SequenceCache(layout, None, capacity, raw_tokens=raw_tokens)
+        assert budget.bytes_held_by(cache, kv_format) == budget.bytes_for(capacity, kv_format)
+        growth = budget.buffer_tokens(more, capacity, kv_format, None)
+        before, grown_bytes = budget.bytes_held_by(cache, kv_format), budget.growth_bytes(growth, capacity, kv_format)
         cache.grow(growth)
-        assert budget.bytes_held_by(cache, rung) == before + grown_bytes
-        assert budget.bytes_for(budget.tokens_in(50_000, rung), rung) - budget.fixed_bytes <= 50_000
+        assert budget.bytes_held_by(cache, kv_format) == before + grown_bytes
+        assert budget.bytes_for(budget.tokens_in(50_000, kv_format), kv_format) - budget.fixed_bytes <= 50_000

@@ -1,4 +1,4 @@
-"""Scratch that is remembered from one start to the next."""
+"""Scratch is remembered from one start to the next."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ SHAPE = PassShape(rows=1, vocab_size=VOCAB, max_context_tokens=64, chunk_tokens=
 
 
 class Starts:
+    """Repeated starts of an engine, and the number of measurements."""
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
         monkeypatch.setenv("KVSTRATA_HOME", str(home))
         monkeypatch.setattr(profiling, "WORTH_KEEPING_S", 0.0)
@@ -44,12 +46,12 @@ def starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Starts:
     return Starts(monkeypatch, tmp_path)
 
 
-def test_a_second_start_measures_nothing_and_has_the_same(starts: Starts) -> None:
+def test_second_start_reuses_the_remembered_scratch(starts: Starts) -> None:
     assert starts.start() == starts.start()
     assert starts.measured == 1
 
 
-def test_what_it_depends_on_is_measured_anew(starts: Starts) -> None:
+def test_changed_model_or_shape_is_measured_again(starts: Starts) -> None:
     starts.start()
     starts.start(dataclasses.replace(SHAPE, chunk_tokens=8))
     starts.start(dataclasses.replace(SHAPE, rows=2))
@@ -57,8 +59,8 @@ def test_what_it_depends_on_is_measured_anew(starts: Starts) -> None:
     assert starts.measured == 4
 
 
-def test_other_kernels_are_measured_anew(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which ones are used is a matter of time, and so may differ from start to start."""
+def test_changed_kernels_are_measured_again(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial of speed chooses the kernels, so the choice may differ from start to start."""
     kind = planes_check.Kind(mx.float32, 64)
     for ours_ms in (1.0, 3.0, 1.5):
         monkeypatch.setattr(planes_check, "_tried", {(kind, "join"): Trial("join", 0.0, 1.0, ours_ms, 2.0)})
@@ -66,7 +68,7 @@ def test_other_kernels_are_measured_anew(starts: Starts, monkeypatch: pytest.Mon
     assert starts.measured == 2
 
 
-def test_other_code_is_measured_anew(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_code_is_measured_again(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
     starts.start()
     monkeypatch.setattr(profiling, "source_digest", lambda: "another version")
     starts.start()
@@ -74,7 +76,7 @@ def test_other_code_is_measured_anew(starts: Starts, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("damage", ["", "[]", "{", '{"KEY": 7}', '{"KEY": [[1]]}', '{"KEY": [["a", 1, true]]}'])
-def test_notes_that_make_no_sense_are_measured_anew(starts: Starts, damage: str) -> None:
+def test_damaged_notes_are_measured_again(starts: Starts, damage: str) -> None:
     starts.start()
     key = starts.notes.read_text().split('"')[1]
     starts.notes.write_text(damage.replace("KEY", key))
@@ -82,7 +84,7 @@ def test_notes_that_make_no_sense_are_measured_anew(starts: Starts, damage: str)
     assert starts.measured == 2
 
 
-def test_notes_do_not_grow_for_ever(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oldest_notes_are_dropped_beyond_the_limit(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "MAX_NOTES", 3)
     for rows in range(1, 7):
         starts.start(dataclasses.replace(SHAPE, rows=rows))
@@ -92,7 +94,7 @@ def test_notes_do_not_grow_for_ever(starts: Starts, monkeypatch: pytest.MonkeyPa
     assert starts.measured == 7
 
 
-def test_what_is_measured_soon_is_not_kept(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_measurement_is_not_remembered(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "WORTH_KEEPING_S", 60.0)
     starts.start()
     starts.start()

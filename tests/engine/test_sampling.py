@@ -1,4 +1,4 @@
-"""Sampling by row: against a plain reading of each rule, and reproducible whatever the batch."""
+"""Sampling by row, compared with a naive oracle, and reproducible in any batch."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ LOGITS = arrays(np.float32, VOCAB, elements=st.floats(-8, 8, width=32), unique=T
 
 
 def draw_many(logits: np.ndarray, sampling: Sampling, times: int, prompt: tuple[int, ...] = ()) -> Counter[int]:
-    """`times` independent draws, as rows of one batch."""
+    """Return `times` independent draws, as rows of one batch."""
     samplers = [Sampler(dataclasses.replace(sampling, seed=i), prompt, VOCAB) for i in range(times)]
     return Counter(sample(mx.array(np.tile(logits, (times, 1))), samplers).read())
 
 
 def allowed(logits: np.ndarray, sampling: Sampling) -> set[int]:
-    """Which tokens may come, read off the rules one after the other."""
+    """Return the tokens that the filters keep, applied one after the other: the oracle."""
     probabilities = np.exp(logits / sampling.temperature - np.max(logits / sampling.temperature))
-    # Different logits may have the same probability: then all of them stay. Nothing that comes to 0 is drawn.
+    # Different logits may have the same probability, and are kept together. A probability of 0 is never drawn.
     smallest = np.sort(probabilities)[-min(sampling.top_k or VOCAB, VOCAB)]
-    left = [token for token in range(VOCAB) if probabilities[token] >= smallest * (1 - 1e-6)]
-    left.sort(key=lambda token: -probabilities[token])
-    enough = sampling.top_p * sum(probabilities[left])
-    by_p = [token for at, token in enumerate(left) if at == 0 or sum(probabilities[left[:at]]) < enough]
+    kept = [token for token in range(VOCAB) if probabilities[token] >= smallest * (1 - 1e-6)]
+    kept.sort(key=lambda token: -probabilities[token])
+    enough = sampling.top_p * sum(probabilities[kept])
+    by_p = [token for at, token in enumerate(kept) if at == 0 or sum(probabilities[kept[:at]]) < enough]
     floor = max(probabilities[by_p[-1]] * (1 - 1e-6), sampling.min_p * probabilities.max())
-    return {token for token in left if probabilities[token] >= floor}
+    return {token for token in kept if probabilities[token] >= floor}
 
 
-class Evenly(Sampler):
-    """Draws what it is told to."""
+class FixedDraw(Sampler):
+    """A sampler that always draws the given number."""
 
     def __init__(self, sampling: Sampling, number: float) -> None:
         super().__init__(sampling, (), VOCAB)
@@ -56,16 +56,16 @@ class Evenly(Sampler):
 
 
 def shares(probabilities: list[float], sampling: Sampling, others: tuple[Sampling, ...] = ()) -> dict[int, float]:
-    """How often each token comes where draws are spread evenly, other rows beside it: exact to 1 in 100."""
+    """Return the share of each token among 100 evenly spread draws, beside other rows."""
     logits = np.full(VOCAB, -100.0, dtype=np.float32)
     logits[: len(probabilities)] = np.log(probabilities)
-    rows = [Evenly(sampling, (i + 0.5) / 100) for i in range(100)] + [Sampler(other, (), VOCAB) for other in others]
+    rows = [FixedDraw(sampling, (i + 0.5) / 100) for i in range(100)] + [Sampler(other, (), VOCAB) for other in others]
     drawn = Counter(sample(mx.array(np.tile(logits, (len(rows), 1))), rows).read()[:100])
     return {token: count / 100 for token, count in drawn.items()}
 
 
 @given(LOGITS)
-def test_greedy_takes_the_largest(logits: np.ndarray) -> None:
+def test_greedy_samples_the_largest_logit(logits: np.ndarray) -> None:
     assert draw_many(logits, Sampling(temperature=0), 1) == {int(np.argmax(logits)): 1}
 
 
@@ -76,7 +76,7 @@ def test_greedy_takes_the_largest(logits: np.ndarray) -> None:
     st.sampled_from([0.05, 0.5, 0.9, 1.0]),
     st.sampled_from([0.0, 0.05, 0.5, 1.0]),
 )
-def test_only_what_the_rules_allow_is_drawn(
+def test_sample_draws_only_tokens_that_the_filters_keep(
     logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -94,13 +94,13 @@ def test_only_what_the_rules_allow_is_drawn(
     st.sampled_from([0.05, 0.9, 1.0]),
     st.sampled_from([0.0, 0.5]),
 )
-def test_what_a_grammar_does_not_allow_counts_for_no_rule(
-    logits: np.ndarray, left: set[int], temperature: float, top_k: int, top_p: float, min_p: float
+def test_filters_ignore_tokens_that_the_grammar_masks(
+    logits: np.ndarray, kept: set[int], temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     mask = np.zeros((32, VOCAB), np.bool_)
-    mask[:, sorted(left)] = True
-    mask[-1] = True  # a free row beside them
+    mask[:, sorted(kept)] = True
+    mask[-1] = True  # a row without a grammar
     samplers = [Sampler(dataclasses.replace(sampling, seed=i), (), VOCAB) for i in range(32)]
     *drawn, free = sample(mx.array(np.tile(logits, (32, 1))), samplers, mask).read()
     alone = sample(mx.array(logits)[None], [Sampler(dataclasses.replace(sampling, seed=31), (), VOCAB)]).read()
@@ -110,7 +110,7 @@ def test_what_a_grammar_does_not_allow_counts_for_no_rule(
         assert set(drawn) == {int(np.argmax(only))}
         return
     wider = dataclasses.replace(sampling, top_p=min(1.0, top_p + 1e-5))
-    assert set(drawn) <= allowed(only, wider) & left
+    assert set(drawn) <= allowed(only, wider) & kept
 
 
 @pytest.mark.parametrize(
@@ -121,22 +121,22 @@ def test_what_a_grammar_does_not_allow_counts_for_no_rule(
         (Sampling(top_p=0.6), [4 / 7, 3 / 7]),
         (Sampling(top_p=0.75), [4 / 9, 3 / 9, 2 / 9]),
         (Sampling(top_p=0.39), [1.0]),
-        # Of the 0.9 that three tokens have, the first two have 0.78: enough for 0.75, though not of all four.
+        # The first two of three tokens have 0.78 of their 0.9: enough for 0.75, though not of all four tokens.
         (Sampling(top_k=3, top_p=0.75), [4 / 7, 3 / 7]),
         (Sampling(top_k=3, top_p=0.8), [4 / 9, 3 / 9, 2 / 9]),
         (Sampling(min_p=0.6), [4 / 7, 3 / 7]),
         (Sampling(top_p=0.95, min_p=0.4), [4 / 9, 3 / 9, 2 / 9]),
-        # Squared: 16, 9, 4 and 1 of 30, of which the first two have 0.83.
+        # Squared: 16, 9, 4 and 1 of 30. The first two have 0.83.
         (Sampling(temperature=0.5, top_p=0.8), [16 / 25, 9 / 25]),
     ],
 )
-def test_all_that_the_rules_allow_comes_as_often_as_it_should(sampling: Sampling, expected: list[float]) -> None:
+def test_kept_tokens_are_drawn_by_their_probabilities(sampling: Sampling, expected: list[float]) -> None:
     drawn = shares([0.4, 0.3, 0.2, 0.1], sampling)
     assert [drawn.get(token, 0.0) for token in range(len(expected))] == pytest.approx(expected, abs=0.011)
     assert max(drawn) < len(expected)
 
 
-def test_a_rule_is_its_own_rows_only() -> None:
+def test_filters_apply_to_their_own_row_only() -> None:
     others = (Sampling(top_k=1, top_p=0.1, min_p=1.0), Sampling(temperature=0), Sampling(top_p=0.5, temperature=0.3))
     drawn = shares([0.4, 0.3, 0.2, 0.1], Sampling(), others)
     assert [drawn[token] for token in range(4)] == pytest.approx([0.4, 0.3, 0.2, 0.1], abs=0.011)
@@ -148,15 +148,15 @@ def test_draws_follow_the_distribution() -> None:
     assert [counts[i] / 4000 for i in range(4)] == pytest.approx([0.5, 0.25, 0.15, 0.1], abs=0.03)
 
 
-def test_every_draw_of_a_truncated_row_is_a_real_token() -> None:
-    # The very last draw below 1 must not run past the end.
+def test_largest_draw_of_a_truncated_row_gives_a_kept_token() -> None:
+    # The largest draw below 1 must not run past the last token.
     logits = mx.array(np.linspace(5, -5, VOCAB, dtype=np.float32))[None]
-    sampler = Evenly(Sampling(temperature=1.0, top_k=3), (2**23 - 1) / 2**23)
+    sampler = FixedDraw(Sampling(temperature=1.0, top_k=3), (2**23 - 1) / 2**23)
     assert sample(logits, [sampler]).read() == [2]
 
 
 @given(st.integers(0, 2**31), st.integers(0, 5))
-def test_a_seed_gives_the_same_tokens_in_any_batch(seed: int, place: int) -> None:
+def test_seed_gives_the_same_tokens_in_any_batch(seed: int, place: int) -> None:
     rng = np.random.default_rng(1)
     steps = rng.normal(size=(6, VOCAB)).astype(np.float32)
     sampling = Sampling(temperature=1.1, top_p=0.95, seed=seed)
@@ -174,19 +174,19 @@ def test_a_seed_gives_the_same_tokens_in_any_batch(seed: int, place: int) -> Non
 
 
 @pytest.mark.parametrize("temperature", [1e-46, 1e-40, 1e-6, 2.0])
-def test_any_temperature_gives_a_token_of_the_vocabulary(temperature: float) -> None:
+def test_extreme_temperature_gives_a_token_of_the_vocabulary(temperature: float) -> None:
     logits = np.linspace(-8, 8, VOCAB, dtype=np.float32)
     drawn = draw_many(logits, Sampling(temperature=temperature, top_p=0.99), 16)
     assert max(drawn) < VOCAB
     assert temperature > 1 or set(drawn) == {VOCAB - 1}
 
 
-def test_logits_that_are_no_numbers_still_give_a_token() -> None:
+def test_nan_logits_give_a_token_of_the_vocabulary() -> None:
     logits = np.full(VOCAB, np.nan, dtype=np.float32)
     assert all(0 <= token < VOCAB for token in draw_many(logits, Sampling(temperature=1.0), 4))
 
 
-def test_without_a_seed_two_requests_differ() -> None:
+def test_requests_without_seeds_draw_different_tokens() -> None:
     flat = mx.zeros((2, VOCAB))
     samplers = [Sampler(Sampling(temperature=1.0), (), VOCAB) for _ in range(2)]
     drawn = [sample(flat, samplers).read() for _ in range(20)]
@@ -214,7 +214,7 @@ def test_penalties_and_bias_change_the_logits_as_documented() -> None:
     assert adjusted[8] == 0.0
 
 
-def test_logprobs_are_those_of_the_model_before_any_rule() -> None:
+def test_logprobs_are_taken_before_bias_and_penalties() -> None:
     logits = np.linspace(-1, 3, VOCAB, dtype=np.float32)
     sampling = Sampling(temperature=0, logit_bias=((0, 100.0),), num_logprobs=3)
     sampled = sample(mx.array(logits)[None], [Sampler(sampling, (), VOCAB)])
@@ -228,14 +228,14 @@ def test_logprobs_are_those_of_the_model_before_any_rule() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, VOCAB - 1, VOCAB, VOCAB + 5])
-def test_as_many_logprobs_as_were_asked_for_or_as_there_are(count: int) -> None:
+def test_number_of_logprobs_is_clamped_to_the_vocabulary(count: int) -> None:
     logits = np.linspace(3, -1, VOCAB, dtype=np.float32)
     sampled = sample(mx.array(logits)[None], [Sampler(Sampling(temperature=0, num_logprobs=count), (), VOCAB)])
     row = sampled.logprobs[0].read(sampled.read()[0])
     assert [id_ for id_, _ in row.top] == list(range(min(count, VOCAB)))
 
 
-# MLX compiles these when they are first run on CUDA, for seconds.
+# MLX compiles these kernels at their first use on CUDA, for seconds.
 COMPILED_LATE = {"Gather", "GatherAxis", "Scatter", "ScatterAxis", "MaskedScatter"}
 
 
@@ -248,26 +248,26 @@ COMPILED_LATE = {"Gather", "GatherAxis", "Scatter", "ScatterAxis", "MaskedScatte
     ],
     ids=["greedy", "truncated", "adjusted"],
 )
-def test_no_rule_needs_a_kernel_that_is_compiled_late(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sample_uses_no_kernel_that_is_compiled_late(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling_module, "_descending", lambda x: -mx.sort(-x, axis=-1))  # as on a GPU
     samplers = [Sampler(each, (1, 2), VOCAB) for each in (sampling, Sampling(temperature=0))]
     sampled = sample(mx.zeros((2, VOCAB)), samplers)
-    found = operations(*sampled.arrays(), *(array for each in samplers for array in each.arrays()))
-    assert "ArgReduce" in found
-    assert not found & COMPILED_LATE
+    used = operations(*sampled.arrays(), *(array for each in samplers for array in each.arrays()))
+    assert "ArgReduce" in used
+    assert not used & COMPILED_LATE
 
 
-def test_a_batch_that_changes_needs_none_either() -> None:
-    """One has left, one has come, and two go on in another order."""
+def test_step_inputs_of_a_changed_batch_use_no_kernel_that_is_compiled_late() -> None:
+    """A row has left, another is new, and two continue in another order."""
     sampled = sample(
         mx.array(np.eye(3, VOCAB, dtype=np.float32)), [Sampler(Sampling(temperature=0), (), VOCAB) for _ in range(3)]
     )
     before = PendingStep((1, 2, 3), sampled, began_s=0.0)
     rows: Any = [SimpleNamespace(id=id_, token=token) for id_, token in ((3, None), (4, 7), (1, None))]
     tokens = step_inputs(rows, before)
-    found = operations(tokens)
-    assert "Concatenate" in found
-    assert not found & COMPILED_LATE
+    used = operations(tokens)
+    assert "Concatenate" in used
+    assert not used & COMPILED_LATE
     assert tokens.tolist() == [2, 7, 0]
     assert tokens.dtype == mx.int32
 

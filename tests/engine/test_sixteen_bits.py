@@ -1,6 +1,6 @@
-"""16-bit models through the whole engine, as a Mac runs them: after a hit, as near to float32 as mlx-lm is.
+"""16-bit models through the whole engine, as a Mac runs them: after a hit, as close to float32 as mlx-lm.
 
-The bound is that of tests/spans/test_sixteen_bits.py, for the distribution of the first token after the prompt.
+The bound of tests/spans/test_sixteen_bits.py holds for the distribution of the first token after the prompt.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.tiny import VOCAB, tiny_config, tiny_loaded
 pytestmark = pytest.mark.usefixtures("as_on_metal")
 
 FIRST_TOKEN = Sampling(temperature=0, num_logprobs=VOCAB)
-CACHED, HELD = 40, 60  # tokens of the first prompt, and of one that goes on
+CACHED, HELD = 40, 60  # tokens of the first prompt, and of a prompt that continues it
 MIB = 1 << 20
 WITH_DTYPE = [*((case, "bfloat16") for case in CASES), (OFFSET, "float16")]
 NUM_SEEDS = 3
@@ -80,8 +80,8 @@ def ask(drive: Drive, prompt: tuple[int, ...]) -> Client:
     return client
 
 
-def said(client: Client) -> np.ndarray:
-    """Log-probabilities of all tokens."""
+def logprobs_of(client: Client) -> np.ndarray:
+    """Return the log-probabilities of all tokens."""
     (logprob,) = client.logprobs
     values = np.full(VOCAB, np.nan)
     for token, value in logprob.top:
@@ -96,8 +96,8 @@ def log_softmax(logits: mx.array) -> np.ndarray:
     return wide - np.log(np.exp(wide).sum())
 
 
-def after(model: Any, layout: Any, ids: tuple[int, ...], ranges: Any = (), mark: Any = None) -> np.ndarray:
-    """What a sequence alone says after these tokens, over what is stored of them."""
+def logprobs_after(model: Any, layout: Any, ids: tuple[int, ...], ranges: Any = (), mark: Any = None) -> np.ndarray:
+    """Return the log-probabilities of a sequence alone after these tokens, over cached ranges of them."""
     prefix = prefix_of(layout, list(ranges), mark) if ranges else None
     cache = SequenceCache(layout, model, len(ids), prefix)
     logits = model(mx.array([ids[cache.num_tokens :]]), cache=cache.caches())[0, -1]
@@ -107,13 +107,13 @@ def after(model: Any, layout: Any, ids: tuple[int, ...], ranges: Any = (), mark:
 def raw_error(m: Sixteen, drive: Drive) -> Error:
     client = ask(drive, m.ids[:HELD])
     assert client.finished.usage.cached_tokens > 0
-    expected = after(m.wide, m.wide_layout, m.ids[:HELD])
-    theirs = after(m.model, m.layout, m.ids[:HELD])
-    return Error(rms(said(client) - expected), rms(theirs - expected))
+    expected = logprobs_after(m.wide, m.wide_layout, m.ids[:HELD])
+    mlx_lm_error = logprobs_after(m.model, m.layout, m.ids[:HELD])
+    return Error(rms(logprobs_of(client) - expected), rms(mlx_lm_error - expected))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_hit(case: str) -> None:
+def test_cache_hit_is_as_exact_as_mlx_lm(case: str) -> None:
     def error(m: Sixteen) -> Error:
         drive = drive_with(m, case)
         ask(drive, m.ids[:CACHED])
@@ -123,8 +123,8 @@ def test_a_hit(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3", "qwen3_moe", "deepseek_v3", OFFSET])
-def test_a_cut(case: str) -> None:
-    """A prompt that parts from what is stored in the middle of a span."""
+def test_hit_on_a_part_of_a_span_is_as_exact_as_mlx_lm(case: str) -> None:
+    """The prompt diverges in the middle of a cached span."""
 
     def error(m: Sixteen) -> Error:
         drive = drive_with(m, case)
@@ -135,7 +135,7 @@ def test_a_cut(case: str) -> None:
 
 
 @pytest.mark.parametrize(("case", "dtype"), WITH_DTYPE)
-def test_after_a_restart(case: str, dtype: str, tmp_path: Path) -> None:
+def test_hit_on_the_disk_after_a_restart_is_as_exact_as_mlx_lm(case: str, dtype: str, tmp_path: Path) -> None:
     def error(m: Sixteen) -> Error:
         folder = tmp_path / str(id(m))
         with tier_in(folder) as tier:
@@ -151,21 +151,23 @@ def test_after_a_restart(case: str, dtype: str, tmp_path: Path) -> None:
 
 
 def encoded_error(m: Sixteen, drive: Drive) -> Error:
-    """Against float32 over the same planes, decoded."""
+    """Return the error against float32 over the same planes, decoded."""
     found = drive.prefix_cache.lookup(m.ids[: HELD - 1], "")
     (entry,) = found.entries
     mark = entry.span.marks.get(found.checkpoint_at or -1)
     wide, wide_mark = decoded(m.wide_layout, entry.span, mark, mx.float32)
-    expected = after(m.wide, m.wide_layout, m.ids[:HELD], [SpanRange(wide, 0, found.num_tokens)], wide_mark)
+    expected = logprobs_after(m.wide, m.wide_layout, m.ids[:HELD], [SpanRange(wide, 0, found.num_tokens)], wide_mark)
     narrow, narrow_mark = decoded(m.layout, entry.span, mark, m.dtype)
-    theirs = after(m.model, m.layout, m.ids[:HELD], [SpanRange(narrow, 0, found.num_tokens)], narrow_mark)
+    mlx_lm_error = logprobs_after(
+        m.model, m.layout, m.ids[:HELD], [SpanRange(narrow, 0, found.num_tokens)], narrow_mark
+    )
     client = ask(drive, m.ids[:HELD])
     assert client.finished.usage.cached_tokens == found.num_tokens > 0
-    return Error(rms(said(client) - expected), rms(theirs - expected))
+    return Error(rms(logprobs_of(client) - expected), rms(mlx_lm_error - expected))
 
 
 @pytest.mark.parametrize(("case", "dtype"), WITH_DTYPE)
-def test_after_a_change_of_precision(case: str, dtype: str) -> None:
+def test_hit_after_requantize_is_as_exact_as_decoded_kv(case: str, dtype: str) -> None:
     def error(m: Sixteen) -> Error:
         drive = drive_with(m, case, storage=KvConfig(min_quantize_tokens=0))
         ask(drive, m.ids[:CACHED])
@@ -175,13 +177,13 @@ def test_after_a_change_of_precision(case: str, dtype: str) -> None:
         settle(drive)
         return encoded_error(m, drive)
 
-    # Of three models with experts two may choose others: see `check`.
+    # Two of three models with experts may choose other experts: see `check`.
     check(case, dtype, error, NUM_SEEDS + 2)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_live(case: str) -> None:
-    """Encoded while it runs: the reply is computed over planes, a raw window and new buffers."""
+def test_live_encoding_loses_little_beside_16_bits(case: str) -> None:
+    """The reply reads planes, a raw window and new KV buffers of its own sequence."""
     m = sixteen(case, "bfloat16", 0)
     ids = tuple((m.ids * 8)[:500])
     drive = drive_with(
@@ -193,12 +195,12 @@ def test_live(case: str) -> None:
     reply = tuple(client.ids)
     assert len(reply) == 40
     expected = _distributions(m.wide, m.wide_layout, ids, reply)
-    theirs = rms(_distributions(m.model, m.layout, ids, reply) - expected)
+    mlx_lm_error = rms(_distributions(m.model, m.layout, ids, reply) - expected)
     values = np.array([[value for _, value in sorted(each.top)] for each in client.logprobs])
-    if case != "mamba2":  # which has no keys and values
+    if case != "mamba2":  # mamba2 has no keys and values
         assert "planes:8" in drive.prefix_cache.usage.usage().by_precision
-    # Against full precision: planes:8 lose less than 16 bits do.
-    assert np.median(rms(values - expected)) <= 2 * np.median(theirs)
+    # Compared with float32, planes:8 lose less than 16 bits.
+    assert np.median(rms(values - expected)) <= 2 * np.median(mlx_lm_error)
 
 
 def _distributions(model: Any, layout: Any, ids: tuple[int, ...], reply: tuple[int, ...]) -> np.ndarray:
@@ -212,7 +214,7 @@ def _distributions(model: Any, layout: Any, ids: tuple[int, ...], reply: tuple[i
     return np.array([log_softmax(each) for each in logits])
 
 
-def test_stored_spans_have_few_arrays() -> None:
+def test_cached_span_has_few_arrays() -> None:
     m = sixteen("llama", "bfloat16", 0)
     drive = drive_with(m, "llama", storage=KvConfig(k=parse("planes:8"), v=parse("planes:4"), min_quantize_tokens=0))
     ask(drive, m.ids[:CACHED])
@@ -221,7 +223,7 @@ def test_stored_spans_have_few_arrays() -> None:
     assert drive.prefix_cache.table.num_arrays == 9
 
 
-def test_the_number_of_arrays_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_cached_arrays_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvstrata.engine import build
 
     monkeypatch.setattr(build, "max_arrays", lambda: 40)
@@ -230,14 +232,14 @@ def test_the_number_of_arrays_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     began_s = drive.prefix_cache.candidates._clock()
     for i in range(30):
         monkeypatch.setattr(drive.prefix_cache.candidates, "_clock", lambda now_s=began_s + i: now_s)
-        # Some are so long that an eviction by bytes would only shorten them.
+        # An eviction by bytes would only shorten the long spans.
         ask(drive, (i, *(m.ids * 9)[: 600 if i % 10 == 0 else 20]))
         assert drive.prefix_cache.table.num_arrays <= 30
     assert len(drive.prefix_cache.table.entries) == 15
     assert ask(drive, (29, *m.ids[:20])).finished.usage.cached_tokens == 20
 
 
-def test_what_is_cut_short_is_gathered_again() -> None:
+def test_trimmed_span_is_gathered_again() -> None:
     m = sixteen("llama", "bfloat16", 0)
     drive = drive_with(m, "llama", storage=KvConfig(k=parse("planes:8"), v=parse("planes:8"), min_quantize_tokens=0))
     ask(drive, (m.ids * 9)[:600])
@@ -249,8 +251,8 @@ def test_what_is_cut_short_is_gathered_again() -> None:
 
 
 @pytest.mark.parametrize("num_layers", [4, 12])
-def test_a_chunk_keeps_one_layer_of_what_it_decodes(num_layers: int) -> None:
-    """However many layers there are."""
+def test_prefill_chunk_keeps_the_decoded_kv_of_one_layer(num_layers: int) -> None:
+    """The peak does not grow with the number of layers."""
     model = steady_module("llama", num_hidden_layers=num_layers, head_dim=32)
     layout = probe(model)
     num_tokens = 4096

@@ -1,4 +1,4 @@
-"""Kernels for planes are compiled or tried at the start: every kind of vector under every precision."""
+"""Kernels for planes are compiled or tried at the start, for every vector of the layers and every precision."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from kvstrata.engine import profiling
 from kvstrata.layers.kinds import LayerSpec, Layout
 
 
-def test_every_kind_is_encoded_and_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_on_cuda_encodes_and_decodes_each_vector_once(monkeypatch: pytest.MonkeyPatch) -> None:
     full = LayerSpec("full", kv_heads=2, k_dim=64, v_dim=128, dtype=mx.float16)
     layout = Layout((full, full, LayerSpec("window", max_size=8, kv_heads=2, k_dim=64, v_dim=64, dtype=mx.float16)))
     decoded: list[tuple[int, int, bool]] = []
     decode = PlanesCodec.decode
 
-    def watched(codec: PlanesCodec, planes: object, dtype: mx.Dtype) -> mx.array:
+    def recording_decode(codec: PlanesCodec, planes: object, dtype: mx.Dtype) -> mx.array:
         decoded.append((codec.bits, planes.dim, dtype == mx.float32))  # pyright: ignore[reportAttributeAccessIssue]
         return decode(codec, planes, dtype)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(PlanesCodec, "decode", watched)
+    monkeypatch.setattr(PlanesCodec, "decode", recording_decode)
     monkeypatch.setattr(profiling, "paths", SimpleNamespace(active=lambda: "cuda"))
     assert profiling.warm_up_kernels(layout) == 6
-    # Keys to float32 too.
-    kinds = ((64, False), (64, True), (128, False))
-    assert sorted(decoded) == [(bits, *kind) for bits in (2, 4, 8) for kind in kinds]
+    # Keys are also decoded to float32.
+    vectors = ((64, False), (64, True), (128, False))
+    assert sorted(decoded) == [(bits, *kind) for bits in (2, 4, 8) for kind in vectors]
 
 
-def test_what_planes_cannot_store_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_skips_vectors_that_planes_cannot_encode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "paths", SimpleNamespace(active=lambda: "cuda"))
     assert profiling.warm_up_kernels(Layout((LayerSpec("full", kv_heads=2, k_dim=20, v_dim=64),))) == 3
 
 
-def test_on_metal_each_kind_is_tried_with_the_types_that_it_is_decoded_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_on_metal_tries_each_vector_with_its_decoded_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = Layout(
         (
             LayerSpec("full", kv_heads=2, k_dim=64, v_dim=128, dtype=mx.float16),
-            LayerSpec("full", kv_heads=2, k_dim=72, v_dim=128, dtype=mx.float16),  # 72: not by the kernels
+            LayerSpec("full", kv_heads=2, k_dim=72, v_dim=128, dtype=mx.float16),  # the kernels do not support 72
         )
     )
     tried: set[tuple[What, Kind]] = set()
@@ -55,7 +55,7 @@ def test_on_metal_each_kind_is_tried_with_the_types_that_it_is_decoded_to(monkey
     monkeypatch.setattr(planes_check, "trial", trial)
     assert profiling.warm_up_kernels(layout) == 0
     with paths.as_on_metal():
-        assert profiling.warm_up_kernels(layout) == 0  # no GPU of Apple's here
+        assert profiling.warm_up_kernels(layout) == 0  # this machine has no Apple GPU
         monkeypatch.setattr(planes_check, "dialect", lambda: "metal")
         assert profiling.warm_up_kernels(layout) == 3
     halves = {(what, Kind(mx.float16, dim)) for what in get_args(What) for dim in (64, 128)}

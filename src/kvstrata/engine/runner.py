@@ -44,7 +44,7 @@ class GrammarState:
 
 @dataclass(frozen=True)
 class BatchRow:
-    """One sequence in a step. `token`: its next input; None: the token that the pending step samples."""
+    """A sequence in a step. `token`: its next input; None: the token that the pending step samples."""
 
     id: int
     cache: SequenceCache
