@@ -137,10 +137,10 @@ def test_since_leaves_out_what_is_older(fresh: Served) -> None:
 def test_an_idle_engine_is_left_asleep(fresh: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     engine = type(fresh.server.service.engine)
-    ask = engine.ask
+    ask = engine.ask_cache
     sampler = Sampler(fresh.server.service)
     look(sampler, fresh)
-    monkeypatch.setattr(engine, "ask", lambda self, question: asked.append(1) or ask(self, question))
+    monkeypatch.setattr(engine, "ask_cache", lambda self, question: asked.append(1) or ask(self, question))
     for _ in range(3 * SETTLED_AFTER):
         look(sampler, fresh)
     assert len(asked) <= SETTLED_AFTER
