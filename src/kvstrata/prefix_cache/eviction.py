@@ -22,6 +22,8 @@ from kvstrata.tier.lookups import Lookup, answered
 
 @dataclass(frozen=True)
 class Cleared:
+    """Bytes and tokens that were removed on request."""
+
     nbytes: int
     tokens: int
 

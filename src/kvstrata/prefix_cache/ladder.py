@@ -48,6 +48,8 @@ class SpanPrecision:
 
 @dataclass(frozen=True)
 class LadderMove(Generic[T]):
+    """One span's bits before and after all its steps of one choice."""
+
     id: T
     before: Bits
     after: Bits
