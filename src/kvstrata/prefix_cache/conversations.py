@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvstrata.prefix_cache.entries import Entry, Thread
+from kvstrata.prefix_cache.entries import Conversation, Entry
 from kvstrata.prefix_cache.entry_table import EntryTable, EvictionCandidates
 from kvstrata.prefix_cache.keys import TokenIds
 from kvstrata.prefix_cache.radix_tree import Node
@@ -38,12 +38,12 @@ class ConversationTracker:
         self._candidates = candidates
         self._max_sessions = max_sessions
         self.reply_start_tokens = REPLY_START_TOKENS
-        self._sessions: OrderedDict[tuple[bytes, str], list[Thread]] = OrderedDict()
+        self._sessions: OrderedDict[tuple[bytes, str], list[Conversation]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def begin_turn(self, root_key: bytes, session: str, ids: TokenIds) -> Thread | None:
+    def begin_turn(self, root_key: bytes, session: str, ids: TokenIds) -> Conversation | None:
         """Return the conversation that a prompt continues, or a new one, and supersede the branch left behind.
 
         Returns None for a request without a session.
@@ -57,17 +57,17 @@ class ConversationTracker:
         ]
         divergence = max(num_shared, default=0)
         if not divergence:
-            return Thread(len(ids))
+            return Conversation(len(ids))
         conversation = conversations[num_shared.index(divergence)]
         if divergence < conversation.first_end - self.reply_start_tokens:
-            return Thread(len(ids))
+            return Conversation(len(ids))
         if divergence < conversation.end:
             nodes_of_others = {node for other in conversations if other is not conversation for node in other.path()}
             self._supersede_nodes(self._nodes_from(conversation, divergence), session, nodes_of_others)
         return conversation
 
     def end_turn(
-        self, root_key: bytes, session: str, conversation: Thread, path: Sequence[Node[Entry]], end: int
+        self, root_key: bytes, session: str, conversation: Conversation, path: Sequence[Node[Entry]], end: int
     ) -> None:
         """Record the end of a request: the nodes of its prompt and reply, and their last position."""
         conversation.nodes, conversation.end = tuple(weakref.ref(node) for node in path), end
@@ -77,7 +77,7 @@ class ConversationTracker:
         while len(self._sessions) > self._max_sessions:
             self._sessions.popitem(last=False)
 
-    def _nodes_from(self, conversation: Thread, position: int) -> list[Node[Entry]]:
+    def _nodes_from(self, conversation: Conversation, position: int) -> list[Node[Entry]]:
         """Return the nodes of a conversation from a position on. A node that contains the position is split there."""
         for node in conversation.path():
             if node.start < position < node.end:

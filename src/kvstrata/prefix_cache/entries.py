@@ -79,7 +79,7 @@ class Entry:
 
 
 @dataclass(eq=False)
-class Thread:
+class Conversation:
     """Conversation of a session: the path of its last prompt and reply. Keeps no node alive."""
 
     first_end: int  # of its first prompt
@@ -108,7 +108,7 @@ class Lease:
     entries: set[Entry] = field(default_factory=set)
     is_open: bool = True
     session: str = ""  # of the request
-    conversation: Thread | None = None  # of the session, that the request continues
+    conversation: Conversation | None = None  # of the session, that the request continues
 
     def readers(self, span: Span) -> int:
         """Return the number of sequences that hold a span of this lease."""

@@ -48,7 +48,7 @@ class SpanPrecision:
 
 @dataclass(frozen=True)
 class LadderMove(Generic[T]):
-    """One span's bits before and after all its steps of one choice."""
+    """A span's bits before and after all its steps of one choice."""
 
     id: T
     before: Bits

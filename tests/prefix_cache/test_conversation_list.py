@@ -11,7 +11,7 @@ from kvstrata.engine.cache_api import ConversationSnapshot, PrecisionRun, TokenI
 from kvstrata.prefix_cache import conversation_list as module
 from tests.engine.drive import Drive
 from tests.engine.test_loop import prompt
-from tests.prefix_cache.test_census import LONGER, drive_with_turns
+from tests.prefix_cache.test_session_counts import LONGER, drive_with_turns
 from tests.tiny import tiny_loaded
 
 

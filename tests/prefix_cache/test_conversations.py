@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.prefix_cache.conversations import MAX_CONVERSATIONS, REPLY_START_TOKENS, ConversationTracker
-from kvstrata.prefix_cache.entries import Thread
+from kvstrata.prefix_cache.entries import Conversation
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from tests.prefix_cache.disk import reachable, store_on, written
 from tests.prefix_cache.kv import TOKEN_BYTES, Clock, Run, new_cache, settle, store_tokens
@@ -124,7 +124,7 @@ def test_tracker_bounds_number_of_sessions() -> None:
     cache = new_cache()
     tracker = ConversationTracker(cache.table, cache.candidates, max_sessions=10)
     for number in range(100):
-        tracker.end_turn(b"root", f"session {number}", Thread(5), (), 5)
+        tracker.end_turn(b"root", f"session {number}", Conversation(5), (), 5)
     assert len(tracker) == 10
 
 
