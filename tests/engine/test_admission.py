@@ -29,7 +29,7 @@ def test_request_starts_as_soon_as_it_nearly_fits(
 ) -> None:
     fits = iter([False, fits_then])
     cache = SimpleNamespace(
-        reclaimer=SimpleNamespace(fits=lambda _: False, nearly_fits=lambda _: next(fits), shrink_to=lambda *_: shrunk),
+        reclaimer=SimpleNamespace(fits=lambda _: False, fits_for_now=lambda _: next(fits), shrink_to=lambda *_: shrunk),
         leases=SimpleNamespace(hold=tuple, release=lambda _: None),
         shortening=None,
         failures=new_cache().failures,

@@ -24,15 +24,15 @@ class Machine:
         self.slices: list[float] = []
         self._pending_s = pending_s
         self._replan_share = replan_share  # of a slice, what the plan after it takes; None: steps are not planned
-        self.requantizer = SimpleNamespace(is_running=False)
+        self.requantizer = SimpleNamespace(is_running=False, update_progress=lambda: None)
         self.sequences = SimpleNamespace(has_streams=True, drop_replaced_spans=lambda: None)
         self.runner = SimpleNamespace(plans_steps=replan_share is not None, planning_s=0.0)
         nothing: Any = SimpleNamespace(
-            shrink_to=lambda *_, **__: "done", nearly_fits=lambda _: True, fits=lambda _: True
+            shrink_to=lambda *_, **__: "done", fits_for_now=lambda _: True, fits=lambda _: True
         )
         self.cache = SimpleNamespace(
             run_background=self._run_background,
-            is_asked_for=False,
+            has_awaited_work=False,
             is_transcoding=True,
             reclaimer=nothing,
             evictor=None,
@@ -95,7 +95,7 @@ def test_unawaited_work_takes_up_to_half_of_the_time_under_pressure() -> None:
 @pytest.mark.parametrize("reason", ["asked", "idle", "awaited", "changing"])
 def test_awaited_work_does_not_rest(reason: str) -> None:
     machine = Machine(0.004, 0.01)
-    machine.cache.is_asked_for = reason == "asked"
+    machine.cache.has_awaited_work = reason == "asked"
     machine.sequences.has_streams = reason != "idle"
     machine.requantizer.is_running = reason == "changing"
     for _ in range(20):

@@ -479,7 +479,7 @@ def test_prompt_is_counted_once_however_often_its_request_tries_to_start() -> No
     drive.run()
     before = dict(drive.prefix_cache.usage.count())
     sequence = Sequence(Request("tried", tuple(prompt(300)), 2, GREEDY), lambda _: None, 2, 99)
-    prefixes = drive.core.prefixes
+    prefixes = drive.core.prefix_lookup
     prefixes.track_sequence(sequence)
     for _ in range(3):
         assert not prefixes.start(sequence, lambda _: 0)

@@ -66,14 +66,14 @@ def test_prefix_that_is_evicted_between_lookup_and_lease_is_read_from_the_disk(
         tokens = prompt(PROMPT_TOKENS, seed=1)
         first = serve(drive, tokens)
         write_all(drive)
-        start = drive.core.prefixes.start
+        start = drive.core.prefix_lookup.start
 
         def start_after_eviction(sequence: Sequence, capacity_for: Callable[[int], int]) -> bool:
             monkeypatch.undo()
             drive.prefix_cache.evictor.clear(tier="hot")
             return start(sequence, capacity_for)
 
-        monkeypatch.setattr(drive.core.prefixes, "start", start_after_eviction)
+        monkeypatch.setattr(drive.core.prefix_lookup, "start", start_after_eviction)
         again = drive.submit(tokens, 4, DRAWN)
         run(drive)
         assert cached(again) == PROMPT_TOKENS - 1
@@ -96,13 +96,13 @@ def test_request_whose_prefix_is_evicted_each_time_computes_it(tmp_path: Path, m
         tokens = prompt(PROMPT_TOKENS, seed=1)
         serve(drive, tokens)
         write_all(drive)
-        start = drive.core.prefixes.start
+        start = drive.core.prefix_lookup.start
 
         def start_after_eviction(sequence: Sequence, capacity_for: Callable[[int], int]) -> bool:
             drive.prefix_cache.evictor.clear(tier="hot")
             return start(sequence, capacity_for)
 
-        monkeypatch.setattr(drive.core.prefixes, "start", start_after_eviction)
+        monkeypatch.setattr(drive.core.prefix_lookup, "start", start_after_eviction)
         again = drive.submit(tokens, 4, DRAWN)
         run(drive)
         assert cached(again) == 0

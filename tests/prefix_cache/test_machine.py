@@ -296,10 +296,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert other.nbytes == sum(entry.nbytes for entry in cache.table.entries if entry.salt == "other")
         waiting = cache.transcoder.jobs.waiting
         assert cache.transcoder.pending_bytes() == sum(map(cache.transcoder.precision.pending_bytes, waiting))
-        cache.step_down.update_ladder()
-        known = {entry: held for entry, held in cache.step_down._ladder._spans.items() if not entry.is_running}
+        cache.step_down_policy.update_ladder()
+        known = {entry: held for entry, held in cache.step_down_policy._ladder._spans.items() if not entry.is_running}
         ended = [entry for entry in cache.table.entries if not entry.is_running and entry.span.layers]
-        assert known == {entry: cache.step_down._precision_of(entry) for entry in ended}
+        assert known == {entry: cache.step_down_policy._precision_of(entry) for entry in ended}
 
     @invariant()
     def candidates_are_the_evictable_leaves(self) -> None:

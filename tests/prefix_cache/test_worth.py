@@ -16,9 +16,9 @@ from kvstrata.bench.trace import Asked, trace_of
 from kvstrata.prefix_cache.eviction_order import (
     HISTORY_FACTOR,
     EvictionOrder,
-    LeafQueue,
     LeafValue,
     RequestHistory,
+    TimeQueue,
     Use,
     UseRecords,
 )
@@ -57,7 +57,7 @@ OPERATIONS = st.lists(
 
 @given(OPERATIONS)
 def test_leaf_queue_returns_oldest_and_newest(operations: list[tuple[str, int, int]]) -> None:
-    queue: LeafQueue[int] = LeafQueue()
+    queue: TimeQueue[int] = TimeQueue()
     model: dict[int, int] = {}
     for operation, key, used_s in operations:
         if operation == "put":
@@ -88,7 +88,7 @@ class CountedKey:
 
 
 def test_leaf_queue_does_not_grow_with_number_of_uses() -> None:
-    queue: LeafQueue[CountedKey] = LeafQueue()
+    queue: TimeQueue[CountedKey] = TimeQueue()
     keys: list[weakref.ref[CountedKey]] = []
     for used_s in range(20_000):
         key = CountedKey(used_s % 10)
@@ -293,7 +293,7 @@ def test_superseded_leaves_are_chosen_before_all_others(
     queue, known = eviction(), dict[str, LeafValue]()
     for number, (reuse_class, used_s, nbytes, is_spare, is_superseded) in enumerate(leaves):
         known[str(number)] = LeafValue(
-            nbytes, 0, 10, used_s, reuse_class, is_spare=is_spare, is_superseded=is_superseded
+            nbytes, 0, 10, used_s, reuse_class, is_archived=is_spare, is_superseded=is_superseded
         )
         queue.add(str(number), known[str(number)])
     evicted = []
@@ -302,7 +302,7 @@ def test_superseded_leaves_are_chosen_before_all_others(
     superseded = [leaf.is_superseded for leaf in evicted]
     assert superseded == sorted(superseded, reverse=True)
     assert superseded.count(True) == sum(leaf.is_superseded for leaf in known.values())
-    others = [leaf for leaf in known.values() if not leaf.is_superseded and (leaf.is_spare or not spare_only)]
+    others = [leaf for leaf in known.values() if not leaf.is_superseded and (leaf.is_archived or not spare_only)]
     assert len(evicted) == superseded.count(True) + len(others)
 
 
@@ -313,7 +313,7 @@ def test_superseded_leaves_do_not_change_order_of_others(
     """Compare the order of the other leaves with the order that they have alone."""
     queue, without = eviction(), eviction()
     for number, (reuse_class, used_s, nbytes, is_spare, is_superseded) in enumerate(leaves):
-        leaf = LeafValue(nbytes, 0, 10, used_s, reuse_class, is_spare=is_spare, is_superseded=is_superseded)
+        leaf = LeafValue(nbytes, 0, 10, used_s, reuse_class, is_archived=is_spare, is_superseded=is_superseded)
         queue.add(str(number), leaf)
         if not is_superseded:
             without.add(str(number), leaf)

@@ -5,7 +5,7 @@ It may trim by single tokens, which costs it nothing here.
 
 from __future__ import annotations
 
-from kvstrata.prefix_cache.eviction_order import LeafQueue
+from kvstrata.prefix_cache.eviction_order import TimeQueue
 from kvstrata.prefix_cache.keys import Tokens
 from kvstrata.prefix_cache.radix_tree import Node, RadixTree
 
@@ -14,7 +14,7 @@ class LruTree:
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self.tree: RadixTree[None] = RadixTree()
-        self._leaves: LeafQueue[Node[None]] = LeafQueue()
+        self._leaves: TimeQueue[Node[None]] = TimeQueue()
         self._used_s: dict[Node[None], float] = {}
 
     def asked(self, root_key: bytes, tokens: Tokens, now_s: float) -> int:

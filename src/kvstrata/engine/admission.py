@@ -59,14 +59,14 @@ class MemoryAccount:
         own_bytes = sum(
             self.budget.bytes_held_by(s.cache, s.kv_format) for s in self._running.values() if s.cache is not None
         )
-        return own_bytes + self._prefixes.uncounted_bytes
+        return own_bytes + self._prefixes.orphaned_bytes
 
     @property
     def cached_bytes(self) -> int:
         return self._table.nbytes
 
     @property
-    def free_bytes(self) -> int:
+    def free_or_evictable_bytes(self) -> int:
         """Bytes that running sequences and leased entries leave. Evictable cache entries count as free memory."""
         leased_bytes = self._table.nbytes - self._table.evictable_bytes
         return self.budget.total_bytes - self.running_bytes - leased_bytes
@@ -76,14 +76,14 @@ class MemoryAccount:
         that its lease will keep from eviction, if it does not hold the lease yet."""
         known = len(sequence.tokens) - 1 - cached_tokens
         buffer = buffer_tokens(known, sequence.tokens_wanted, self._buffer_step_tokens)
-        left_bytes = None if self._running else self.free_bytes - leased_bytes - self.budget.fixed_bytes
+        left_bytes = None if self._running else self.free_or_evictable_bytes - leased_bytes - self.budget.fixed_bytes
         return max(known + 1, self.budget.buffer_tokens(known + buffer, 0, sequence.kv_format, left_bytes))
 
     def fitting_tokens_at_start(self, sequence: Sequence, cached_tokens: int) -> int:
         """Return the same, or 0 where other sequences need the memory. A sequence that runs alone fits: that was
         checked when it arrived."""
         tokens = self.tokens_at_start(sequence, cached_tokens)
-        fits = not self._running or self.budget.bytes_for(tokens, sequence.kv_format) <= self.free_bytes
+        fits = not self._running or self.budget.bytes_for(tokens, sequence.kv_format) <= self.free_or_evictable_bytes
         return tokens if fits else 0
 
     def bytes_at_start(self, sequence: Sequence, cached_tokens: int) -> int:
@@ -100,7 +100,7 @@ class MemoryAccount:
         assert sequence.cache is not None
         capacity = sequence.cache.capacity
         buffer = buffer_tokens(capacity, sequence.tokens_wanted, self._buffer_step_tokens)
-        left_bytes = self.free_bytes if len(self._running) == 1 else None
+        left_bytes = self.free_or_evictable_bytes if len(self._running) == 1 else None
         return max(1, self.budget.buffer_tokens(buffer, capacity, sequence.kv_format, left_bytes))
 
     def growth_bytes(self, sequence: Sequence) -> int:
@@ -189,7 +189,7 @@ class Admission:
                 break
             waiting, awaits_encoding = self._refresh_waiting()
             plan = self._plan(waiting)
-        if plan.preempt and len(running) == 1 and self._drop_checkpoints():
+        if plan.preempt and len(running) == 1 and self._drop_checkpoints_of_only_sequence():
             plan = self._plan(waiting)
         num_fitting = self._reclaim_for_admitted(plan)
         lacks_memory = num_fitting < len(plan.admit)
@@ -209,7 +209,7 @@ class Admission:
     def _limits(self) -> StepLimits:
         speeds, num_streams = self._speeds, self._sequences.num_streams
         return StepLimits(
-            free_bytes=self.memory.free_bytes,
+            free_bytes=self.memory.free_or_evictable_bytes,
             max_running=self._max_running,
             chunk_tokens=speeds.chunk_tokens(),
             beside_tokens=speeds.beside_tokens(num_streams),
@@ -271,7 +271,7 @@ class Admission:
         """Evict some of the cached prefix of the oldest request that is not blocked, where it does not fit though no
         sequence runs: no other request will start before it."""
         oldest = next((each for each in waiting if not each.is_blocked), None)
-        free_bytes = self.memory.free_bytes
+        free_bytes = self.memory.free_or_evictable_bytes
         if oldest is None or oldest.nbytes <= free_bytes:
             return "unchanged"
         if any(map(self._prefixes.awaits_tier, self._sequences.waiting)):
@@ -281,7 +281,7 @@ class Admission:
         least_bytes = budget.bytes_for(len(sequence.tokens), sequence.kv_format)
         prompt, need_bytes = sequence.ids()[:-1], oldest.nbytes - free_bytes
         salt, keeps_used = sequence.request.salt, least_bytes > free_bytes
-        has_shortened = self._failures.require(
+        has_shortened = self._failures.attempt_or_break(
             "reclaims",
             lambda: self._reclaimer.evict_own_prefix(prompt, salt, need_bytes, keeps_used=keeps_used),
             otherwise=False,
@@ -295,7 +295,7 @@ class Admission:
         message = pinned_memory_message(least_bytes, free_bytes, budget.total_bytes)
         return Unservable(sequence, Failed(message, "pinned"))
 
-    def _drop_checkpoints(self) -> bool:
+    def _drop_checkpoints_of_only_sequence(self) -> bool:
         """Drop the checkpoints of the only running sequence, which has no memory to grow."""
         (sequence,) = self._sequences.running.values()
         return self._prefixes.drop_checkpoints(sequence)
@@ -325,7 +325,9 @@ class Admission:
         for work here and now. Return 0 where that fails: the requests start when the engine has an empty cache.
         """
         sizes = tuple(need_bytes)
-        return self._failures.require("reclaims", lambda: self._reclaim_for(requests, sizes, limit_bytes, slice_s), 0)
+        return self._failures.attempt_or_break(
+            "reclaims", lambda: self._reclaim_for(requests, sizes, limit_bytes, slice_s), 0
+        )
 
     def _reclaim_for(self, requests: list[Sequence], sizes: tuple[int, ...], limit_bytes: int, slice_s: float) -> int:
         if not self._reclaimer.fits(limit_bytes - sum(sizes)):
@@ -340,8 +342,8 @@ class Admission:
 
     def _must_wait(self, request: Sequence, limit_bytes: int, slice_s: float) -> bool:
         reclaimer = self._reclaimer
-        shrunk = "done" if reclaimer.nearly_fits(limit_bytes) else reclaimer.shrink_to(limit_bytes, slice_s)
-        fits = shrunk == "done" or reclaimer.nearly_fits(limit_bytes)
+        shrunk = "done" if reclaimer.fits_for_now(limit_bytes) else reclaimer.shrink_to(limit_bytes, slice_s)
+        fits = shrunk == "done" or reclaimer.fits_for_now(limit_bytes)
         if fits or shrunk == "steps_down":
             self._disk_waits.pop(request.arrival, None)
             return not fits
@@ -373,7 +375,7 @@ class Admission:
     def _release_lease(self) -> None:
         held, self._lease = self._lease, None
         if held is not None:
-            self._failures.require("releases", lambda: self._leases.release(held), None)
+            self._failures.attempt_or_break("releases", lambda: self._leases.release(held), None)
 
     def _lease_entries(self, entries: Iterable[Entry]) -> None:
         # The new lease comes first, so that no entry is evictable in between.

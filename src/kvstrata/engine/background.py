@@ -22,9 +22,9 @@ from kvstrata.prefix_cache.prefix_cache import PrefixCache
 
 # After work that no client waits for, streams run without any for this multiple of its time. Without the rest, where
 # steps are short, the work would take more time than the steps, because it also waits for the pending step.
-REST = 4.0
+REST_FACTOR = 4.0
 
-REST_UNDER_PRESSURE = 1.0  # while memory fills up
+REST_FACTOR_UNDER_PRESSURE = 1.0  # while memory fills up
 
 # Where a slice makes the next step be planned again: the first slice, as a share of the longest one, and the largest
 # growth from one slice to the next.
@@ -68,7 +68,7 @@ class BackgroundPacer:
 
     @property
     def has_work(self) -> bool:
-        return self._failures.require("slices", self._has_work, otherwise=False)
+        return self._failures.attempt_or_break("slices", self._has_work, otherwise=False)
 
     def _has_work(self) -> bool:
         cache = self._prefix_cache
@@ -77,7 +77,7 @@ class BackgroundPacer:
     def run_between_steps(self, *, is_awaited: bool) -> None:
         """Run a slice between two steps. `is_awaited`: a client waits for the work, so that the slice may take as long
         as a decode step, or as a prompt chunk where no stream runs; any other slice must hardly be noticed."""
-        self._failures.require("slices", lambda: self._run_between_steps(is_awaited=is_awaited), None)
+        self._failures.attempt_or_break("slices", lambda: self._run_between_steps(is_awaited=is_awaited), None)
 
     def _run_between_steps(self, *, is_awaited: bool) -> None:
         if is_awaited and not self._sequences.has_streams:
@@ -89,12 +89,14 @@ class BackgroundPacer:
             return
         self._awaited_slice_s = 0.0
         began_s = self._clock()
-        may_rest = self._sequences.has_streams and not self._prefix_cache.is_asked_for
+        may_rest = self._sequences.has_streams and not self._prefix_cache.has_awaited_work
         if may_rest and began_s < self._rests_until_s:
             return
         self.run_slice(self._slice_s)
         ended_s = self._clock()
-        self._rests_until_s = ended_s + (REST_UNDER_PRESSURE if self._is_memory_short else REST) * (ended_s - began_s)
+        self._rests_until_s = ended_s + (REST_FACTOR_UNDER_PRESSURE if self._is_memory_short else REST_FACTOR) * (
+            ended_s - began_s
+        )
 
     def _next_awaited_slice_s(self, max_s: float) -> float:
         """Return the length of the next slice that a client waits for. A step that reads changed spans is planned
@@ -119,7 +121,7 @@ class BackgroundPacer:
 
     def run_slice(self, slice_s: float) -> None:
         """Run background work for about `slice_s`."""
-        self._failures.require("slices", lambda: self._run_slice(slice_s), None)
+        self._failures.attempt_or_break("slices", lambda: self._run_slice(slice_s), None)
 
     def _run_slice(self, slice_s: float) -> None:
         self._speeds.note_background_work()
@@ -127,12 +129,13 @@ class BackgroundPacer:
         with without_cache() if is_transcoding else nullcontext():
             self._prefix_cache.run_background(slice_s)
         self.reclaim_memory(0.0, has_grown=False)
+        self._requantizer.update_progress()  # reclaiming may have run the last job of a change
         if is_transcoding:
             self._sequences.drop_replaced_spans()
 
     def step_down_early(self) -> None:
         """Have spans step down before memory is full."""
-        self._failures.require("reclaims", self._step_down_early, None)
+        self._failures.attempt_or_break("reclaims", self._step_down_early, None)
 
     def _step_down_early(self) -> None:
         self._pins.expire()
@@ -144,7 +147,7 @@ class BackgroundPacer:
         `has_grown`: a sequence took memory, so that entries which have not stepped down by then are evicted. Otherwise
         entries that are being encoded may exceed the limit for a moment: that is no reason to evict others.
         """
-        self._failures.require("reclaims", lambda: self._reclaim_memory(slice_s, has_grown=has_grown), None)
+        self._failures.attempt_or_break("reclaims", lambda: self._reclaim_memory(slice_s, has_grown=has_grown), None)
 
     def _reclaim_memory(self, slice_s: float, *, has_grown: bool) -> None:
         limit_bytes = self._memory.budget.total_bytes - self._memory.running_bytes
@@ -158,7 +161,7 @@ class BackgroundPacer:
 
     def expire(self) -> None:
         """Drop pins and entries whose time is over."""
-        self._failures.require("reclaims", self._expire, None)
+        self._failures.attempt_or_break("reclaims", self._expire, None)
 
     def _expire(self) -> None:
         self._pins.expire()
@@ -166,6 +169,6 @@ class BackgroundPacer:
 
     def seconds_to_expiry(self) -> float:
         """Return the time until the next pin or entry expires, unless something comes."""
-        return self._failures.require(
+        return self._failures.attempt_or_break(
             "reclaims", lambda: min(self._candidates.seconds_to_expiry(), self._pins.seconds_to_expiry()), math.inf
         )

@@ -56,7 +56,7 @@ class ServedModel:
     layout: Layout
     budget: Budget
     limits: EngineLimits
-    storage: KvConfig
+    kv_config: KvConfig
 
     @property
     def chunk_tokens(self) -> int:
@@ -74,7 +74,7 @@ def open_disk_tier(served: ServedModel, disk: DiskOptions | None, files: Files |
     pinned: set[bytes] = set()
     # Half of the blocks that are read ahead wait in the tier, half in the cache.
     ahead_bytes = min(disk.read_ahead_bytes, served.budget.total_bytes // READ_AHEAD_SHARE // 2)
-    options = dataclasses.replace(disk, ttl_s=served.storage.ttl_s, read_ahead_bytes=ahead_bytes)
+    options = dataclasses.replace(disk, ttl_s=served.kv_config.ttl_s, read_ahead_bytes=ahead_bytes)
     tier = DiskTier(options, chain=chain, tally=tally, is_pinned=pinned.__contains__, files=files)
     return TierClient(tier, served.layout, post=post, pinned=pinned, patience_s=disk.wait_s)
 
@@ -113,7 +113,7 @@ def build_core(
 
     Raise ConfigError for a precision that the model's layers cannot be cached in.
     """
-    limits, storage = served.limits, served.storage
+    limits, storage = served.limits, served.kv_config
     catalog = FormatCatalog(served.layout, storage, served.chunk_tokens)
     prefix_cache = PrefixCache(
         *(served.layout, identity_of(served), _cache_config(served), catalog.plan_of),
@@ -163,7 +163,7 @@ def identity_of(served: ServedModel) -> Identity:
 
 
 def _cache_config(served: ServedModel) -> CacheConfig:
-    storage, allowed = served.storage, max_arrays()
+    storage, allowed = served.kv_config, max_arrays()
     total_bytes = served.budget.total_bytes
     return CacheConfig(
         hot_bytes=total_bytes if storage.hot_bytes is None else min(storage.hot_bytes, total_bytes),

@@ -110,7 +110,7 @@ class CacheApi:
         target = cache.requantizer.target
         return CacheUsage(
             tiers={"hot": cache.usage.usage(owner), **({"disk": disk} if disk else {})},
-            sequences=tuple(_sequence_usage(each, budget, self._core.prefixes) for each in own),
+            sequences=tuple(_sequence_usage(each, budget, self._core.prefix_lookup) for each in own),
             budget_bytes=budget.total_bytes,
             hot_budget_bytes=cache.table.max_bytes,
             running_bytes=_running_bytes(own, budget),
@@ -173,7 +173,7 @@ class CacheApi:
         for sequence in self._core.sequences.running.values():
             is_own = owner is None or owner_of(sequence.request.salt) == owner
             if sequence.request.id == request_id and is_own:
-                return self._core.prefixes.held_entries(sequence)
+                return self._core.prefix_lookup.held_entries(sequence)
         raise InvalidRequest(f"No request {request_id[:80]!r} is running. GET /cache/usage lists those that are.")
 
     # One prompt.

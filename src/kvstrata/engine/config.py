@@ -70,4 +70,4 @@ class TierConfig:
     disk: DiskOptions | None = None  # None: evicted entries are lost
     files: Files | None = None  # file operations of the disk tier; None: those of the system
     remote: RemoteOptions | None = None  # None: no tier is shared with other servers
-    watcher: CacheListener | None = None  # is informed of entries in memory
+    listener: CacheListener | None = None  # is informed of entries in memory

@@ -135,7 +135,7 @@ class Engine:
     def props(self) -> dict[str, Any]:
         """Return the engine's part of GET /props."""
         served = self._thread.served
-        layout, budget, kv_config = served.layout, served.budget, served.storage
+        layout, budget, kv_config = served.layout, served.budget, served.kv_config
         return {
             "layers": layout.count_by_kind(),
             "attention": {

@@ -352,7 +352,7 @@ class EngineCore:
     sequences: SequenceTable
     runner: ModelRunner
     speeds: StepSpeeds
-    prefixes: PrefixLookup
+    prefix_lookup: PrefixLookup
     admission: Admission
     pacer: BackgroundPacer
     executor: StepExecutor
@@ -387,7 +387,7 @@ class EngineCore:
 
     def take_over(self, failed: EngineCore) -> None:
         """Serve the sequences of a core whose cache is broken."""
-        self.prefixes.take_over(failed.prefixes, failed.sequences)
+        self.prefix_lookup.take_over(failed.prefix_lookup, failed.sequences)
         self.sequences.waiting.extend(failed.sequences.waiting)
         self.sequences.running.update(failed.sequences.running)
         self.executor.take_over(failed.executor)

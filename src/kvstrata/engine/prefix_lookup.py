@@ -107,12 +107,12 @@ class PrefixLookup:
         )
         self._states: dict[int, _PrefixState] = {}  # by arrival
         # Spans of a broken entry table that running sequences read, by arrival: no table counts their bytes.
-        self._uncounted_spans: dict[int, tuple[Span, ...]] = {}
+        self._orphaned_spans: dict[int, tuple[Span, ...]] = {}
 
     @property
-    def uncounted_bytes(self) -> int:
+    def orphaned_bytes(self) -> int:
         """Bytes of the spans that running sequences read from an entry table that has failed."""
-        return sum(span.nbytes for span in {span for spans in self._uncounted_spans.values() for span in spans})
+        return sum(span.nbytes for span in {span for spans in self._orphaned_spans.values() for span in spans})
 
     def track_sequence(self, sequence: Sequence) -> None:
         """Begin the prefix state of a sequence that has arrived."""
@@ -145,9 +145,9 @@ class PrefixLookup:
 
     def is_blocked(self, sequence: Sequence, ahead: Iterable[Sequence]) -> bool:
         """Whether the sequence waits for a tier, or for the prefill of a sequence of `ahead`."""
-        return self.awaits_tier(sequence) or self._follows(sequence, ahead)
+        return self.awaits_tier(sequence) or self._pause_leader(sequence, ahead)
 
-    def _follows(self, sequence: Sequence, ahead: Iterable[Sequence]) -> bool:
+    def _pause_leader(self, sequence: Sequence, ahead: Iterable[Sequence]) -> bool:
         """Have a sequence ahead, which is about to compute a prefix of this one, pause where the two diverge. Return
         True where there is one: this sequence waits and resumes from what the other computes."""
         if not self._prefix_cache.can_share:
@@ -201,7 +201,7 @@ class PrefixLookup:
             self._prefetcher.promote(load)
             if load.lacked_memory:
                 # Memory may have more space when the request is admitted: the tiers are asked again then.
-                state.refused_end, state.refused_space_bytes = load.links[-1].end, self._space_bytes
+                state.refused_end, state.refused_space_bytes = load.links[-1].end, self._cacheable_bytes
             state.load = None
             # The blocks of one tier are in memory now; another tier may have more.
             self._begin_next_load(sequence, state, prefill_tokens_s)
@@ -213,7 +213,7 @@ class PrefixLookup:
             )
 
     @property
-    def _space_bytes(self) -> int:
+    def _cacheable_bytes(self) -> int:
         """Bytes that cached KV may take if all evictable entries go."""
         table = self._prefix_cache.table
         return self._prefix_cache.reclaimer.limit_bytes - (table.nbytes - table.evictable_bytes)
@@ -239,13 +239,13 @@ class PrefixLookup:
         state.withdraw_lookup()
         load, state.load = state.load, None
         if load is not None:
-            self._failures.require("releases", lambda: self._prefetcher.abandon(load), None)
+            self._failures.attempt_or_break("releases", lambda: self._prefetcher.abandon(load), None)
 
     def _must_ask_again(self, sequence: Sequence, state: _PrefixState) -> bool:
         """Whether memory has less of the prefix than when the tiers were asked, or more space than when it refused a
         load. The tiers may have the rest, so the sequence does not compute it before they have answered."""
         cached_tokens = self.cached_prefix(sequence).num_tokens
-        may_fit_now = cached_tokens < state.refused_end and self._space_bytes > state.refused_space_bytes
+        may_fit_now = cached_tokens < state.refused_end and self._cacheable_bytes > state.refused_space_bytes
         return (cached_tokens < state.most_cached or may_fit_now) and state.num_asked < MAX_TIER_LOOKUPS
 
     # A sequence that runs.
@@ -267,7 +267,7 @@ class PrefixLookup:
         lease = self._failures.attempt("lookups", lambda: self._lease_prefix(sequence), Lease(ReuseClass.FRESH))
         capacity = capacity_for(lease.num_tokens)
         if not capacity:
-            self._failures.require("releases", lambda: self._prefix_cache.release(lease), None)
+            self._failures.attempt_or_break("releases", lambda: self._prefix_cache.release(lease), None)
             return False
         state.reused_end = lease.reused_end
         if self._is_shared and self._needs_checkpoints:
@@ -345,7 +345,7 @@ class PrefixLookup:
         up to the end of a codec's group."""
         if kv_format.plan is None or cache.unsealed_tokens < num_tokens:
             return
-        window = self._prefix_cache.transcoder.precision.window
+        window = self._prefix_cache.transcoder.precision.raw_window
         end = cache.num_tokens - window.recent_tokens
         recent = window.recent_tokens + end % GROUP_TOKENS
         cache.seal(kv_format.plan.pairs, RawWindow(window.first_tokens, recent))
@@ -377,7 +377,7 @@ class PrefixLookup:
         """Release what a sequence holds of the cache; what it has computed stays cached."""
         arrival = sequence.arrival
         state = self._states[arrival] if outcome == "preempted" else self._states.pop(arrival)
-        self._uncounted_spans.pop(arrival, None)
+        self._orphaned_spans.pop(arrival, None)
         if outcome != "abandoned":
             self._close_insertion(sequence, state)
         self._drop_load(state)
@@ -393,8 +393,8 @@ class PrefixLookup:
             state, arrival = failed._states[sequence.arrival], sequence.arrival
             state.withdraw_lookup()
             read = [] if state.insertion is None else [run.span for run in state.insertion.lease.ranges]
-            if spans := (*failed._uncounted_spans.get(arrival, ()), *read):
-                self._uncounted_spans[arrival] = spans
+            if spans := (*failed._orphaned_spans.get(arrival, ()), *read):
+                self._orphaned_spans[arrival] = spans
             self._states[arrival] = _PrefixState(state.pauses, reused_end=state.reused_end)
         for sequence in sequences.running.values():
             self._states[sequence.arrival].insertion = self._prefix_cache.insert_detached(Lease(ReuseClass.FRESH))
@@ -405,7 +405,7 @@ class PrefixLookup:
             return
         has_computed = sequence.cache.num_tokens > sequence.cache.start
         self._commit(sequence, state, has_checkpoint=self._needs_checkpoints and has_computed)
-        self._failures.require("commits", insertion.close, None)
+        self._failures.attempt_or_break("commits", insertion.close, None)
         state.insertion = None
 
     def _pin_prompt(self, sequence: Sequence) -> None:

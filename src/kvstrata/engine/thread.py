@@ -270,7 +270,7 @@ class EngineThread:
 
     def _build_core(self, failed: EngineCore | None = None) -> EngineCore:
         """Build an engine core. `failed`: a core with a broken cache, whose runner and speeds are still good."""
-        parts = (self.served, self._metrics, self.disk, self.make_detokenizer, self.shared, self._tiers.watcher)
+        parts = (self.served, self._metrics, self.disk, self.make_detokenizer, self.shared, self._tiers.listener)
         if failed is not None:
             return build_core(*parts, runner=failed.runner, speeds=failed.speeds)
         core = build_core(*parts)
@@ -383,7 +383,7 @@ class EngineThread:
         if not question.answer.set_running_or_notify_cancel():
             return
         try:
-            with self.core.prefix_cache.failures.watching():
+            with self.core.prefix_cache.failures.breaking_on_error():
                 result = question.function(self.core)
             question.answer.set_result(result)
         except Exception as error:  # noqa: BLE001

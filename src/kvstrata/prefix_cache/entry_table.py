@@ -291,14 +291,14 @@ class EntryTable:
 
     @contextmanager
     def _changing(self, entry: Entry) -> Iterator[None]:
-        """Bring byte totals, candidates and dirty sets in step with a change of what eviction depends on."""
+        """Bring byte totals, candidates and dirty sets in step with a change of what protects an entry."""
         self.num_changes += 1
-        was_evictable, was_archived = entry.is_evictable, entry.is_archived
+        was_evictable = entry.is_evictable
         yield
         if was_evictable != entry.is_evictable:
             self.evictable_bytes += entry.nbytes if entry.is_evictable else -entry.nbytes
         self.recount(entry)
-        if (was_evictable, was_archived) != (entry.is_evictable, entry.is_archived):
+        if was_evictable != entry.is_evictable:
             self._candidates.offer_last_node(entry)
 
     def add_lease(self, entry: Entry) -> None:
@@ -325,8 +325,11 @@ class EntryTable:
         """Set whether the disk has all of an entry: then memory loses less when it is evicted. `token_bytes`: of each
         token on the disk; None: as before."""
         if is_archived != entry.is_archived:
-            with self._changing(entry):
-                entry.is_archived = is_archived
+            # No size changes: counting the arrays of hundreds of entries again would hold up a step.
+            self.num_changes += 1
+            entry.is_archived = is_archived
+            self.dirty_sets.mark_dirty(entry)
+            self._candidates.offer_last_node(entry)
         if not is_archived:
             entry.archived_token_bytes = 0.0
         elif token_bytes is not None:

@@ -131,7 +131,7 @@ class Evictor:
         """Encode a leaf that is about to be evicted and write it to the disk, as far as time allows. With `writes_all`
         all of it is written, and tokens that are not encoded by `until_s` are written as they are. A failure does not
         keep the leaf from being evicted."""
-        failed = Handover(leaf.start, "disk_failed")
+        failed = Handover(leaf.start, "disk_failed" if self._disk.has_tier else None)
         return self._failures.attempt("spills", lambda: self._write_first(leaf, until_s, writes_all=writes_all), failed)
 
     def _write_first(self, leaf: Node[Entry], until_s: float, *, writes_all: bool) -> Handover:

@@ -14,7 +14,7 @@ from kvstrata.prefix_cache.worth import AwaitedUse, PrefillCost, Reuse, ReuseCla
 K = TypeVar("K", bound=Hashable)
 
 
-class LeafQueue(Generic[K]):
+class TimeQueue(Generic[K]):
     """Keys by time of use, with access to the oldest and the newest, in O(log n) for each operation.
 
     Two heaps hold the items; outdated items are skipped when they reach the top. The heap for the newest exists from
@@ -74,7 +74,7 @@ class LeafQueue(Generic[K]):
         return valid
 
 
-# reuse class, cost per byte in steps of half an octave, is_spare, is_superseded
+# reuse class, cost per byte in steps of half an octave, is_archived, is_superseded
 QueueKey = tuple[ReuseClass, int, bool, bool]
 
 # A leaf other than the oldest is chosen only if its worth is below this share of the oldest leaf's. Without the share,
@@ -84,7 +84,7 @@ CLEARLY = 0.9
 
 # Share of a leaf's cost that remains when the disk has a copy: the leaf is read, not computed. Reading a token from a
 # disk takes a hundredth of the time of computing it on a CPU, and about the time of a small model on a fast GPU.
-SPARE_SHARE = 0.1
+ARCHIVED_COST_SHARE = 0.1
 
 
 class Chosen(NamedTuple, Generic[K]):
@@ -103,7 +103,7 @@ class LeafValue(NamedTuple):
     used_s: float
     reuse_class: ReuseClass = ReuseClass.FRESH
     expires_s: float = math.inf
-    is_spare: bool = False  # the disk has a copy
+    is_archived: bool = False  # the disk has a copy
     is_superseded: bool = False  # its conversation continued on another branch: worth nothing
 
 
@@ -127,8 +127,8 @@ class EvictionOrder(Generic[K]):
         self._cost = cost
         self._quantum_tokens = quantum_tokens  # a trimmed leaf keeps a multiple of this
         self._leaves: dict[K, _Candidate] = {}
-        self._queues: dict[QueueKey, LeafQueue[K]] = {}
-        self._expiring: LeafQueue[K] = LeafQueue()
+        self._queues: dict[QueueKey, TimeQueue[K]] = {}
+        self._expiring: TimeQueue[K] = TimeQueue()
 
     def __len__(self) -> int:
         return len(self._leaves)
@@ -137,10 +137,10 @@ class EvictionOrder(Generic[K]):
         """Add a leaf that is neither leased nor pinned, or update one that was used or changed its size."""
         self.discard(key)
         byte_cost = self._cost.per_token(leaf.start + leaf.num_tokens / 2) * leaf.num_tokens / max(1, leaf.nbytes)
-        byte_cost *= SPARE_SHARE if leaf.is_spare else 1.0
-        queue_key = leaf.reuse_class, math.floor(2 * math.log2(byte_cost)), leaf.is_spare, leaf.is_superseded
+        byte_cost *= ARCHIVED_COST_SHARE if leaf.is_archived else 1.0
+        queue_key = leaf.reuse_class, math.floor(2 * math.log2(byte_cost)), leaf.is_archived, leaf.is_superseded
         self._leaves[key] = _Candidate(leaf, byte_cost, queue_key)
-        self._queues.setdefault(queue_key, LeafQueue()).put(key, leaf.used_s, leaf.start)
+        self._queues.setdefault(queue_key, TimeQueue()).put(key, leaf.used_s, leaf.start)
         if leaf.expires_s < math.inf:
             self._expiring.put(key, leaf.expires_s, leaf.start)
 
@@ -282,7 +282,7 @@ class RequestHistory:
         self._reuse = reuse
         self._cache_tokens = cache_tokens
         self._tree: RadixTree[Seen | None] = RadixTree()
-        self._leaves: LeafQueue[Node[Seen | None]] = LeafQueue()
+        self._leaves: TimeQueue[Node[Seen | None]] = TimeQueue()
 
     @property
     def num_tokens(self) -> int:

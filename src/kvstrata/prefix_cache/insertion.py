@@ -16,7 +16,6 @@ from kvstrata.prefix_cache.radix_tree import Node
 from kvstrata.prefix_cache.transcode import Transcoder
 from kvstrata.prefix_cache.worth import ReuseClass
 from kvstrata.spans.marks import Mark
-from kvstrata.spans.plan import Plan
 
 
 class Leases:
@@ -59,7 +58,7 @@ class Inserter:
         leases: Leases,
         pins: Pins,
         conversations: ConversationTracker,
-        step_down: StepDownPolicy,
+        step_down_policy: StepDownPolicy,
         transcoder: Transcoder,
         drops: DropCounters,
         counters: Counter[str],
@@ -68,7 +67,7 @@ class Inserter:
         self.checkpoints = checkpoints
         self.leases = leases
         self.conversations = conversations
-        self.step_down = step_down
+        self.step_down_policy = step_down_policy
         self.transcoder = transcoder
         self._pins = pins
         self._drops = drops
@@ -144,12 +143,8 @@ class Insertion:
         if self._is_detached:
             return
         inserter = self._inserter
-        inserter.transcoder.step_down(inserter.step_down.for_length(self.entries, num_tokens))
+        inserter.transcoder.apply_step_downs(inserter.step_down_policy.for_length(self.entries, num_tokens))
         inserter.transcoder.review(self.entry)
-
-    def set_target(self, plan: Plan) -> None:
-        """Set the target precision of the sequence's own KV."""
-        self._inserter.table.set_target(self.entry, plan)
 
     def detach(self) -> None:
         """Insert no further tokens. Called when a commit has failed: the sequence continues."""

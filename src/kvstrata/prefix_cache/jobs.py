@@ -229,7 +229,7 @@ class FailureLog:
         if self._table.is_broken:
             return otherwise
         try:
-            with self.watching():
+            with self.breaking_on_error():
                 return operation()
         except Exception as error:  # noqa: BLE001
             self.record_failure(work, error)
@@ -239,12 +239,12 @@ class FailureLog:
     def counting(self, work: FailedWork) -> Iterator[None]:
         """Record an exception of the body instead of raising it; the body's work stays undone."""
         try:
-            with self.watching():
+            with self.breaking_on_error():
                 yield
         except Exception as error:  # noqa: BLE001
             self.record_failure(work, error)
 
-    def require(self, work: FailedWork, operation: Callable[[], T], otherwise: T) -> T:
+    def attempt_or_break(self, work: FailedWork, operation: Callable[[], T], otherwise: T) -> T:
         """Attempt an operation that must not be left out, and mark the table as broken where it fails: entries would
         stay leased, or memory full."""
 
@@ -258,7 +258,7 @@ class FailureLog:
         return self.attempt(work, run, otherwise)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def breaking_on_error(self) -> Iterator[None]:
         """Mark the table as broken where an exception leaves the body's changes half done."""
         num_changes = self._table.num_changes
         try:

@@ -16,7 +16,7 @@ from kvstrata.codecs.base import Codec
 from kvstrata.codecs.registry import parse
 from kvstrata.errors import ConfigError
 from kvstrata.prefix_cache.config import PrecisionFloors
-from kvstrata.prefix_cache.eviction_order import LeafQueue
+from kvstrata.prefix_cache.eviction_order import TimeQueue
 
 T = TypeVar("T", bound=Hashable)
 
@@ -67,14 +67,14 @@ class Ladder(Generic[T]):
         self._floors = floors
         self._token_bytes = token_bytes
         self._spans: dict[T, SpanPrecision] = {}
-        self._queues: dict[Bits, LeafQueue[T]] = {}
+        self._queues: dict[Bits, TimeQueue[T]] = {}
 
     def put_span(self, id_: T, span: SpanPrecision) -> None:
         """Add a span, or replace it after a use or a change."""
         self.discard_span(id_)
         if span.num_tokens > 0:
             self._spans[id_] = span
-            self._queues.setdefault(span.bits, LeafQueue()).put(id_, span.used_s, 0)
+            self._queues.setdefault(span.bits, TimeQueue()).put(id_, span.used_s, 0)
 
     def discard_span(self, id_: T) -> None:
         """Remove a span, if it is there."""

@@ -254,7 +254,7 @@ class Offloader:
             was_short=was_short,
         )
         self.refused_writes = RefusedWrites(client.tier, candidates.last_use_s)
-        self._jobs = JobQueue(self._make_job, lambda _: None, self._record_failure, watching=failures.watching)
+        self._jobs = JobQueue(self._make_job, lambda _: None, self._record_failure, watching=failures.breaking_on_error)
         self._num_faults = 0  # of the disk, as of the last check
         self._changed = table.dirty_sets.new_dirty_set(self._reoffer_children)  # entries that may have to be written
         self._waiting_for_parent: dict[Entry, list[Entry]] = {}  # by the running entry that they continue
@@ -266,7 +266,7 @@ class Offloader:
         return has_no_removals and self._jobs.idle and self.refused_writes.next_takeable() is None
 
     @property
-    def can_wait(self) -> bool:
+    def may_postpone_writes(self) -> bool:
         """Whether memory is not short yet and the disk still has enough to write."""
         return not self._is_memory_short and not self._client.tier.writing().is_calm
 
@@ -281,6 +281,8 @@ class Offloader:
 
     def add_entry(self, entry: Entry) -> None:
         """Write an entry that is finished, and the entries that waited for it."""
+        if not self._client.has_tier:
+            return
         # A job that has begun may not know all tokens of the entry.
         self._jobs.discard(entry)
         self._offer_with_children(entry)
@@ -296,7 +298,9 @@ class Offloader:
     def offer_changed(self, max_entries: int | None = None) -> None:
         """Offer unused entries that the disk does not have. Only changed entries are examined, and no more than
         `max_entries`: all others wait to be written, are on the disk, or were refused."""
-        self._retry_after_fault()
+        if not self._client.has_tier:
+            return
+        self._forget_refusals_after_fault()
         for entry in islice(self._changed.drain(), max_entries):
             if entry.is_evictable or entry in self._waiting_for_parent:
                 self._offer_with_children(entry)
@@ -312,8 +316,6 @@ class Offloader:
             self._changed.add(each)
 
     def _offer_entry(self, entry: Entry) -> None:
-        if not self._client.has_tier:
-            return
         if entry not in self._table.entries or entry.is_running or entry.is_archived or not entry.nodes:
             return
         if self.is_superseded(entry.last_node):
@@ -341,9 +343,9 @@ class Offloader:
 
     def wants(self, leaf: Node[Entry]) -> bool:
         """Whether a leaf should be encoded and written before its eviction."""
-        if not self._client.has_tier or self.is_on_disk(leaf.payload) or self.is_superseded(leaf):
+        if not self._client.has_tier or self.check_archived(leaf.payload) or self.is_superseded(leaf):
             return False
-        self._retry_after_fault()
+        self._forget_refusals_after_fault()
         return not self.refused_writes.would_recur(leaf.payload)
 
     def write_leaf(
@@ -380,7 +382,7 @@ class Offloader:
                     rewrite_layer(entry.span, layer, RAW)
                 self._table.recount(entry)
 
-    def _retry_after_fault(self) -> None:
+    def _forget_refusals_after_fault(self) -> None:
         """Forget refusals after a fault of the disk: it may accept now what it refused before."""
         num_faults = self._client.tier.writing().num_faults
         if num_faults == self._num_faults:
@@ -389,7 +391,7 @@ class Offloader:
         for entry in self.refused_writes.forget_faults():
             self._changed.add(entry)
 
-    def is_on_disk(self, entry: Entry) -> bool:
+    def check_archived(self, entry: Entry) -> bool:
         """Whether the disk now has, or has accepted, all of an entry."""
         self._process_removals()
         if entry.is_archived and not self._residency.is_complete(entry):
@@ -455,7 +457,7 @@ class Offloader:
     def _write_job(self, entry: Entry, *, is_archive: bool = False) -> Job:
         leaf = entry.last_node
         end = leaf.end
-        self.is_on_disk(entry)
+        self.check_archived(entry)
         self._residency.begin_recording(entry)
         steps = self._writer.write_chain(leaf, is_archive=is_archive)
         while True:

@@ -13,7 +13,7 @@ import numpy as np
 from kvstrata.errors import Forbidden
 from kvstrata.prefix_cache.entries import Entry
 from kvstrata.prefix_cache.entry_table import EntryTable
-from kvstrata.prefix_cache.eviction_order import LeafQueue
+from kvstrata.prefix_cache.eviction_order import TimeQueue
 from kvstrata.prefix_cache.keys import TokenIds, Tokens, as_ids, owner_of
 from kvstrata.prefix_cache.matching import PrefixMatcher
 from kvstrata.prefix_cache.radix_tree import Node
@@ -83,7 +83,7 @@ class Pins:
         self._by_root: dict[bytes, dict[Pin, None]] = {}
         self._by_name: dict[tuple[bytes, str], Pin] = {}  # pins with a term
         self._terms_of: dict[str, dict[Pin, None]] = {}  # pins with a term, by owner
-        self._expiring: LeafQueue[tuple[bytes, str]] = LeafQueue()  # root and name of pins with a term, by expiry
+        self._expiring: TimeQueue[tuple[bytes, str]] = TimeQueue()  # root and name of pins with a term, by expiry
         self._entries: dict[Pin, tuple[Entry, ...]] = {}  # of each pin whose tokens are all in memory
         self._missing: dict[bytes, dict[Pin, None]] = {}  # by root, the pins that memory does not have all tokens of
         self._bytes = _PinnedBytes(table)

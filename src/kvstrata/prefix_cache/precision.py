@@ -41,7 +41,7 @@ class PrecisionPolicy:
         self._raw = raw_plan(layout)
         self.target = target  # plan of new spans
         self.options = options
-        self.window = RawWindow(options.first_raw_tokens, options.recent_raw_tokens)  # of running sequences
+        self.raw_window = RawWindow(options.first_raw_tokens, options.recent_raw_tokens)  # of running sequences
         self._token_bytes_of: dict[Pair, float] = {}
 
     def pending_plan(self, entry: Entry) -> Plan | None:
@@ -104,7 +104,7 @@ class PrecisionPolicy:
 
     def _has_to_seal(self, entry: Entry, plan: Plan) -> bool:
         """Whether a running entry has enough new tokens to be encoded, or sealed tokens that have to step down."""
-        span, window = entry.span, self.window
+        span, window = entry.span, self.raw_window
         return not plan.is_raw and any(has_to_seal(span, i, plan.pairs[i], window) for i in span.layers)
 
     def job(self, entry: Entry, plan: Plan) -> Job:
@@ -117,7 +117,7 @@ class PrecisionPolicy:
         # All layers are sealed up to the same token, whatever the owner writes between the job's steps.
         span = entry.span
         for layer in span.layers:
-            yield from sealing(span, layer, plan.pairs[layer], self.window, up_to=up_to)
+            yield from sealing(span, layer, plan.pairs[layer], self.raw_window, up_to=up_to)
             yield
 
     def _transcode(self, entry: Entry, plan: Plan) -> Job:
@@ -212,7 +212,7 @@ class StepDownPolicy:
             v=min(max(_bits(v, raw_bits) for _, v in pairs) for raw_bits, pairs in layers),
         )
         if entry.is_running:
-            return SpanPrecision(bits, sealable_tokens(entry.span, self._precision.window), math.inf)
+            return SpanPrecision(bits, sealable_tokens(entry.span, self._precision.raw_window), math.inf)
         return SpanPrecision(bits, entry.span.num_tokens, self._candidates.last_use_s(entry))
 
     def _plan_after(self, move: LadderMove[Entry]) -> Plan:

@@ -36,7 +36,7 @@ from kvstrata.tier.lookups import Lookup
 
 # How long a request waits for the answer of a tier on a network: this share of the time that computing the missing
 # tokens would take.
-PATIENCE = 0.015
+LOOKUP_SHARE = 0.015
 
 # The least such wait: a round trip, and the threads on the way.
 MIN_WAIT_S = 0.02
@@ -148,7 +148,7 @@ class Prefetcher:
         if self._shared is None or num_tokens - num_tokens % BLOCK_TOKENS <= num_tokens - missing_tokens:
             return 0.0
         compute_s = missing_tokens / prefill_tokens_s if prefill_tokens_s else float("inf")
-        wait_s = min(1.0, max(MIN_WAIT_S, PATIENCE * compute_s))
+        wait_s = min(1.0, max(MIN_WAIT_S, LOOKUP_SHARE * compute_s))
         tier = self._shared.tier
         return 0.0 if tier.is_paused or tier.expected_latency_s > min(wait_s, compute_s) else wait_s
 

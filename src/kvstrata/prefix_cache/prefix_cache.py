@@ -112,10 +112,10 @@ class PrefixCache:
             *(self.table, self.candidates, checkpoints, self.matcher, self.disk),
             *(self.offloader, self.transcoder, drops, self.failures),
         )
-        self.step_down = StepDownPolicy(self.table, self.candidates, self._precision, plan_of, config.ladder)
+        self.step_down_policy = StepDownPolicy(self.table, self.candidates, self._precision, plan_of, config.ladder)
         self.reclaimer = Reclaimer(
             *(self.table, self.matcher, checkpoints, self.evictor),
-            *(self.transcoder, self.step_down, self.offloader, drops),
+            *(self.transcoder, self.step_down_policy, self.offloader, drops),
         )
 
         self._inserter = Inserter(
@@ -124,7 +124,7 @@ class PrefixCache:
             self.leases,
             self.pins,
             self.conversations,
-            self.step_down,
+            self.step_down_policy,
             self.transcoder,
             drops,
             self.counters,
@@ -137,7 +137,7 @@ class PrefixCache:
         self.requantizer = Requantizer(
             self.table, self.candidates, self.transcoder, self._restorer, self.reclaimer, self.usage.disk_usage
         )
-        self.tasks = ClientTasks(self.failures.watching)
+        self.tasks = ClientTasks(self.failures.breaking_on_error)
         self.outgoing = ConversationExport(self._inserter, self.matcher, self.transcoder.jobs)
         self.incoming = ConversationImport(self._inserter, self.matcher, self.reclaimer, self.counters)
         self.flushing = Flush(self.disk, self.table, self.candidates, self.offloader, self.transcoder)
@@ -220,21 +220,21 @@ class PrefixCache:
     @property
     def has_work(self) -> bool:
         """Whether any background work is left."""
-        return self._has_work_for_memory or not self.offloader.idle
+        return self._has_work_besides_offload or not self.offloader.idle
 
     @property
     def has_work_beside_streams(self) -> bool:
         """Whether background work is left that should run while streams decode: all but writes ahead of need while
         the disk has enough to write."""
-        return self._has_work_for_memory or not (self.offloader.idle or self.offloader.can_wait)
+        return self._has_work_besides_offload or not (self.offloader.idle or self.offloader.may_postpone_writes)
 
     @property
-    def _has_work_for_memory(self) -> bool:
-        is_busy = self.is_asked_for or not self.transcoder.jobs.idle
+    def _has_work_besides_offload(self) -> bool:
+        is_busy = self.has_awaited_work or not self.transcoder.jobs.idle
         return is_busy or (self.sharing is not None and self.sharing.has_work)
 
     @property
-    def is_asked_for(self) -> bool:
+    def has_awaited_work(self) -> bool:
         """Whether a request or a client waits for background work."""
         return self._arrived_tier is not None or self._restorer.is_ready or not self.tasks.idle
 

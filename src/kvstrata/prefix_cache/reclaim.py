@@ -1,4 +1,4 @@
-"""Reclaim memory: step down, offload, evict, in this order."""
+"""Reclaim memory: evict what costs least, step spans down, then evict the rest as the disk takes it."""
 
 from __future__ import annotations
 
@@ -63,17 +63,17 @@ class Reclaimer:
         self.limit_bytes = min(self._table.max_bytes, limit_bytes - (used_bytes - self._table.nbytes))
         is_high = used_bytes > HIGH * limit_bytes
         pending_bytes = self._transcoder.pending_bytes() if is_high else 0
-        self._transcoder.step_down(self._step_down_policy.choose_early(used_bytes - pending_bytes, limit_bytes))
+        self._transcoder.apply_step_downs(self._step_down_policy.choose_early(used_bytes - pending_bytes, limit_bytes))
 
     def step_down(self, need_bytes: int) -> None:
         """Start stepping down until `need_bytes` would be free, as far as the floors allow. Background work does it."""
-        self._transcoder.step_down(self._step_down_policy.choose(need_bytes))
+        self._transcoder.apply_step_downs(self._step_down_policy.choose(need_bytes))
 
     def fits(self, limit_bytes: int) -> bool:
         """Whether at most this many bytes are cached already."""
         return self._table.nbytes <= min(limit_bytes, self._table.max_bytes)
 
-    def nearly_fits(self, limit_bytes: int) -> bool:
+    def fits_for_now(self, limit_bytes: int) -> bool:
         """Whether the cached bytes are within what may be held for a moment, and never above `limit_bytes`, the memory
         that there is."""
         return self._table.nbytes <= self._most_for_now(limit_bytes)
@@ -94,7 +94,8 @@ class Reclaimer:
         until_s = time.monotonic() + slice_s
         self._offloader.offer_under_pressure(limit_bytes, self._table.max_bytes)
         self._evictor.shrink_to(
-            limit_bytes, lambda leaf: self._offloader.is_on_disk(leaf.payload) or self._offloader.is_superseded(leaf)
+            limit_bytes,
+            lambda leaf: self._offloader.check_archived(leaf.payload) or self._offloader.is_superseded(leaf),
         )
         if self._table.nbytes > limit_bytes:
             self.step_down(self._table.nbytes - limit_bytes - self._transcoder.pending_bytes())
@@ -117,11 +118,11 @@ class Reclaimer:
             return "steps_down"
         self._awaits_disk = False
         self._evictor.shrink_to(
-            limit_bytes, lambda leaf: self._is_evictable(leaf, enough_bytes, until_s), until_s=until_s
+            limit_bytes, lambda leaf: self._write_and_check(leaf, enough_bytes, until_s), until_s=until_s
         )
         return "awaits_disk" if self._awaits_disk else "done"
 
-    def _is_evictable(self, leaf: Node[Entry], enough_bytes: float, until_s: float) -> bool:
+    def _write_and_check(self, leaf: Node[Entry], enough_bytes: float, until_s: float) -> bool:
         """Write a leaf, and return whether it can be evicted now: not while the disk is about to take it."""
         is_urgent = self._table.nbytes > enough_bytes
         self._awaits_disk = self._evictor.write_first(leaf, until_s if is_urgent else 0.0).waits

@@ -341,7 +341,7 @@ class Requantizer:
         return Assessment(result, tuple(entries), without_memory)
 
     def _estimate(self, entry: Entry, plan: Plan, *, upward: bool) -> Estimate:
-        window = self._precision.window if entry.is_running else None
+        window = self._precision.raw_window if entry.is_running else None
         estimated = estimate(entry.span, plan, upward=upward, window=window)
         restored_bytes = 0 if upward else self._restorer.restored_bytes(entry, plan)
         if not restored_bytes:

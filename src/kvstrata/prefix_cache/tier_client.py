@@ -37,7 +37,7 @@ from kvstrata.tier.reading import BlockReading, Loaded, Missing
 log = logging.getLogger(__name__)
 
 # A load that falls behind computing is cancelled after this share of the time that computing its tokens would take.
-PATIENCE = 0.03
+LATE_SHARE = 0.03
 
 # The least time before a load is cancelled, or `MAX_PATIENCE` of the computing time where that is less: a file that
 # arrives a tenth of a second late, behind a write or a busy core, is no reason to compute for seconds.
@@ -121,7 +121,7 @@ class BlockLoad:
         if not prefill_tokens_s:
             return math.inf
         compute_s = self.num_tokens / prefill_tokens_s
-        patience_s = max(PATIENCE * compute_s, min(MIN_PATIENCE_S, MAX_PATIENCE * compute_s))
+        patience_s = max(LATE_SHARE * compute_s, min(MIN_PATIENCE_S, MAX_PATIENCE * compute_s))
         return self.began_s + self.num_loaded_tokens / prefill_tokens_s + patience_s
 
 

@@ -70,7 +70,7 @@ class Transcoder:
         self._writes_after_reply = writes_after_reply
         self._pending = PendingBytes(table.dirty_sets, self._is_waiting, precision.pending_bytes)
         self.jobs = JobQueue(
-            self._make_job, self._finish_entry, self._set_stuck, table.dirty_sets.mark_dirty, failures.watching
+            self._make_job, self._finish_entry, self._set_stuck, table.dirty_sets.mark_dirty, failures.breaking_on_error
         )
 
     def retarget(self, entry: Entry, target: PrecisionTarget | None) -> None:
@@ -99,7 +99,7 @@ class Transcoder:
         if not self.jobs.has(entry):
             self._hand_over(entry)
 
-    def step_down(self, chosen: Iterable[StepDown]) -> None:
+    def apply_step_downs(self, chosen: Iterable[StepDown]) -> None:
         """Apply the step-down policy's decisions: the entries get lower targets, and jobs do the work."""
         for each in chosen:
             self._counters["stepped_down_spans"] += 1
