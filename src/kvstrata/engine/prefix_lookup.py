@@ -201,7 +201,8 @@ class PrefixLookup:
             self._prefetcher.promote(load)
             if load.lacked_memory:
                 # Memory may have more space when the request is admitted: the tiers are asked again then.
-                state.refused_end, state.refused_space_bytes = load.links[-1].end, self._cacheable_bytes
+                state.refused_end = max(state.refused_end, load.links[-1].end)
+                state.refused_space_bytes = self._cacheable_bytes
             state.load = None
             # The blocks of one tier are in memory now; another tier may have more.
             self._begin_next_load(sequence, state, prefill_tokens_s)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, assert_never
 
 import mlx.core as mx
 
@@ -378,6 +378,8 @@ class EngineThread:
                 self._stopping = True
             case None:
                 pass
+            case _:
+                assert_never(command)
 
     def _answer(self, question: CoreQuestion) -> None:
         if not question.answer.set_running_or_notify_cancel():
