@@ -38,13 +38,13 @@ ENGINE = f"""
 import dataclasses, threading, time
 from kvstrata.engine.engine import Engine
 from kvstrata.engine import thread
-from kvstrata.engine.config import Limits
+from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.request import Finished, Request, Sampling
 from kvstrata.metrics import Metrics
 from tests.tiny import tiny_loaded, tiny_module
 module = tiny_module("llama", num_hidden_layers=4, num_key_value_heads=4, head_dim=128)
 loaded = dataclasses.replace(tiny_loaded("llama"), module=module)
-engine = Engine(loaded, Limits(memory_bytes=4 << 30, prefill_chunk_tokens=256), Metrics())
+engine = Engine(loaded, EngineLimits(memory_bytes=4 << 30, prefill_chunk_tokens=256), Metrics())
 KEEPS_FREED_S = thread.KEEPS_FREED_S = 0.3
 engine.start()
 def ask(i, length):

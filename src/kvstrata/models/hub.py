@@ -89,7 +89,12 @@ def fetched(model: HubModel) -> Path:
 @contextmanager
 def _hub_errors_told(model: HubModel) -> Iterator[None]:
     import httpx2
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+        RevisionResolutionError,
+    )
 
     name = model.repo
     try:
@@ -103,7 +108,7 @@ def _hub_errors_told(model: HubModel) -> Iterator[None]:
             f"{name} has no revision {model.revision or model.commit} on the hub. Name another one, or take the "
             f"newest: kvstrata pull --renew {name}"
         ) from error
-    except (OSError, ValueError, RuntimeError, httpx2.HTTPError) as error:
+    except (OSError, ValueError, RuntimeError, RevisionResolutionError, httpx2.HTTPError) as error:
         raise ModelError(_unreachable(name, error)) from error
 
 
