@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgpack
 import numpy as np
@@ -195,12 +194,20 @@ def test_others_can_reach_events_only_where_there_is_a_key(address: str) -> None
         options_of("tcp://127.0.0.1:5557", address, "", has_keys=False)
 
 
-def test_an_address_in_use_ends_the_start_before_a_model_is_loaded(tmp_path: Path) -> None:
+def test_an_address_in_use_ends_the_start_before_a_model_is_loaded() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         taken = f"tcp://127.0.0.1:{other.getsockname()[1]}"
-        serve = [sys.executable, "-c", "from kvstrata.cli import main; main()", "serve", str(tmp_path), "--port", "0"]
+        serve = [
+            sys.executable,
+            "-c",
+            "from kvstrata.cli import main; main()",
+            "serve",
+            "nobody/no-model",
+            "--port",
+            "0",
+        ]
         ended = subprocess.run([*serve, "--kv-events", taken], capture_output=True, text=True, timeout=120)
     assert ended.returncode != 0
     assert f"--kv-events: {taken} is in use. Stop the other program" in ended.stderr
