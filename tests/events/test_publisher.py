@@ -199,15 +199,8 @@ def test_an_address_in_use_ends_the_start_before_a_model_is_loaded() -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         taken = f"tcp://127.0.0.1:{other.getsockname()[1]}"
-        serve = [
-            sys.executable,
-            "-c",
-            "from kvstrata.cli import main; main()",
-            "serve",
-            "nobody/no-model",
-            "--port",
-            "0",
-        ]
+        main = "from kvstrata.cli import main; main()"
+        serve = [sys.executable, "-c", main, "serve", "nobody/no-model", "--port", "0"]
         ended = subprocess.run([*serve, "--kv-events", taken], capture_output=True, text=True, timeout=120)
     assert ended.returncode != 0
     assert f"--kv-events: {taken} is in use. Stop the other program" in ended.stderr
