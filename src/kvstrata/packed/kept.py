@@ -49,7 +49,7 @@ ABANDONED_S = 86_400
 
 @dataclass(frozen=True)
 class KeptWeights:
-    """What a file has."""
+    """Contents of a file of packed weights."""
 
     weights: Mapping[str, Sequence[PackedWeight]]  # of layers by their names: one, or one for each expert or head
     activations: Mapping[str, int]  # of blocks that have a short form (`packed/blocks.py`), by their names
@@ -144,7 +144,7 @@ class KeptWriter:
             self._give_up(error)
 
     def add(self, name: str, weights: Sequence[PackedWeight]) -> None:
-        """Those of a layer."""
+        """Add the packed weights of a layer."""
         found: list[Any] = []
         for weight in weights:
             arrays: list[Any] = [np.asarray(array) for array in weight.arrays]

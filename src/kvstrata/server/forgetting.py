@@ -20,8 +20,8 @@ LEAST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
 
 async def forget_texts(service: Service, salt: str | None, owner: str | None, tier: Tier) -> None:
-    """What is under a salt, under all salts of an owner, or all. `hot`: replies and responses stay, which KV on the
-    disk is found with. `disk`: memory keeps what it has."""
+    """Drop the texts under a salt, under all salts of an owner, or all texts. `hot`: replies and responses stay,
+    because KV on the disk is found with them. `disk`: texts in memory stay."""
     if tier != "hot" and service.replies is not None:
         await to_thread.run_sync(partial(service.replies.clear, salt, owner, only_files=tier == "disk"))
     if tier != "disk":
@@ -32,7 +32,7 @@ async def forget_texts(service: Service, salt: str | None, owner: str | None, ti
 
 
 def expire_texts(service: Service, before_s: float) -> None:
-    """What was last used before that, in seconds since the epoch."""
+    """Drop the texts that were last used before a time, in seconds since the epoch."""
     service.sessions.expire(before_s)
     service.journal.expire(before_s)
     service.responses.expire(before_s)

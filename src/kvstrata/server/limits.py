@@ -102,7 +102,7 @@ class BodyMemory:
 
 
 class HeldBody:
-    """One body's share of the memory for bodies."""
+    """Share of a body in the memory for all bodies."""
 
     def __init__(self, memory: BodyMemory) -> None:
         self._memory = memory

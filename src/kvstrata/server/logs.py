@@ -58,7 +58,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def show_messages(level: str, form: str = "text") -> None:
-    """Of kvstrata and uvicorn, from this level on. For a process that is ours alone: other handlers do not get them."""
+    """Show the log of kvstrata and uvicorn from this level on, in a process of our own: other handlers get nothing."""
     handler = Stderr()
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     for name in ("kvstrata", "uvicorn"):

@@ -134,7 +134,7 @@ class FolderStore:
         return 0 if self._has_expired(path, status, self._ttl_s) else status.st_size
 
     def _has_expired(self, path: Path, status: os.stat_result, ttl_s: float) -> bool:
-        """What has a name of its own does not."""
+        """Whether a file is past its time. Files directly in the folder, which have fixed names, never expire."""
         return bool(ttl_s) and path.parent != self._folder and self._clock() - status.st_mtime > ttl_s
 
     def _files(self) -> Iterator[Path]:

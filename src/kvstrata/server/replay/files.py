@@ -166,7 +166,7 @@ class ReplyFiles:
                 path.unlink(missing_ok=True)
 
     def _remove_unfinished(self) -> None:
-        """What a crash left of a file that was being written anew."""
+        """Remove the files that a crash left half written."""
         for path in self._paths(NEW_SUFFIX):
             path.unlink(missing_ok=True)
 
