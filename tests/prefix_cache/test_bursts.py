@@ -12,7 +12,7 @@ from kvstrata.prefix_cache.config import LadderConfig
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.tier.base import CALM_SHARE
 from tests.disk.faults import FaultyFiles, fail, wait_for
-from tests.prefix_cache.disk import MIB, random_tokens, reachable, store_on, written
+from tests.prefix_cache.disk import MIB, load, random_tokens, reachable, store_on, written
 from tests.prefix_cache.kv import TOKEN_BYTES, settle, store_tokens
 
 CHATS = [random_tokens(1024, seed) for seed in range(10)]  # 1 MiB each, in 4 blocks
@@ -86,6 +86,24 @@ def test_most_bytes_evicts_without_disk_and_counts_lost_tokens(tmp_path: Path) -
         assert dropped(cache) == {"disk_slow": 5 * 1024 - 256}
         assert cache.usage.count()["refused_disk_slow"] == 5
         resumes.set()
+
+
+def test_load_drops_no_leaf_that_disk_is_about_to_take(tmp_path: Path) -> None:
+    resumes, files = threading.Event(), FaultyFiles()
+    with store_on(tmp_path, hot_bytes=9 * MIB, queue_bytes=BLOCK_BYTES, files=files) as cache:
+        store_tokens(cache, CHATS[0])
+        shrink_with_disk(cache, 0)
+        assert written(cache) == 1024
+        files.before = {"sync": wait_for(resumes)}
+        for chat in CHATS[1:]:
+            store_tokens(cache, chat)
+        cache.reclaimer.step_down_early(cache.table.nbytes, 16 * MIB)  # memory that the engine has for it
+        load(cache, CHATS[0])
+        assert [cache.lookup(chat, "").num_tokens for chat in CHATS] == [1024] * 10
+        assert dropped(cache) == {}
+        resumes.set()
+        shrink_with_disk(cache, 9 * MIB)
+        assert [num_kept(cache, chat) for chat in CHATS] == [1024] * 10
 
 
 def test_leaf_on_disk_is_evicted_before_leaf_that_would_be_lost(tmp_path: Path) -> None:

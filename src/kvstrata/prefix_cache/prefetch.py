@@ -217,11 +217,10 @@ class Prefetcher:
             return
         table = self._table
         span = span_of(self._matcher.layout, batch.blocks, batch.start, batch.end)
-        limit_bytes = self._reclaimer.limit_bytes
-        self._reclaimer.shrink_to(limit_bytes - span.nbytes, 0.0, most_bytes=limit_bytes - span.nbytes)
+        fits = self._reclaimer.reclaim_for_load(span.nbytes)
         # A node may claim only tokens that its span has.
         has_prefix = table.tree.match(load.root, load.ids[: batch.start]).num_tokens == batch.start
-        if not has_prefix or table.nbytes + span.nbytes > limit_bytes:
+        if not has_prefix or not fits:
             load.lacked_memory = True
             _cancel_load(load)
             self._counters["refused_promotions"] += 1

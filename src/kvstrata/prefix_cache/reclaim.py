@@ -50,6 +50,7 @@ class Reclaimer:
         self._offloader = offloader
         self._drop_counters = drop_counters
         self.limit_bytes = table.max_bytes  # for cached spans, beside the sequences that run at present
+        self._memory_bytes = table.max_bytes  # memory that these sequences leave; may be more than the limit
         self._awaits_disk = False  # whether the leaf that was tried last is on its way to the disk
 
     @property
@@ -60,7 +61,8 @@ class Reclaimer:
     def step_down_early(self, used_bytes: int, limit_bytes: int) -> None:
         """Start stepping down ahead of need. `used_bytes` are the bytes of cached spans and running sequences, and
         `limit_bytes` is the limit for both."""
-        self.limit_bytes = min(self._table.max_bytes, limit_bytes - (used_bytes - self._table.nbytes))
+        self._memory_bytes = limit_bytes - (used_bytes - self._table.nbytes)
+        self.limit_bytes = min(self._table.max_bytes, self._memory_bytes)
         is_high = used_bytes > HIGH * limit_bytes
         pending_bytes = self._transcoder.pending_bytes() if is_high else 0
         self._transcoder.apply_step_downs(self._step_down_policy.choose_early(used_bytes - pending_bytes, limit_bytes))
@@ -80,6 +82,13 @@ class Reclaimer:
 
     def _most_for_now(self, limit_bytes: int) -> float:
         return min(limit_bytes, MOST_OVER * self._table.max_bytes)
+
+    def reclaim_for_load(self, nbytes: int) -> bool:
+        """Reclaim memory for blocks that a tier has read. Return whether they fit. While spans step down or a working
+        disk is about to take them, the limit may be exceeded for a moment, as it may be by a request."""
+        most_bytes = int(self._most_for_now(self._memory_bytes)) - nbytes
+        shrunk = self.shrink_to(self.limit_bytes - nbytes, 0.0, most_bytes=most_bytes)
+        return self._table.nbytes <= (self.limit_bytes - nbytes if shrunk == "done" else most_bytes)
 
     def shrink_to(self, limit_bytes: int, slice_s: float = math.inf, *, most_bytes: int | None = None) -> Shrunk:
         """Step down and evict until at most `limit_bytes` are cached, or only entries in use are left.
