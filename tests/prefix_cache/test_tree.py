@@ -61,6 +61,19 @@ class TreeMachine(RuleBasedStateMachine):
             assert upper.payload is lower.payload
             assert set(upper.children.values()) == {lower, inserted.path[-1]}
 
+    @rule(root=ROOT, tokens=PROMPTS, which=st.integers(0, 2), choose=st.randoms(use_true_random=False))
+    def add_child(self, root: bytes, tokens: list[int], which: int, choose: random.Random) -> None:
+        parent = choose.choice([None, *self.tree.nodes(root)])
+        before = text_of(parent) if parent else ()
+        known, payload = self.model[root], self.payloads[which]
+        if not tokens or (*before, tokens[0]) in known:
+            with pytest.raises(ValueError, match="first one differs"):
+                self.tree.add_child(parent, root, tokens, payload)
+            return
+        child = self.tree.add_child(parent, root, tokens, payload)
+        assert (child.parent, child.is_leaf, text_of(child)) == (parent, True, (*before, *tokens))
+        known.update({(*before, *tokens[: size + 1]): payload for size in range(len(tokens))})
+
     @rule(root=ROOT, tokens=PROMPTS)
     def match(self, root: bytes, tokens: list[int]) -> None:
         matched = self.tree.match(root, tokens)
@@ -133,6 +146,10 @@ class TreeMachine(RuleBasedStateMachine):
         assert self.tree.num_nodes == len(nodes)
         assert self.tree.num_tokens == sum(node.num_tokens for node in nodes)
         assert set(self.tree.root_keys) == {root for root in ROOTS if self.model[root]}
+        for root in ROOTS:
+            first = self.tree.children_of_root(root)
+            assert {(token,) for token in first} == {prefix for prefix in self.model[root] if len(prefix) == 1}
+            assert all(node.parent is None for node in first.values())
 
     def common(self, root: bytes, tokens: list[int]) -> int:
         known = self.model[root]
@@ -228,6 +245,10 @@ def test_invalid_operations_raise_value_error() -> None:
         tree.remove(lower)
     with pytest.raises(ValueError, match="not in the tree"):
         tree.merge(lower)
+    with pytest.raises(ValueError, match="not in the tree"):
+        tree.add_child(lower, b"r", [5], "a")
+    with pytest.raises(ValueError, match="same root"):
+        tree.add_child(upper, b"s", [5], "a")
     with pytest.raises(ValueError, match="from 0"):
         tree.match(b"r", [2**31])
     with pytest.raises(ValueError, match="one row"):

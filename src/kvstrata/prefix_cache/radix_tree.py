@@ -167,9 +167,13 @@ class RadixTree(Generic[P]):
         for root_key in self._roots:
             yield from self.nodes(root_key)
 
+    def children_of_root(self, root_key: bytes) -> Mapping[int, Node[P]]:
+        """Return the nodes directly under a root by their first token; none if the tree has no such root."""
+        return self._roots.get(root_key, NO_CHILDREN)
+
     def nodes(self, root_key: bytes) -> Iterator[Node[P]]:
         """Yield the nodes under a root, parents before their children. The tree must not change meanwhile."""
-        pending = list(self._roots.get(root_key, NO_CHILDREN).values())
+        pending = list(self.children_of_root(root_key).values())
         while pending:
             node = pending.pop()
             yield node
@@ -202,6 +206,24 @@ class RadixTree(Generic[P]):
         parent = path[-1] if path else None
         path.append(self._attach(Node(root_key, parent, num_matched, rest, payload)))
         return Inserted(tuple(path), num_matched, "split" if halves else "added", halves)
+
+    def add_child(self, parent: Node[P] | None, root_key: bytes, tokens: Tokens, payload: P) -> Node[P]:
+        """Add a node for `tokens` below `parent`, or directly under the root (None). Return the new node.
+
+        For callers that copy nodes: nothing is matched. No child of the parent may begin with the same token.
+        """
+        ids = as_ids(tokens)
+        if parent is None:
+            siblings, start = self.children_of_root(root_key), 0
+        else:
+            self._require_in_tree(parent)
+            siblings, start = parent.children, parent.end
+            if parent.root_key != root_key:
+                raise ValueError("A child is under the same root as its parent")
+        if not len(ids) or ids.item(0) in siblings:
+            raise ValueError("A child has tokens, and the first one differs from that of each other child")
+        self._num_tokens += len(ids)
+        return self._attach(Node(root_key, parent, start, ids, payload))
 
     def split(self, node: Node[P], position: int) -> Node[P]:
         """Split a node at an absolute position inside it. Return the upper half, which is the new node."""
