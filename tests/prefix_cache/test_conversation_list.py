@@ -7,8 +7,10 @@ import itertools
 import numpy as np
 import pytest
 
-from kvstrata.engine.cache_api import ConversationSnapshot, PrecisionRun, TokenIds
 from kvstrata.prefix_cache import conversation_list as module
+from kvstrata.prefix_cache.conversation_list import ConversationSnapshot
+from kvstrata.prefix_cache.keys import TokenIds
+from kvstrata.prefix_cache.usage import PrecisionRun
 from tests.engine.drive import Drive
 from tests.engine.test_loop import prompt
 from tests.prefix_cache.test_session_counts import LONGER, drive_with_turns

@@ -20,11 +20,14 @@ from kvstrata.layers.sequence import SequenceCache
 from kvstrata.layers.tail import FullLayer
 from kvstrata.prefix_cache.conversation_list import (
     CachedConversation,
-    ConversationRun,
+    ConversationListing,
+    ConversationPart,
     ConversationSnapshot,
     CountedSlice,
+    ListedConversation,
     RememberedConversation,
     SessionCounts,
+    TrackedConversation,
 )
 from kvstrata.prefix_cache.entries import Entry
 from kvstrata.prefix_cache.eviction import Cleared, DropResult
@@ -33,7 +36,7 @@ from kvstrata.prefix_cache.keys import TokenIds, as_ids, owner_of
 from kvstrata.prefix_cache.matching import Explanation
 from kvstrata.prefix_cache.requantize import ChangeProgress, ChangeResult, PrecisionChange, Scope, TierChange
 from kvstrata.prefix_cache.tier_client import TierRun
-from kvstrata.prefix_cache.usage import PartUsage, PrecisionRun, TierUsage, precision_of
+from kvstrata.prefix_cache.usage import PartUsage, TierUsage, precision_of
 from kvstrata.spans.span import SpanRange
 from kvstrata.tier.base import SharedUsage
 from kvstrata.tier.chains import OnDisk
@@ -308,15 +311,16 @@ __all__ = [
     "Cleared",
     "ClearedCache",
     "Codec",
-    "ConversationRun",
+    "ConversationListing",
+    "ConversationPart",
     "ConversationSnapshot",
     "CountedSlice",
     "DropResult",
     "Explanation",
+    "ListedConversation",
     "OnDisk",
     "PartUsage",
     "PrecisionChange",
-    "PrecisionRun",
     "RememberedConversation",
     "RequantizedCache",
     "Scope",
@@ -325,9 +329,9 @@ __all__ = [
     "SharedUsage",
     "Tier",
     "TierChange",
-    "TierRun",
     "TierUsage",
     "TokenIds",
+    "TrackedConversation",
     "as_ids",
     "owner_of",
     "parse_precision",

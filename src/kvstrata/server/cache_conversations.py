@@ -1,20 +1,26 @@
-"""/cache/conversations: what is held, conversation by conversation, and what can be done with one of them.
+"""/cache/conversations: lists cached conversations, pins, unpins and drops one of them.
 
-Knows HTTP and whose conversations are whose. What memory holds is told by the engine's thread in slices, what lies on
-the disk by a thread of the tier; how it is drawn is in `strata.py`. No text of a prompt is told.
+The engine thread takes a snapshot of memory in slices, threads of the tiers answer lookups, and a worker thread makes
+the list (`prefix_cache/conversation_list.py`). The answers contain no text of a prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
 
 from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 from typing_extensions import TypedDict
 
-from kvstrata.engine.cache_api import ConversationSnapshot, RememberedConversation
+from kvstrata.engine.cache_api import (
+    ConversationListing,
+    ConversationPart,
+    ConversationSnapshot,
+    ListedConversation,
+    RememberedConversation,
+    TrackedConversation,
+)
 from kvstrata.errors import ConversationNotFound, InvalidRequest
 from kvstrata.server.auth import owner_in
 from kvstrata.server.cache import EXPLAIN_S, ask_cache, whose
@@ -24,21 +30,16 @@ from kvstrata.server.conversation.body import require_json
 from kvstrata.server.conversation.wire import json_bytes
 from kvstrata.server.errors import answers
 from kvstrata.server.service import Service, service_of
-from kvstrata.server.strata import Drawing, Part, Row, note_disk, note_shared, parts_of
 
 router = APIRouter(prefix="/cache/conversations", tags=["Cache"])
 
-# Sessions whose conversations are looked for on other tiers.
+# Sessions whose conversations are listed where memory has lost them.
 MAX_SESSIONS = 64
-# The disk is asked about, at once and in all: hashing these takes some milliseconds.
-SLICE_TOKENS, MAX_TOKENS = 1 << 16, 1 << 17
-# Conversations that the shared store is asked for: each is a question over the network.
-MAX_SHARED = 16
 
 
 class StrataPart(TypedDict):
-    """Tokens in one precision. `tier`: where they are read from: hot (memory), disk or remote; `also`: the tiers that
-    have a copy."""
+    """Tokens in one precision. `tier`: the tier that they are read from: hot (memory), disk or remote; `also`: the
+    other tiers that have a copy."""
 
     tokens: int
     tier: str
@@ -50,8 +51,9 @@ class StrataPart(TypedDict):
 
 
 class ConversationAnswer(TypedDict):
-    """`parts` begin at `starts_at`: what comes before is the first so many tokens of the conversation `above`, and is
-    told there. `tokens`: of all of it. `left_behind`: its session has gone on elsewhere, so it goes first."""
+    """A cached conversation. `parts` begin at `starts_at`: the tokens before are shared with the conversation `above`,
+    which has their parts. `tokens`: all of its tokens. `left_behind`: its session has continued on another branch, so
+    it is evicted first."""
 
     id: str
     session: str | None
@@ -66,7 +68,8 @@ class ConversationAnswer(TypedDict):
 
 
 class ConversationList(TypedDict):
-    """What was used last comes last, below what it shares tokens with. `has_more`: older ones were left out."""
+    """Cached conversations: the last used comes last, below the one that it shares tokens with. `has_more`: older ones
+    were left out."""
 
     under: Under
     has_more: bool
@@ -74,7 +77,8 @@ class ConversationList(TypedDict):
 
 
 class DropAnswer(TypedDict):
-    """What has gone, or would go. `kept_because`: nothing, because it is pinned or running."""
+    """Tokens and bytes that were dropped, or would be. `kept_because`: the reason why nothing is dropped, pinned or
+    running."""
 
     id: str
     dry_run: bool
@@ -85,12 +89,6 @@ class DropAnswer(TypedDict):
     kept_because: str
 
 
-@dataclass(frozen=True)
-class Looked:
-    drawing: Drawing
-    has_more: bool
-
-
 @router.get(
     "",
     summary="What is held, conversation by conversation",
@@ -99,9 +97,9 @@ class Looked:
 )
 async def list_conversations(request: Request) -> Response:
     service, owner = service_of(request), owner_in(request.scope)
-    looked = await _look(service, owner)
-    precision = await _ask_tiers(service, looked.drawing)
-    answer = await to_thread.run_sync(_answer, service, owner, looked, precision)
+    listing = await _make_listing(service, owner)
+    await _look_up_on_tiers(service, listing)
+    answer = await to_thread.run_sync(_answer, service, owner, listing)
     return Response(answer, media_type="application/json")
 
 
@@ -161,18 +159,27 @@ async def drop(request: Request, id: str) -> DropAnswer:
     }
 
 
-async def _look(service: Service, owner: str | None) -> Looked:
-    """At memory and at what is remembered of sessions."""
-    strata = ConversationSnapshot(owner)
-    while not (await ask_cache(service, lambda cache: cache.list_conversations(strata, SLICE_S))).is_done:
+async def _make_listing(service: Service, owner: str | None) -> ConversationListing:
+    """Join a snapshot of memory with the conversations of sessions."""
+    snapshot = ConversationSnapshot(owner)
+    while not (await ask_cache(service, lambda cache: cache.list_conversations(snapshot, SLICE_S))).is_done:
         await asyncio.sleep(PAUSE_S)
-    drawing = await to_thread.run_sync(_drawing, service, owner, strata)
-    return Looked(drawing, strata.has_more)
+    return await to_thread.run_sync(lambda: ConversationListing(snapshot, _remembered(service, owner)))
+
+
+def _remembered(service: Service, owner: str | None) -> list[TrackedConversation]:
+    """Return the conversations of the sessions that were used last. Runs in a worker thread."""
+    now_s = time.time()
+    return [
+        TrackedConversation(session.salt, session.key, line.ids, now_s - session.last_use_s)
+        for session in service.sessions.newest(owner, MAX_SESSIONS)
+        for line in session.lines
+    ]
 
 
 async def _find(service: Service, owner: str | None, id: str) -> RememberedConversation:
-    looked = await _look(service, owner)
-    found = await to_thread.run_sync(looked.drawing.find, id)
+    listing = await _make_listing(service, owner)
+    found = await to_thread.run_sync(listing.find, id)
     if found is None:
         raise ConversationNotFound(
             f"No conversation '{id[:80]}' is held. GET /cache/conversations lists those that are, for their own key. "
@@ -181,85 +188,57 @@ async def _find(service: Service, owner: str | None, id: str) -> RememberedConve
     return found
 
 
-async def _ask_tiers(service: Service, drawing: Drawing) -> str:
-    """What other tiers have of what is drawn. Tells the precision that the shared one keeps."""
-    rows = await to_thread.run_sync(_newest_first, drawing)
-    asked = [row.conversation() for row in rows]
-    at, num_left = 0, MAX_TOKENS
-    while at < len(rows) and num_left > 0:
-        taken = _slice(asked[at:])
-        chosen = asked[at : at + taken]
-        lookup = await ask_cache(service, lambda cache, chosen=chosen: cache.locate_on_disk(chosen))
-        await to_thread.run_sync(lookup.wait, EXPLAIN_S)
-        for row, runs in zip(rows[at:], lookup.answer, strict=False):
-            note_disk(row, runs)
-        if not lookup.answer:  # there is no disk, or it does not answer
+async def _look_up_on_tiers(service: Service, listing: ConversationListing) -> None:
+    """Record in a listing what the disk and the shared tier have of its conversations."""
+    for batch in await to_thread.run_sync(listing.disk_batches):
+        prompts = [conversation.prompt() for conversation in batch]
+        on_disk = await ask_cache(service, lambda cache, prompts=prompts: cache.locate_on_disk(prompts))
+        await to_thread.run_sync(on_disk.wait, EXPLAIN_S)
+        if not on_disk.answer:  # there is no disk, or it does not answer
             break
-        num_left -= sum(len(each.ids) for each in chosen)
-        at += taken
-    missing = [
-        (row, each)
-        for row, each in zip(rows, asked, strict=True)
-        if row.last.stratum is None and row.last.disk_end < row.last.end - 1
-    ][:MAX_SHARED]
-    lookup, precision = await ask_cache(service, lambda cache: cache.locate_in_shared([each for _, each in missing]))
-    await to_thread.run_sync(lookup.wait, EXPLAIN_S)
-    for (row, _), num_tokens in zip(missing, lookup.answer, strict=False):
-        note_shared(row, num_tokens)
-    return precision
+        listing.record_on_disk(batch, on_disk.answer)
+    batch = await to_thread.run_sync(listing.shared_batch)
+    prompts = [conversation.prompt() for conversation in batch]
+    in_shared, precision = await ask_cache(service, lambda cache: cache.locate_in_shared(prompts))
+    await to_thread.run_sync(in_shared.wait, EXPLAIN_S)
+    listing.record_in_shared(batch, in_shared.answer, precision)
 
 
-def _slice(asked: list[RememberedConversation]) -> int:
-    """How many of them the disk is asked about at once."""
-    taken, num_tokens = 0, 0
-    while taken < len(asked) and (not taken or num_tokens + len(asked[taken].ids) <= SLICE_TOKENS):
-        num_tokens += len(asked[taken].ids)
-        taken += 1
-    return taken
-
-
-# In a worker thread.
-
-
-def _drawing(service: Service, owner: str | None, strata: ConversationSnapshot) -> Drawing:
-    drawing, now_s = Drawing(strata.runs), time.time()
-    for session in service.sessions.newest(owner, MAX_SESSIONS):
-        for line in session.lines:
-            drawing.add(RememberedConversation(session.salt, line.ids), session.key, now_s - session.last_use_s)
-    return drawing
-
-
-def _newest_first(drawing: Drawing) -> list[Row]:
-    return sorted(drawing.rows(), key=lambda row: row.last.unused_s)
-
-
-def _answer(service: Service, owner: str | None, looked: Looked, shared_precision: str) -> bytes:
-    looked.drawing.forget_what_is_nowhere()
+def _answer(service: Service, owner: str | None, listing: ConversationListing) -> bytes:
+    """Format a listing. Runs in a worker thread."""
+    listing.remove_unavailable()
     now_s = time.time()
-    rows = [_row(service, owner, row, parts_of(row, shared_precision), now_s) for row in looked.drawing.rows()]
-    answer: ConversationList = {"under": whose(owner), "has_more": looked.has_more, "conversations": rows}
+    conversations = [
+        _conversation_answer(service, owner, each, listing.parts_of(each), now_s) for each in listing.conversations()
+    ]
+    answer: ConversationList = {
+        "under": whose(owner),
+        "has_more": listing.has_more,
+        "conversations": conversations,
+    }
     return json_bytes(answer)
 
 
-def _row(service: Service, owner: str | None, row: Row, parts: list[Part], now_s: float) -> ConversationAnswer:
-    last = row.last
-    session = service.sessions.find(last.session, owner) if last.session else None
-    strata = [piece.stratum for piece in row.pieces if piece.stratum is not None]
+def _conversation_answer(
+    service: Service, owner: str | None, conversation: ListedConversation, parts: list[ConversationPart], now_s: float
+) -> ConversationAnswer:
+    session = service.sessions.find(conversation.session, owner) if conversation.session else None
+    run = conversation.last_run
     return {
-        "id": row.id,
+        "id": conversation.id,
         "session": session.id if session else None,
-        "above": row.above.id if row.above else None,
-        "starts_at": row.starts_at,
-        "tokens": last.end,
-        "parts": [_part(part) for part in parts],
-        "pinned": bool(strata) and strata[-1].is_pinned,
-        "running": bool(strata) and strata[-1].is_running,
-        "left_behind": last.is_left_behind,
-        "last_use": now_s - last.unused_s,
+        "above": conversation.parent.id if conversation.parent else None,
+        "starts_at": conversation.start,
+        "tokens": conversation.num_tokens,
+        "parts": [_part_answer(part) for part in parts],
+        "pinned": run is not None and run.is_pinned,
+        "running": run is not None and run.is_running,
+        "left_behind": conversation.is_superseded,
+        "last_use": now_s - conversation.unused_s,
     }
 
 
-def _part(part: Part) -> StrataPart:
+def _part_answer(part: ConversationPart) -> StrataPart:
     return {
         "tokens": part.tokens,
         "tier": part.tier,
