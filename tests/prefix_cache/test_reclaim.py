@@ -32,7 +32,7 @@ def test_reclaim_counts_bytes_that_pending_step_downs_free() -> None:
     cache = stepping_down_stock()
     for seed in range(8):
         store_tokens(cache, tokens(CHAT_TOKENS, seed))
-    while not cache.transcoder.jobs.idle:
+    while not cache.transcoder.jobs.is_idle:
         cache.run_background(0)
     limit_bytes = cache.table.nbytes - 2 * CHAT_BYTES
     assert cache.reclaimer.shrink_to(limit_bytes, slice_s=0.0) == "steps_down"

@@ -343,21 +343,21 @@ def test_repeated_prompt_is_encoded_once() -> None:
     for _ in range(100):
         store_tokens(cache, tokens(400))
         settle(cache)
-    assert cache.usage.count()["encoded_spans"] == 1
-    assert cache.usage.count()["stored_tokens"] == 400
-    assert cache.usage.count()["refused_present"] == 99
+    assert cache.usage.counters()["encoded_spans"] == 1
+    assert cache.usage.counters()["stored_tokens"] == 400
+    assert cache.usage.counters()["refused_present"] == 99
 
 
 def test_request_without_computed_tokens_counts_as_refused_empty() -> None:
     cache = new_cache()
     run = Run(cache, tokens(20))
     run.end()
-    assert cache.usage.count()["refused_empty"] == 1
+    assert cache.usage.counters()["refused_empty"] == 1
     assert cache.table.entries == {}
 
 
 def refused(cache: PrefixCache) -> dict[str, int]:
-    return {name: count for name, count in cache.usage.count().items() if name.startswith("refused_")}
+    return {name: count for name, count in cache.usage.counters().items() if name.startswith("refused_")}
 
 
 def test_entry_above_the_limit_counts_as_refused_too_large() -> None:
@@ -395,7 +395,7 @@ def test_entry_evicted_after_it_fitted_counts_as_evicted_only() -> None:
     store_tokens(cache, tokens(300))
     cache.reclaimer.shrink_to(1 << 40)
     cache.reclaimer.shrink_to(0)
-    assert cache.usage.count()["evicted_tokens"] == 300
+    assert cache.usage.counters()["evicted_tokens"] == 300
     assert refused(cache) == {}
 
 

@@ -260,10 +260,10 @@ class Offloader:
         self._waiting_for_parent: dict[Entry, list[Entry]] = {}  # by the running entry that they continue
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether there is nothing to do until an entry changes or the disk accepts blocks again."""
         has_no_removals = self._removals.is_empty and not self._residency.has_doubted
-        return has_no_removals and self._jobs.idle and self.refused_writes.next_takeable() is None
+        return has_no_removals and self._jobs.is_idle and self.refused_writes.next_takeable() is None
 
     @property
     def may_postpone_writes(self) -> bool:
@@ -273,7 +273,7 @@ class Offloader:
     def run(self, slice_s: float) -> None:
         """Process removals, then write for one slice of time."""
         self._process_removals(MAX_REMOVALS_PER_STEP)
-        entry = self.refused_writes.next_takeable() if self._jobs.idle else None
+        entry = self.refused_writes.next_takeable() if self._jobs.is_idle else None
         if entry is not None:
             self.refused_writes.unblock_entry(entry)
             self._jobs.add(entry)

@@ -138,8 +138,8 @@ class PrefixCache:
             self.table, self.candidates, self.transcoder, self._restorer, self.reclaimer, self.usage.disk_usage
         )
         self.tasks = ClientTasks(self.failures.breaking_on_error)
-        self.outgoing = ConversationExport(self._inserter, self.matcher, self.transcoder.jobs)
-        self.incoming = ConversationImport(self._inserter, self.matcher, self.reclaimer, self.counters)
+        self.exports = ConversationExport(self._inserter, self.matcher, self.transcoder.jobs)
+        self.imports = ConversationImport(self._inserter, self.matcher, self.reclaimer, self.counters)
         self.flushing = Flush(self.disk, self.table, self.candidates, self.offloader, self.transcoder)
 
     # Lookup, lease, insertion.
@@ -220,28 +220,28 @@ class PrefixCache:
     @property
     def has_work(self) -> bool:
         """Whether any background work is left."""
-        return self._has_work_besides_offload or not self.offloader.idle
+        return self._has_work_besides_offload or not self.offloader.is_idle
 
     @property
     def has_work_beside_streams(self) -> bool:
         """Whether background work is left that should run while streams decode: all but writes ahead of need while
         the disk has enough to write."""
-        return self._has_work_besides_offload or not (self.offloader.idle or self.offloader.may_postpone_writes)
+        return self._has_work_besides_offload or not (self.offloader.is_idle or self.offloader.may_postpone_writes)
 
     @property
     def _has_work_besides_offload(self) -> bool:
-        is_busy = self.has_awaited_work or not self.transcoder.jobs.idle
+        is_busy = self.has_awaited_work or not self.transcoder.jobs.is_idle
         return is_busy or (self.sharing is not None and self.sharing.has_work)
 
     @property
     def has_awaited_work(self) -> bool:
         """Whether a request or a client waits for background work."""
-        return self._arrived_tier is not None or self._restorer.is_ready or not self.tasks.idle
+        return self._arrived_tier is not None or self._restorer.is_ready or not self.tasks.is_idle
 
     @property
     def is_transcoding(self) -> bool:
         """Whether the next slice of background work may replace spans that sequences read."""
-        return not self.transcoder.jobs.idle and not self._is_next_a_task
+        return not self.transcoder.jobs.is_idle and not self._is_next_a_task
 
     @property
     def _arrived_tier(self) -> TierClient | None:
@@ -255,7 +255,7 @@ class PrefixCache:
     @property
     def _is_next_a_task(self) -> bool:
         """Whether a client task comes next. Tasks and transcoding take turns, so that neither starves the other."""
-        return not self.tasks.idle and (self._is_task_turn or self.transcoder.jobs.idle)
+        return not self.tasks.is_idle and (self._is_task_turn or self.transcoder.jobs.is_idle)
 
     def run_background(self, slice_s: float) -> None:
         """Run one slice of background work, first the work that a request waits for."""
@@ -271,21 +271,21 @@ class PrefixCache:
         elif self._is_next_a_task:
             self._is_task_turn = False
             self.tasks.run(slice_s)
-        elif not self.transcoder.jobs.idle:
+        elif not self.transcoder.jobs.is_idle:
             self._is_task_turn = True
             self.transcoder.jobs.run(slice_s)
-        elif not self.offloader.idle or self.sharing is None:
+        elif not self.offloader.is_idle or self.sharing is None:
             self.offloader.run(slice_s)
         else:
             self.sharing.run(slice_s)
 
     # Questions.
 
-    def ask_disk(self, ids: Tokens, salt: str) -> Lookup[OnDisk | None]:
+    def look_up_on_disk(self, ids: Tokens, salt: str) -> Lookup[OnDisk | None]:
         """Ask how many tokens of a prompt the disk has."""
         return self.disk.describe_prefix(self.matcher.root_of(salt), as_ids(ids)[:-1])
 
-    def ask_shared(self, ids: Tokens, salt: str) -> Lookup[OnDisk | None]:
+    def look_up_in_shared(self, ids: Tokens, salt: str) -> Lookup[OnDisk | None]:
         """Ask how many tokens of a prompt the shared tier has."""
         if self.shared is None:
             return answered(None)

@@ -110,7 +110,7 @@ class Reclaimer:
             self.step_down(self._table.nbytes - limit_bytes - self._transcoder.pending_bytes())
         # A waiting job, to trim or to encode a span, frees more than it takes.
         jobs = self._transcoder.jobs
-        while self._table.nbytes > enough_bytes and not jobs.idle and time.monotonic() < until_s:
+        while self._table.nbytes > enough_bytes and not jobs.is_idle and time.monotonic() < until_s:
             jobs.run(0)
         shrunk = self._shrink_as_disk_takes(limit_bytes, enough_bytes, until_s)
         if most_bytes is not None:
