@@ -113,7 +113,7 @@ def test_prefix_shared_by_long_and_short_sequence_gets_lower_format_once() -> No
     drive.run()
     settle(drive)
     assert {
-        entry.span.num_tokens: entry.target.k.name for entry in drive.prefix_cache.table.entries if entry.target
+        entry.span.num_tokens: entry.target.plan.k.name for entry in drive.prefix_cache.table.entries if entry.target
     } == {
         301: "planes:4",
         1199: "planes:4",

@@ -22,12 +22,11 @@ from kvstrata.engine.runner import ModelRunner
 from kvstrata.engine.sequence import Sequence, SequenceTable
 from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import SequenceCache
-from kvstrata.prefix_cache.entries import CachedPrefix, Entry, Lease
+from kvstrata.prefix_cache.entries import CachedPrefix, Entry, Lease, PrecisionTarget
 from kvstrata.prefix_cache.insertion import Insertion
 from kvstrata.prefix_cache.keys import TokenIds
 from kvstrata.prefix_cache.matching import NO_PREFIX
 from kvstrata.prefix_cache.pins import Term
-from kvstrata.prefix_cache.precision import PrecisionTarget
 from kvstrata.prefix_cache.prefetch import TierOffer, TierOffers
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.tier_client import BlockLoad

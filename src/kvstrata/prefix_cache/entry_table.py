@@ -11,14 +11,13 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
-from kvstrata.prefix_cache.entries import DirtySets, Entry
+from kvstrata.prefix_cache.entries import ArchivedCopy, DirtySets, Entry, PrecisionTarget
 from kvstrata.prefix_cache.eviction_order import Chosen, EvictionOrder, LeafValue, UseRecords
 from kvstrata.prefix_cache.keys import TokenIds
 from kvstrata.prefix_cache.radix_tree import Inserted, Node, RadixTree
 from kvstrata.prefix_cache.worth import PrefillCost, Reuse, ReuseClass
 from kvstrata.spans.gather import num_arrays
 from kvstrata.spans.marks import Mark
-from kvstrata.spans.plan import Plan
 from kvstrata.spans.rewrite import shrink
 from kvstrata.spans.span import empty_span
 
@@ -321,36 +320,22 @@ class EntryTable:
         with self._changing(entry):
             entry.is_running = False
 
-    def set_archived(self, entry: Entry, *, is_archived: bool, token_bytes: float | None = None) -> None:
-        """Set whether the disk has all of an entry: then memory loses less when it is evicted. `token_bytes`: of each
-        token on the disk; None: as before."""
-        if is_archived != entry.is_archived:
+    def set_archived(self, entry: Entry, copy: ArchivedCopy | None) -> None:
+        """Set the copy of an entry on the disk: with it, memory loses less when the entry is evicted. None: a block is
+        missing there."""
+        was_archived, entry.archived = entry.is_archived, copy
+        if was_archived != entry.is_archived:
             # No size changes: counting the arrays of hundreds of entries again would hold up a step.
             self.num_changes += 1
-            entry.is_archived = is_archived
             self.dirty_sets.mark_dirty(entry)
             self._candidates.offer_last_node(entry)
-        if not is_archived:
-            entry.archived_token_bytes = 0.0
-        elif token_bytes is not None:
-            entry.archived_token_bytes = token_bytes
 
     # Of the following attributes no total and no candidate depends: setting them leaves the table whole.
 
-    def set_target(
-        self, entry: Entry, plan: Plan | None, *, upward: bool = False, sealed_to: int | None = None
-    ) -> None:
-        """Set an entry's own target precision; None: it has the target of all new spans.
-
-        `upward`: the target applies even if the span has fewer bits now. `sealed_to`: the tokens of a running sequence
-        up to here are encoded first; None: up to its end.
-        """
-        entry.target, entry.is_upward, entry.sealed_to = plan, upward, sealed_to
+    def set_target(self, entry: Entry, target: PrecisionTarget | None) -> None:
+        """Set an entry's own target precision; None: it has the target of all new spans."""
+        entry.target = target
         self.dirty_sets.mark_dirty(entry)
-
-    def clear_sealed_to(self, entry: Entry) -> None:
-        """Record that a job encodes an entry up to its `sealed_to`."""
-        entry.sealed_to = None
 
     def set_shared_end(self, entry: Entry, end: int) -> None:
         """Record that an entry's tokens up to a position were given to the shared tier."""
@@ -489,9 +474,9 @@ class EntryTable:
             first.reused_end = max(first.span.end, second.reused_end)
         first.span.append(second.span)
         first.longest_end = max(first.longest_end, second.longest_end)
-        first.is_archived = first.is_archived and second.is_archived
+        copies = [each.archived.token_bytes for each in (first, second) if each.archived is not None]
+        first.archived = ArchivedCopy(min(copies)) if len(copies) == 2 else None
         self.residency.join(first, second)
-        first.archived_token_bytes = min(first.archived_token_bytes, second.archived_token_bytes)
         for node in second.nodes:
             node.payload = first
             first.nodes.add(node)

@@ -155,7 +155,7 @@ class Evictor:
         self._offloader.cancel_writes(under)
         for entry in self._table.entries:
             if entry.root_key.startswith(under):
-                self._table.set_archived(entry, is_archived=False)
+                self._table.set_archived(entry, None)
         removed = self._disk.tier.clear(under)
         return Cleared(hot.nbytes + removed.disk_bytes, hot.tokens + removed.num_tokens)
 

@@ -106,7 +106,8 @@ class Flush:
             # These blocks count as used now, so that the disk evicts others before them, and the newest last. The
             # disk may have evicted some since they were written.
             self._disk.touch_blocks(lookup.answer)
-            self._table.set_archived(entry, is_archived=bool(lookup.answer))
+            if not lookup.answer:
+                self._table.set_archived(entry, None)
         version = self._table.version
         for leaf in [entry.last_node for entry in chosen]:
             if time.monotonic() < until_s:

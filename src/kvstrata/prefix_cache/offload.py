@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Literal
 from weakref import WeakKeyDictionary, WeakSet
 
-from kvstrata.prefix_cache.entries import STEPPED_DOWN, Entry
+from kvstrata.prefix_cache.entries import STEPPED_DOWN, ArchivedCopy, Entry
 from kvstrata.prefix_cache.entry_table import EntryTable, EvictionCandidates
 from kvstrata.prefix_cache.jobs import FailureLog, Job, JobQueue
 from kvstrata.prefix_cache.keys import TokenIds, chain
@@ -419,7 +419,7 @@ class Offloader:
             self._offer_entry(entry)
 
     def _withdraw_archived(self, entry: Entry) -> None:
-        self._table.set_archived(entry, is_archived=False)
+        self._table.set_archived(entry, None)
         self._changed.add(entry)
 
     def write_entry(self, entry: Entry, until_s: float = math.inf) -> None:
@@ -475,7 +475,7 @@ class Offloader:
         # The entry may have grown by a join, or a block of it may have left the disk, since the job began.
         is_complete = entry.span.end == end and self._residency.is_complete(entry)
         is_archived = written.is_whole and is_complete
-        self._table.set_archived(entry, is_archived=is_archived, token_bytes=written.token_bytes)
+        self._table.set_archived(entry, ArchivedCopy(written.token_bytes) if is_archived else None)
         if entry.is_archived:
             self.refused_writes.remove_entry(entry)
         if not written.is_whole:

@@ -24,15 +24,6 @@ from kvstrata.spans.plan import Plan, raw_plan
 from kvstrata.spans.rewrite import LayerRewrite, is_under, marks_are_under, rewriting_marks
 
 
-@dataclass(frozen=True)
-class PrecisionTarget:
-    """Target of one entry: a client's change, a step-down, or the KV format of a running request."""
-
-    plan: Plan
-    upward: bool = False  # also where the plan takes more bits than the entry has
-    sealed_to: int | None = None  # position of the running owner at the request; None: no position
-
-
 class PrecisionPolicy:
     """Decides which plan each entry is brought to, and makes the jobs that do it."""
 
@@ -58,7 +49,7 @@ class PrecisionPolicy:
     def target_plan(self, entry: Entry) -> Plan:
         """Return the plan that an entry should be under, or below; for a running entry, the plan of its sealed part."""
         if entry.target is not None:
-            return entry.target
+            return entry.target.plan
         if (entry.is_running or entry.num_leases) and not self.options.live:
             # The owner and the readers continue over the values that they began with.
             return self._raw
@@ -111,7 +102,8 @@ class PrecisionPolicy:
         """Make the job that brings an entry to a plan."""
         if not entry.is_running:
             return self._transcode(entry, plan)
-        return self._seal(entry, plan, written_end(entry.span) if entry.sealed_to is None else entry.sealed_to)
+        sealed_to = None if entry.target is None else entry.target.sealed_to
+        return self._seal(entry, plan, written_end(entry.span) if sealed_to is None else sealed_to)
 
     def _seal(self, entry: Entry, plan: Plan, up_to: int) -> Job:
         # All layers are sealed up to the same token, whatever the owner writes between the job's steps.

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvstrata.codecs.base import Codec
-from kvstrata.prefix_cache.entries import Entry
+from kvstrata.prefix_cache.entries import Entry, PrecisionTarget
 from kvstrata.prefix_cache.entry_table import EntryTable, EvictionCandidates
 from kvstrata.prefix_cache.jobs import run_to_end
 from kvstrata.prefix_cache.keys import owner_of
-from kvstrata.prefix_cache.precision import PrecisionTarget
 from kvstrata.prefix_cache.prefetch import Restorer
 from kvstrata.prefix_cache.reclaim import Reclaimer
 from kvstrata.prefix_cache.transcode import Transcoder
@@ -402,7 +401,7 @@ class Requantizer:
 
     def _cancel_target(self, entry: Entry, plan: Plan) -> None:
         self._restorer.discard_entry(entry)
-        if entry.target is plan:
+        if entry.target is not None and entry.target.plan is plan:
             self._transcoder.jobs.discard(entry)
             # An entry that waits to be trimmed is queued again.
             self._transcoder.retarget(entry, None)
