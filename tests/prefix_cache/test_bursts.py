@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.prefix_cache.config import LadderConfig
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.tier.base import CALM_SHARE
 from tests.disk.faults import FaultyFiles, fail, wait_for
@@ -56,9 +55,9 @@ def test_burst_reaches_disk_through_small_queue(queue_bytes: int, tmp_path: Path
 
 
 def test_ladder_and_disk_together_lose_no_tokens(tmp_path: Path) -> None:
-    ladder, resumes = LadderConfig(by_pressure=True), threading.Event()
+    resumes = threading.Event()
     files = FaultyFiles(before={"sync": wait_for(resumes)})
-    with store_on(tmp_path, hot_bytes=16 * MIB, queue_bytes=9 * MIB // 16, ladder=ladder, files=files) as cache:
+    with store_on(tmp_path, hot_bytes=16 * MIB, queue_bytes=9 * MIB // 16, dynamic=True, files=files) as cache:
         fill(cache)
         # While the disk takes nothing, spans step down to the floors; then reclaiming waits for the disk.
         assert cache.reclaimer.shrink_to(MIB // 2, 0.0) == "steps_down"
@@ -178,7 +177,7 @@ def test_entry_that_met_full_queue_is_written_later(tmp_path: Path) -> None:
 
 
 def test_leaf_on_disk_is_evicted_before_others_step_down(tmp_path: Path) -> None:
-    with store_on(tmp_path, ladder=LadderConfig(by_pressure=True)) as cache:
+    with store_on(tmp_path, dynamic=True) as cache:
         fill(cache)
         cache.offloader.add_entry(tuple(cache.table.entries)[5])
         settle(cache)

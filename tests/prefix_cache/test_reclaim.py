@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from kvstrata.prefix_cache import entry_table
-from kvstrata.prefix_cache.config import CacheConfig, LadderConfig
+from kvstrata.prefix_cache.config import CacheConfig, CacheLimits
 from kvstrata.prefix_cache.keys import Identity
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.spans.plan import make_plan
@@ -19,9 +19,9 @@ CHAT_BYTES = CHAT_TOKENS * TOKEN_BYTES
 
 
 def stepping_down_stock() -> PrefixCache:
-    options = CacheConfig(hot_bytes=64 * CHAT_BYTES, ladder=LadderConfig(by_pressure=True))
+    config, limits = CacheConfig(dynamic=True), CacheLimits(64 * CHAT_BYTES)
     identity = Identity("weights", "float32", tuple(spec.signature for spec in LAYOUT.flat()))
-    return PrefixCache(LAYOUT, identity, options, partial(make_plan, LAYOUT))
+    return PrefixCache(LAYOUT, identity, config, limits, partial(make_plan, LAYOUT))
 
 
 def pending_plans(cache: PrefixCache) -> dict[int, object]:

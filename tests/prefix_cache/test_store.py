@@ -456,7 +456,7 @@ def test_checkpoints_of_another_branch_are_kept() -> None:
     kept = {at for entry in cache.table.entries if entry.span.end == 200 for at in entry.span.marks}
     assert {150, 200} <= kept
     # And the one at 100, from which both resume.
-    assert len(marks) == CacheConfig(0).max_checkpoints + 3
+    assert len(marks) == CacheConfig.max_checkpoints + 3
 
 
 def test_checkpoints_of_two_branches_at_one_position_are_distinct() -> None:

@@ -288,7 +288,7 @@ class PrefixLookup:
 
     def _open_insertion(self, sequence: Sequence, lease: Lease, cache: SequenceCache) -> Insertion:
         insertion = self._prefix_cache.insert(lease, cache, sequence.request.salt, sequence.request.resume_at)
-        if sequence.kv_format.plan is not None and not self._prefix_cache.transcoder.precision.options.live:
+        if sequence.kv_format.plan is not None and not self._prefix_cache.transcoder.precision.config.live:
             self._prefix_cache.transcoder.retarget(insertion.entry, PrecisionTarget(sequence.kv_format.plan))
         return insertion
 

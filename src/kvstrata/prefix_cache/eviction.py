@@ -121,7 +121,7 @@ class Evictor:
         )
         if is_trimmed:
             self._table.trim_leaf(leaf, end)
-            if self._transcoder.precision.options.gathers:
+            if self._transcoder.precision.gathers:
                 # The rest of the leaf may fit into fewer arrays.
                 self._transcoder.jobs.add(leaf.payload)
         else:

@@ -12,7 +12,7 @@ from kvstrata.codecs.raw import RawCodec
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import Pair
-from kvstrata.prefix_cache.config import LadderConfig, PrecisionConfig
+from kvstrata.prefix_cache.config import CacheConfig, CacheLimits
 from kvstrata.prefix_cache.entries import Entry
 from kvstrata.prefix_cache.entry_table import EntryTable, EvictionCandidates
 from kvstrata.prefix_cache.jobs import Job
@@ -27,12 +27,14 @@ from kvstrata.spans.rewrite import LayerRewrite, is_under, marks_are_under, rewr
 class PrecisionPolicy:
     """Decides which plan each entry is brought to, and makes the jobs that do it."""
 
-    def __init__(self, layout: Layout, target: Plan, options: PrecisionConfig) -> None:
+    def __init__(self, layout: Layout, target: Plan, config: CacheConfig, limits: CacheLimits) -> None:
         self.layout = layout
         self._raw = raw_plan(layout)
         self.target = target  # plan of new spans
-        self.options = options
-        self.raw_window = RawWindow(options.first_raw_tokens, options.recent_raw_tokens)  # of running sequences
+        self.config = config
+        self.gathers = limits.max_arrays is not None  # the small planes of several layers into one array
+        self._layers_apart = limits.layers_apart
+        self.raw_window = RawWindow(config.first_raw_tokens, config.recent_raw_tokens)  # of running sequences
         self._token_bytes_of: dict[Pair, float] = {}
 
     def pending_plan(self, entry: Entry) -> Plan | None:
@@ -44,21 +46,21 @@ class PrecisionPolicy:
             return wanted if self._has_to_seal(entry, wanted) else None
         is_done = all(is_under(span, i, wanted.pairs[i], upward=entry.is_upward) for i in span.layers)
         is_done = is_done and marks_are_under(span, wanted)
-        return None if is_done and not (self.options.gathers and has_to_gather(span, self.options.apart)) else wanted
+        return None if is_done and not (self.gathers and has_to_gather(span, self._layers_apart)) else wanted
 
     def target_plan(self, entry: Entry) -> Plan:
         """Return the plan that an entry should be under, or below; for a running entry, the plan of its sealed part."""
         if entry.target is not None:
             return entry.target.plan
-        if (entry.is_running or entry.num_leases) and not self.options.live:
+        if (entry.is_running or entry.num_leases) and not self.config.live:
             # The owner and the readers continue over the values that they began with.
             return self._raw
-        is_long = entry.sequence_tokens >= self.options.min_quantize_tokens
+        is_long = entry.sequence_tokens >= self.config.min_quantize_tokens
         return self.target if entry.is_running or is_long else self._raw
 
     def was_short(self, entry: Entry) -> bool:
         """Whether an entry stays raw unless a longer sequence resumes from it."""
-        return entry.target is None and entry.span.end < self.options.min_quantize_tokens
+        return entry.target is None and entry.span.end < self.config.min_quantize_tokens
 
     def final_codecs(self, entry: Entry) -> dict[int, list[Pair]]:
         """Return the codecs that each layer has when the pending work on an entry is done."""
@@ -119,7 +121,7 @@ class PrecisionPolicy:
                 yield
             yield
         yield from rewriting_marks(entry.span, plan)
-        while self.options.gathers and gather_some(entry.span, self.options.apart):
+        while self.gathers and gather_some(entry.span, self._layers_apart):
             yield
 
 
@@ -148,15 +150,15 @@ class StepDownPolicy:
         candidates: EvictionCandidates,
         precision: PrecisionPolicy,
         plan_of: PlanOf,
-        config: LadderConfig,
+        config: CacheConfig,
     ) -> None:
         self._candidates = candidates
         self._precision = precision
         self._plan_of = plan_of
         self._config = config
-        self._plans_by_length = [(tokens, plan_of(codec, codec)) for tokens, codec in config.by_length]
+        self._plans_by_length = [(tokens, plan_of(codec, codec)) for tokens, codec in config.dynamic_at]
         self._token_bytes_of: dict[Bits, float] = {}
-        self._ladder: Ladder[Entry] = Ladder(config.floors, self._token_bytes)
+        self._ladder: Ladder[Entry] = Ladder(Bits(config.floor_k_bits, config.floor_v_bits), self._token_bytes)
         self._changed = table.dirty_sets.new_dirty_set(self._ladder.discard_span)
         self._exhausted_bytes = 0  # bytes in use when nothing was left to step down: retry only above them
 
@@ -174,7 +176,7 @@ class StepDownPolicy:
     def choose(self, need_bytes: int) -> list[StepDown]:
         """Choose entries until their steps free `need_bytes`, as far as the floors allow. The chosen entries count as
         lower from now on."""
-        if not self._config.by_pressure or need_bytes <= 0:
+        if not self._config.dynamic or need_bytes <= 0:
             return []
         self.update_ladder()
         return [StepDown(move.id, self._plan_after(move)) for move in self._ladder.choose(need_bytes)]

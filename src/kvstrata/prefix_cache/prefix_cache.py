@@ -9,7 +9,7 @@ from functools import partial
 
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache
-from kvstrata.prefix_cache.config import CacheConfig
+from kvstrata.prefix_cache.config import CacheConfig, CacheLimits
 from kvstrata.prefix_cache.conversations import ConversationTracker
 from kvstrata.prefix_cache.entries import CachedPrefix, Entry, Lease
 from kvstrata.prefix_cache.entry_table import CacheListener, Checkpoints, EntryTable, EvictionCandidates
@@ -55,6 +55,7 @@ class PrefixCache:
         layout: Layout,
         identity: Identity,
         config: CacheConfig,
+        limits: CacheLimits,
         plan_of: PlanOf,
         *,
         disk: TierClient | None = None,
@@ -72,8 +73,8 @@ class PrefixCache:
         can_share = all(spec.kind != "foreign" for spec in layout.flat())
         self.table = EntryTable(
             self.candidates,
-            max_bytes=config.hot_bytes if can_share else 0,
-            max_arrays=config.max_arrays,
+            max_bytes=limits.max_bytes if can_share else 0,
+            max_arrays=limits.max_arrays,
             listener=listener,
         )
         self.can_share = can_share
@@ -86,8 +87,8 @@ class PrefixCache:
         self.disk = without_tier(layout) if disk is None else disk
         self.shared = shared
         self.sharing = Sharer(shared, self.table, self.failures) if shared is not None and can_share else None
-        k, v = config.precision.k or RAW[0], config.precision.v or RAW[1]
-        self._precision = PrecisionPolicy(layout, plan_of(k, v) if can_share else raw_plan(layout), config.precision)
+        target = plan_of(config.k or RAW[0], config.v or RAW[1]) if can_share else raw_plan(layout)
+        self._precision = PrecisionPolicy(layout, target, config, limits)
         self.offloader = Offloader(
             *(self.disk, self.table, self.candidates, self.counters, self.failures),
             was_short=self._precision.was_short,
@@ -105,14 +106,14 @@ class PrefixCache:
         self.pins = Pins(self.table, self.matcher, self.disk, self.counters, clock)
         self.conversations = ConversationTracker(self.table, self.candidates)
         # Not a method of this cache: the reference would keep a failed one alive until the next garbage collection.
-        self._history = RequestHistory(reuse, partial(_watched_tokens, config.hot_bytes, self._precision))
+        self._history = RequestHistory(reuse, partial(_watched_tokens, limits.max_bytes, self._precision))
 
         drops = DropCounters(self.table, self.counters)
         self.evictor = Evictor(
             *(self.table, self.candidates, checkpoints, self.matcher, self.disk),
             *(self.offloader, self.transcoder, drops, self.failures),
         )
-        self.step_down_policy = StepDownPolicy(self.table, self.candidates, self._precision, plan_of, config.ladder)
+        self.step_down_policy = StepDownPolicy(self.table, self.candidates, self._precision, plan_of, config)
         self.reclaimer = Reclaimer(
             *(self.table, self.matcher, checkpoints, self.evictor),
             *(self.transcoder, self.step_down_policy, self.offloader, drops),

@@ -352,7 +352,7 @@ class Requantizer:
         archived = [
             estimated.bytes_before
             for entry, estimated in estimates.items()
-            if self._precision.options.archives_planes
+            if self._precision.config.archives_planes
             and estimated.bytes_after < estimated.bytes_before
             and entry.needs_archive
         ]

@@ -136,7 +136,7 @@ class Transcoder:
         job, before_bytes = self.precision.job(entry, plan), entry.span.kv_bytes
         if entry.target is not None and entry.target.sealed_to is not None:
             self._table.set_target(entry, replace(entry.target, sealed_to=None))  # the job has it
-        if self.precision.options.archives_planes and entry.target is not None and not entry.is_upward:
+        if self.precision.config.archives_planes and entry.target is not None and not entry.is_upward:
             # The dropped planes can be restored from the disk later.
             yield from self._offloader.archive(entry)
             if entry not in self._table.entries:
