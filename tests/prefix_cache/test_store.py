@@ -12,7 +12,7 @@ import pytest
 from kvstrata.codecs.registry import parse
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.prefix_cache.config import CacheConfig
-from kvstrata.prefix_cache.entries import Lease
+from kvstrata.prefix_cache.entries import Lease, PrecisionTarget
 from kvstrata.prefix_cache.keys import TokenIds
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.requantize import PrecisionChange
@@ -111,6 +111,18 @@ def test_join_takes_the_shortest_neighbours_first() -> None:
     ids = chat_of(cache, 300, 320, 340, 640)
     cache.table.join_spans(cache.lookup(ids, "").path[-1], 3)
     assert [entry.span.end for entry in cache.lookup(ids, "").entries] == [300, 340, 640]
+
+
+def test_join_leaves_spans_with_different_targets_apart() -> None:
+    cache = new_cache()
+    ids = chat_of(cache, 300, 600)
+    first, second = cache.lookup(ids, "").entries
+    plan = make_plan(LAYOUT, parse("planes:8"), parse("planes:8"))
+    cache.table.set_target(first, PrecisionTarget(plan, upward=True))
+    cache.table.set_target(second, PrecisionTarget(plan))
+    assert cache.table.join_spans(second.last_node, 1) == []
+    cache.table.set_target(second, PrecisionTarget(plan, upward=True, sealed_to=500))
+    assert cache.table.join_spans(second.last_node, 1) == [first]
 
 
 @pytest.mark.parametrize(("num_repeated", "reused_end"), [(600, 599), (200, 199)])

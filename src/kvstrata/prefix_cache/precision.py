@@ -14,7 +14,7 @@ from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import Pair
 from kvstrata.prefix_cache.config import CacheConfig, CacheLimits
 from kvstrata.prefix_cache.entries import Entry
-from kvstrata.prefix_cache.entry_table import EntryTable, EvictionCandidates
+from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.jobs import Job
 from kvstrata.prefix_cache.ladder import HIGH, LOW, Bits, Ladder, LadderMove, SpanPrecision
 from kvstrata.spans.convert import becomes
@@ -144,18 +144,12 @@ class StepDown:
 class StepDownPolicy:
     """Chooses the entries that step down: under memory pressure, and as their sequences grow. Changes no entry."""
 
-    def __init__(
-        self,
-        table: EntryTable,
-        candidates: EvictionCandidates,
-        precision: PrecisionPolicy,
-        plan_of: PlanOf,
-        config: CacheConfig,
-    ) -> None:
-        self._candidates = candidates
+    def __init__(self, table: EntryTable, precision: PrecisionPolicy, plan_of: PlanOf) -> None:
+        config = precision.config
+        self._candidates = table.candidates
         self._precision = precision
         self._plan_of = plan_of
-        self._config = config
+        self._is_dynamic = config.dynamic
         self._plans_by_length = [(tokens, plan_of(codec, codec)) for tokens, codec in config.dynamic_at]
         self._token_bytes_of: dict[Bits, float] = {}
         self._ladder: Ladder[Entry] = Ladder(Bits(config.floor_k_bits, config.floor_v_bits), self._token_bytes)
@@ -176,7 +170,7 @@ class StepDownPolicy:
     def choose(self, need_bytes: int) -> list[StepDown]:
         """Choose entries until their steps free `need_bytes`, as far as the floors allow. The chosen entries count as
         lower from now on."""
-        if not self._config.dynamic or need_bytes <= 0:
+        if not self._is_dynamic or need_bytes <= 0:
             return []
         self.update_ladder()
         return [StepDown(move.id, self._plan_after(move)) for move in self._ladder.choose(need_bytes)]

@@ -113,7 +113,6 @@ class Prefetcher:
         self._shared = shared
         self._matcher = matcher
         self._table = inserter.table
-        self._checkpoints = inserter.checkpoints
         self._leases = inserter.leases
         self._inserter = inserter
         self._reclaimer = reclaimer
@@ -188,7 +187,7 @@ class Prefetcher:
 
     def promote(self, load: BlockLoad) -> None:
         """Insert the last blocks of a load that has ended, and end it."""
-        if not self._checkpoints.are_needed or (load.checkpoint is not None and load.is_complete):
+        if not self._table.needs_checkpoints or (load.checkpoint is not None and load.is_complete):
             self._insert_batch(load)
         self.abandon(load)
 
@@ -240,7 +239,7 @@ class Prefetcher:
                 self._residency.record_block(entry, link.key)
         path = table.insert_entry(entry, load.ids[: batch.end])
         if load.checkpoint is not None and load.checkpoint.position == batch.end:
-            self._checkpoints.add_checkpoint(path, load.checkpoint)
+            table.add_checkpoint(path, load.checkpoint)
         self._counters["promoted_tokens"] += batch.end - batch.start
         self._inserter.finish_span(entry)
         if load.lease is not None:

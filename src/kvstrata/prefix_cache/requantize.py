@@ -10,7 +10,7 @@ from typing import Literal
 
 from kvstrata.codecs.base import Codec
 from kvstrata.prefix_cache.entries import Entry, PrecisionTarget
-from kvstrata.prefix_cache.entry_table import EntryTable, EvictionCandidates
+from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.jobs import run_to_end
 from kvstrata.prefix_cache.keys import owner_of
 from kvstrata.prefix_cache.prefetch import Restorer
@@ -217,14 +217,13 @@ class Requantizer:
     def __init__(
         self,
         table: EntryTable,
-        candidates: EvictionCandidates,
         transcoder: Transcoder,
         restorer: Restorer,
         reclaimer: Reclaimer,
         disk_usage: Callable[[str | None], TierUsage | None],
     ) -> None:
         self._table = table
-        self._candidates = candidates
+        self._candidates = table.candidates
         self._transcoder = transcoder
         self._precision = transcoder.precision
         self._restorer = restorer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -57,14 +56,13 @@ class Transcoder:
         precision: PrecisionPolicy,
         offloader: Offloader,
         sharer: Sharer | None,
-        counters: Counter[str],
         failures: FailureLog,
         *,
         writes_after_reply: bool,
     ) -> None:
         self._table = table
         self.precision = precision
-        self._counters = counters
+        self._counters = failures.counters
         self._failures = failures
         self._offloader = offloader
         self._sharer = sharer
