@@ -116,7 +116,11 @@ def build_core(
     limits, storage = served.limits, served.kv_config
     catalog = FormatCatalog(served.layout, storage, served.chunk_tokens)
     prefix_cache = PrefixCache(
-        *(served.layout, identity_of(served), storage, _cache_limits(served), catalog.plan_of),
+        served.layout,
+        identity_of(served),
+        storage,
+        _cache_limits(served),
+        catalog.plan_of,
         disk=disk,
         shared=shared,
         listener=listener,

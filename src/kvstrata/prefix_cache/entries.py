@@ -31,7 +31,7 @@ class PrecisionTarget:
 
 @dataclass(frozen=True)
 class ArchivedCopy:
-    """Copy of all of an entry that the disk has, or has accepted."""
+    """Copy of all of an entry that the disk has, or has accepted. Withdrawn when one of its blocks leaves the disk."""
 
     token_bytes: float  # of each token on the disk
 
