@@ -86,7 +86,6 @@ class PrefixCache:
         self.counters = Counter(stepped_down_spans=0, evicted_tokens=0) if self.can_share else Counter[str]()
         self.failures = FailureLog(self.counters, self.table)
         self.matcher = PrefixMatcher(self.table, layout, identity)
-        self.conversations = ConversationTracker(self.table, self.candidates)
 
         # Their precision, and writes to the tiers.
         target = plan_of(config.k or RAW[0], config.v or RAW[1]) if self.can_share else raw_plan(layout)
@@ -103,12 +102,13 @@ class PrefixCache:
             self.failures,
             writes_after_reply=config.disk_write == "after-reply",
         )
-        # Not a method of this cache: the reference would keep a failed one alive until the next garbage collection.
-        self._history = RequestHistory(reuse, partial(_watched_tokens, limits.max_bytes, precision))
 
-        # Protection from eviction, and eviction.
+        # Uses of entries, and eviction.
         self.leases = Leases(self.table, self.transcoder)
         self.pins = Pins(self.table, self.matcher, self.disk, self.counters, clock)
+        self.conversations = ConversationTracker(self.table, self.candidates)
+        # Not a method of this cache: the reference would keep a failed one alive until the next garbage collection.
+        self._history = RequestHistory(reuse, partial(_watched_tokens, limits.max_bytes, precision))
         self.evictor = Evictor(self.table, self.matcher, self.disk, self.offloader, self.transcoder, self.failures)
         self.step_down_policy = StepDownPolicy(self.table, precision, plan_of)
         self.reclaimer = Reclaimer(
