@@ -40,7 +40,7 @@ def test_the_same_prompt_three_times_is_prefilled_once_and_counted_so() -> None:
     clients = [serve(drive, prompt(300)) for _ in range(3)]
     assert [cached(client) for client in clients] == [0, 299, 299]
     assert prefilled_tokens(drive) == 299
-    assert drive.prefix_cache.usage.count()["hit_tokens"] == 2 * 299
+    assert drive.prefix_cache.usage.counters()["hit_tokens"] == 2 * 299
     hits = drive.metrics.registry.get_sample_value("vllm:prefix_cache_hits_total")
     queries = drive.metrics.registry.get_sample_value("vllm:prefix_cache_queries_total")
     assert (hits, queries) == (2 * 299, 900)

@@ -349,7 +349,7 @@ def test_changed_description_is_refused_or_within_the_counts_of_the_model(
     assert len(description.get("groups") or description["states"]) <= len(layout.flat())
     with contextlib.suppress(ConfigError, ValueError, TypeError, LookupError, ArithmeticError):
         engine = served.server.service.engine
-        engine.ask(lambda core: run_to_end(core.prefix_cache.incoming.check_block(changed, example))).result(60)
+        engine.ask(lambda core: run_to_end(core.prefix_cache.imports.check_block(changed, example))).result(60)
 
 
 @settings(max_examples=200)

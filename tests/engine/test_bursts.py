@@ -92,7 +92,7 @@ def waiting(drive: Drive) -> Sequence:
 
 
 def dropped(drive: Drive) -> dict[str, int]:
-    return {name: count for name, count in drive.prefix_cache.usage.count().items() if name.startswith("dropped_")}
+    return {name: count for name, count in drive.prefix_cache.usage.counters().items() if name.startswith("dropped_")}
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

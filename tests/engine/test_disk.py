@@ -181,7 +181,7 @@ def test_changed_weights_under_the_same_name_have_no_hit(tmp_path: Path) -> None
 def why(engine: Engine, prompt_tokens: int) -> Explanation:
     prompt = [i * 7 % VOCAB for i in range(prompt_tokens)]
 
-    lookup = engine.ask(lambda core: core.prefix_cache.ask_disk(prompt, "")).result(60)
+    lookup = engine.ask(lambda core: core.prefix_cache.look_up_on_disk(prompt, "")).result(60)
     assert lookup.wait(60)
 
     def question(core: EngineCore) -> Explanation:

@@ -38,7 +38,7 @@ def test_ladder_keeps_all_chats_in_quarter_of_memory() -> None:
     assert sum(stepped) > sum(plain)
     assert sum(stepped) == 10 * 399
     assert set(ladder.prefix_cache.usage.usage().by_precision) <= {"raw", "planes:8", "planes:4"}
-    assert ladder.prefix_cache.usage.count()["stepped_down_spans"] > 0
+    assert ladder.prefix_cache.usage.counters()["stepped_down_spans"] > 0
 
 
 def test_edge_layers_do_not_hide_bits_of_other_layers() -> None:
@@ -51,7 +51,7 @@ def test_edge_layers_do_not_hide_bits_of_other_layers() -> None:
         drive.submit(prompt(700, seed=i), 8)
         drive.run()
         settle(drive)
-    counts = drive.prefix_cache.usage.count()
+    counts = drive.prefix_cache.usage.counters()
     assert counts["evicted_tokens"] == 0
     # A chat has four steps at most: V to 8 bits, K to 8, V to 4, K to 4.
     assert 13 < counts["stepped_down_spans"] <= 4 * 13
@@ -59,9 +59,9 @@ def test_edge_layers_do_not_hide_bits_of_other_layers() -> None:
     # Every span is at its floor and stays there.
     drive.prefix_cache.reclaimer.step_down(kv_bytes)
     settle(drive)
-    counts = drive.prefix_cache.usage.count()
+    counts = drive.prefix_cache.usage.counters()
     drive.prefix_cache.reclaimer.step_down(kv_bytes)
-    assert drive.prefix_cache.usage.count() == counts
+    assert drive.prefix_cache.usage.counters() == counts
 
 
 def test_codec_without_steps_stays_while_other_side_steps_down() -> None:
@@ -70,7 +70,7 @@ def test_codec_without_steps_stays_while_other_side_steps_down() -> None:
     storage = KvConfig(k=parse("rotated:4"), v=parse("raw"), dynamic=True)
     drive = Drive(loaded, EngineLimits(buffer_step_tokens=16), kv_bytes=kv_bytes, storage=storage)
     chats(drive, 6)
-    assert drive.prefix_cache.usage.count()["stepped_down_spans"] > 0
+    assert drive.prefix_cache.usage.counters()["stepped_down_spans"] > 0
     pairs = {
         pair
         for entry in drive.prefix_cache.table.entries
@@ -113,14 +113,14 @@ def test_prefix_shared_by_long_and_short_sequence_gets_lower_format_once() -> No
     drive.run()
     settle(drive)
     assert {
-        entry.span.num_tokens: entry.target.k.name for entry in drive.prefix_cache.table.entries if entry.target
+        entry.span.num_tokens: entry.target.plan.k.name for entry in drive.prefix_cache.table.entries if entry.target
     } == {
         301: "planes:4",
         1199: "planes:4",
         399: "planes:8",
     }
     # The shared prefix and the long sequence step down twice, the short one once.
-    assert drive.prefix_cache.usage.count()["stepped_down_spans"] == 5
+    assert drive.prefix_cache.usage.counters()["stepped_down_spans"] == 5
 
 
 def test_request_waits_for_step_downs_while_streams_decode() -> None:
@@ -135,7 +135,7 @@ def test_request_waits_for_step_downs_while_streams_decode() -> None:
     stream = drive.submit(prompt(100, seed=99), 60)
     while len(stream.ids) < 4:
         drive.core.executor.step()
-    assert drive.prefix_cache.usage.count()["stepped_down_spans"] == 0
+    assert drive.prefix_cache.usage.counters()["stepped_down_spans"] == 0
     do_one_step(drive.core.pacer)  # one layer of a span in each step
     late = drive.submit(prompt(900, seed=77), 2)
     before = len(stream.ids)
@@ -145,6 +145,6 @@ def test_request_waits_for_step_downs_while_streams_decode() -> None:
     assert len(stream.ids) - before > 4
     drive.run()
     assert late.finished.usage.completion_tokens == 2
-    assert drive.prefix_cache.usage.count()["evicted_tokens"] == 0
+    assert drive.prefix_cache.usage.counters()["evicted_tokens"] == 0
     # Spans step down no further than was needed.
     assert set(drive.prefix_cache.usage.usage().by_precision) == {"raw", "planes:8"}

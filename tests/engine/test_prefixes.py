@@ -310,7 +310,7 @@ def test_memory_is_constant_over_hundreds_of_requests() -> None:
         if i % 80 == 79:
             assert drive.prefix_cache.table.nbytes <= room
             assert active_bytes() - before == pytest.approx(drive.prefix_cache.table.nbytes, rel=0.02)
-    assert drive.prefix_cache.usage.count()["evicted_tokens"] > 3000
+    assert drive.prefix_cache.usage.counters()["evicted_tokens"] > 3000
     drive.clear()
     assert active_bytes() == before
 
@@ -406,7 +406,7 @@ def test_prompt_repeated_a_hundred_times_is_encoded_once() -> None:
         drive.run()
         settle(drive)
     assert cached(clients[-1]) == 299
-    counters = drive.prefix_cache.usage.count()
+    counters = drive.prefix_cache.usage.counters()
     assert counters["encoded_spans"] == counters["stored_spans"] == 1
     assert counters["refused_present"] == 99
     assert counters["hit_tokens"] == 99 * 299
@@ -477,18 +477,18 @@ def test_prompt_is_counted_once_however_often_its_request_tries_to_start() -> No
     drive = Drive(tiny_loaded("llama"))
     drive.submit(prompt(300), 2)
     drive.run()
-    before = dict(drive.prefix_cache.usage.count())
+    before = dict(drive.prefix_cache.usage.counters())
     sequence = Sequence(Request("tried", tuple(prompt(300)), 2, GREEDY), lambda _: None, 2, 99)
     prefixes = drive.core.prefix_lookup
     prefixes.track_sequence(sequence)
     for _ in range(3):
         assert not prefixes.start(sequence, lambda _: 0)
-        assert drive.prefix_cache.usage.count()["queried_tokens"] == before["queried_tokens"]
+        assert drive.prefix_cache.usage.counters()["queried_tokens"] == before["queried_tokens"]
     assert prefixes.start(sequence, lambda _: 256)
     prefixes.finish(sequence, "preempted")
     sequence.preempt()
     assert prefixes.start(sequence, lambda _: 256)
     prefixes.finish(sequence, "ended")
-    after = drive.prefix_cache.usage.count()
+    after = drive.prefix_cache.usage.counters()
     assert after["queried_tokens"] - before["queried_tokens"] == 299
     assert after["hit_tokens"] - before.get("hit_tokens", 0) == 299

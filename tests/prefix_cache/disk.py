@@ -14,7 +14,7 @@ from kvstrata.codecs.registry import parse
 from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
 from kvstrata.layers.kinds import Layout
-from kvstrata.prefix_cache.config import CacheConfig, DiskWrite, LadderConfig, PrecisionConfig
+from kvstrata.prefix_cache.config import CacheConfig, CacheLimits, DiskWrite
 from kvstrata.prefix_cache.keys import Identity, as_ids, chain
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.tier_client import BlockLoad, TierClient
@@ -40,25 +40,21 @@ def store_on(
     hot_bytes: int = 1 << 30,
     disk_write: DiskWrite = "at-eviction",
     min_quantize_tokens: int = 0,
-    ladder: LadderConfig | None = None,
+    dynamic: bool = False,
     max_arrays: int | None = None,
     patience_s: float = 60.0,
     **disk: Any,
 ) -> Iterator[PrefixCache]:
-    limits: dict[str, Any] = {"limit_bytes": 256 * MIB, "queue_bytes": 64 * MIB, "reserve_bytes": 0} | disk
-    beside = {each: limits.pop(each) for each in ("files", "clock", "is_pinned") if each in limits}
-    tier = DiskTier(DiskOptions(folder, **limits), chain=chain, tally=tally, **beside)
+    options: dict[str, Any] = {"limit_bytes": 256 * MIB, "queue_bytes": 64 * MIB, "reserve_bytes": 0} | disk
+    beside = {each: options.pop(each) for each in ("files", "clock", "is_pinned") if each in options}
+    tier = DiskTier(DiskOptions(folder, **options), chain=chain, tally=tally, **beside)
     codec = parse(name)
-    options = CacheConfig(
-        hot_bytes,
-        disk_write=disk_write,
-        max_arrays=max_arrays,
-        precision=PrecisionConfig(k=codec, v=codec, min_quantize_tokens=min_quantize_tokens),
-        ladder=ladder or LadderConfig(),
+    config = CacheConfig(
+        k=codec, v=codec, min_quantize_tokens=min_quantize_tokens, dynamic=dynamic, disk_write=disk_write
     )
     cold = TierClient(tier, layout, post=lambda _: None, patience_s=patience_s)
-    plan_of = partial(make_plan, layout)
-    yield PrefixCache(layout, identity_of(layout), options, plan_of, disk=cold, clock=Clock())
+    plan_of, limits = partial(make_plan, layout), CacheLimits(hot_bytes, max_arrays)
+    yield PrefixCache(layout, identity_of(layout), config, limits, plan_of, disk=cold, clock=Clock())
     tier.close()
 
 

@@ -16,7 +16,7 @@ from kvstrata.codecs.registry import parse
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.recurrent import RecurrentLayer
 from kvstrata.layers.sequence import SequenceCache
-from kvstrata.prefix_cache.config import CacheConfig, PrecisionConfig
+from kvstrata.prefix_cache.config import CacheConfig, CacheLimits
 from kvstrata.prefix_cache.entries import Lease
 from kvstrata.prefix_cache.entry_table import CacheListener
 from kvstrata.prefix_cache.insertion import Insertion
@@ -135,11 +135,10 @@ def new_cache(
     watcher: CacheListener | None = None,
 ) -> PrefixCache:
     codec = parse(name)
-    precision = PrecisionConfig(k=codec, v=codec, min_quantize_tokens=min_quantize_tokens, live=live)
-    options = CacheConfig(hot_bytes=hot_bytes, ttl_s=ttl_s, precision=precision)
+    config = CacheConfig(k=codec, v=codec, min_quantize_tokens=min_quantize_tokens, live=live, ttl_s=ttl_s)
     identity = Identity(fingerprint, "float32", tuple(spec.signature for spec in layout.flat()))
-    plan_of = partial(make_plan, layout)
-    return PrefixCache(layout, identity, options, plan_of, listener=watcher, clock=clock or Clock())
+    plan_of, limits = partial(make_plan, layout), CacheLimits(hot_bytes)
+    return PrefixCache(layout, identity, config, limits, plan_of, listener=watcher, clock=clock or Clock())
 
 
 class Told:

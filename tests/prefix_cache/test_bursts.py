@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.prefix_cache.config import LadderConfig
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.tier.base import CALM_SHARE
 from tests.disk.faults import FaultyFiles, fail, wait_for
@@ -22,7 +21,7 @@ BLOCK_BYTES = 256 * TOKEN_BYTES
 def fill(cache: PrefixCache) -> None:
     for chat in CHATS:
         store_tokens(cache, chat)
-    while not cache.transcoder.jobs.idle:
+    while not cache.transcoder.jobs.is_idle:
         cache.run_background(0)
 
 
@@ -41,8 +40,8 @@ def num_kept(cache: PrefixCache, chat: list[int]) -> int:
 
 
 def dropped(cache: PrefixCache) -> dict[str, int]:
-    names = [name for name in cache.usage.count() if name.startswith("dropped_tokens_")]
-    return {name.removeprefix("dropped_tokens_"): cache.usage.count()[name] for name in names}
+    names = [name for name in cache.usage.counters() if name.startswith("dropped_tokens_")]
+    return {name.removeprefix("dropped_tokens_"): cache.usage.counters()[name] for name in names}
 
 
 @pytest.mark.parametrize("queue_bytes", [9 * MIB // 16, BLOCK_BYTES, 1000])
@@ -56,13 +55,13 @@ def test_burst_reaches_disk_through_small_queue(queue_bytes: int, tmp_path: Path
 
 
 def test_ladder_and_disk_together_lose_no_tokens(tmp_path: Path) -> None:
-    ladder, resumes = LadderConfig(by_pressure=True), threading.Event()
+    resumes = threading.Event()
     files = FaultyFiles(before={"sync": wait_for(resumes)})
-    with store_on(tmp_path, hot_bytes=16 * MIB, queue_bytes=9 * MIB // 16, ladder=ladder, files=files) as cache:
+    with store_on(tmp_path, hot_bytes=16 * MIB, queue_bytes=9 * MIB // 16, dynamic=True, files=files) as cache:
         fill(cache)
         # While the disk takes nothing, spans step down to the floors; then reclaiming waits for the disk.
         assert cache.reclaimer.shrink_to(MIB // 2, 0.0) == "steps_down"
-        while not cache.transcoder.jobs.idle:
+        while not cache.transcoder.jobs.is_idle:
             cache.transcoder.jobs.run(1.0)
         assert cache.reclaimer.shrink_to(MIB // 2, 0.0) == "awaits_disk"
         assert set(cache.usage.usage().by_precision) == {"planes:4"}
@@ -84,7 +83,7 @@ def test_most_bytes_evicts_without_disk_and_counts_lost_tokens(tmp_path: Path) -
         assert cache.table.nbytes <= 5 * MIB
         # The queue has the first block of one evicted chat.
         assert dropped(cache) == {"disk_slow": 5 * 1024 - 256}
-        assert cache.usage.count()["refused_disk_slow"] == 5
+        assert cache.usage.counters()["refused_disk_slow"] == 5
         resumes.set()
 
 
@@ -178,16 +177,16 @@ def test_entry_that_met_full_queue_is_written_later(tmp_path: Path) -> None:
 
 
 def test_leaf_on_disk_is_evicted_before_others_step_down(tmp_path: Path) -> None:
-    with store_on(tmp_path, ladder=LadderConfig(by_pressure=True)) as cache:
+    with store_on(tmp_path, dynamic=True) as cache:
         fill(cache)
         cache.offloader.add_entry(tuple(cache.table.entries)[5])
         settle(cache)
         assert cache.reclaimer.shrink_to(9 * MIB, 0.0) == "done"
         assert cache.lookup(CHATS[5], "").num_tokens < 1024
-        assert cache.usage.count()["stepped_down_spans"] == 0
+        assert cache.usage.counters()["stepped_down_spans"] == 0
         # None of the others is on the disk, and memory is still short.
         cache.reclaimer.shrink_to(8 * MIB, 0.0)
-        assert cache.usage.count()["stepped_down_spans"] > 0
+        assert cache.usage.counters()["stepped_down_spans"] > 0
 
 
 def test_recently_used_leaf_on_disk_stays_in_memory(tmp_path: Path) -> None:

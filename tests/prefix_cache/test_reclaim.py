@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from kvstrata.prefix_cache import entry_table
-from kvstrata.prefix_cache.config import CacheConfig, LadderConfig
+from kvstrata.prefix_cache.config import CacheConfig, CacheLimits
 from kvstrata.prefix_cache.keys import Identity
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.spans.plan import make_plan
@@ -19,9 +19,9 @@ CHAT_BYTES = CHAT_TOKENS * TOKEN_BYTES
 
 
 def stepping_down_stock() -> PrefixCache:
-    options = CacheConfig(hot_bytes=64 * CHAT_BYTES, ladder=LadderConfig(by_pressure=True))
+    config, limits = CacheConfig(dynamic=True), CacheLimits(64 * CHAT_BYTES)
     identity = Identity("weights", "float32", tuple(spec.signature for spec in LAYOUT.flat()))
-    return PrefixCache(LAYOUT, identity, options, partial(make_plan, LAYOUT))
+    return PrefixCache(LAYOUT, identity, config, limits, partial(make_plan, LAYOUT))
 
 
 def pending_plans(cache: PrefixCache) -> dict[int, object]:
@@ -32,7 +32,7 @@ def test_reclaim_counts_bytes_that_pending_step_downs_free() -> None:
     cache = stepping_down_stock()
     for seed in range(8):
         store_tokens(cache, tokens(CHAT_TOKENS, seed))
-    while not cache.transcoder.jobs.idle:
+    while not cache.transcoder.jobs.is_idle:
         cache.run_background(0)
     limit_bytes = cache.table.nbytes - 2 * CHAT_BYTES
     assert cache.reclaimer.shrink_to(limit_bytes, slice_s=0.0) == "steps_down"

@@ -56,7 +56,7 @@ def test_eviction_of_joined_spans_writes_them(layout: Layout, num_turns: int, tm
     with store_on(tmp_path, layout) as cache:
         tokens = unsettled_chat(cache, num_turns)
         cache.reclaimer.shrink_to(cache.table.nbytes, 0.0, most_bytes=cache.table.nbytes - 1)
-        assert cache.usage.count()["evicted_tokens"] == 20
+        assert cache.usage.counters()["evicted_tokens"] == 20
         assert written(cache) == reachable(cache, tokens) == len(tokens)
 
 
@@ -102,7 +102,7 @@ def test_chain_writer_spans_joined_meanwhile_are_written_once(tmp_path: Path) ->
         cache.run_background(0)
         longer = [*tokens, *random_tokens(30, 99)]
         store_tokens(cache, longer)
-        while not cache.transcoder.jobs.idle:
+        while not cache.transcoder.jobs.is_idle:
             cache.run_background(0)
         assert len(cache.table.entries) == MAX_SPANS
         settle(cache)
@@ -124,7 +124,7 @@ def test_block_loader_unreadable_block_is_removed_and_rewritten(tmp_path: Path) 
         while not loading.is_done:
             cache.run_background(0)
         cache.prefetcher.abandon(loading)
-        assert cache.usage.count()["unreadable_blocks"] == 1
+        assert cache.usage.counters()["unreadable_blocks"] == 1
         assert reachable(cache, tokens) == 0
         write_turns(cache, tokens, [300])
         assert reachable(cache, tokens) == 300
@@ -210,7 +210,7 @@ def test_clear_during_write_leaves_no_block(tier: Any, tmp_path: Path) -> None:
     with store_on(tmp_path) as cache:
         tokens = random_tokens(1500, 0)
         store_tokens(cache, tokens)
-        while not cache.transcoder.jobs.idle:
+        while not cache.transcoder.jobs.is_idle:
             cache.run_background(0)
         cache.offloader.offer_changed()
         for _ in range(3):

@@ -11,7 +11,6 @@ import pytest
 
 from kvstrata.codecs.registry import parse
 from kvstrata.prefix_cache import requantize
-from kvstrata.prefix_cache.config import LadderConfig
 from kvstrata.prefix_cache.entries import Entry
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.requantize import PrecisionChange
@@ -46,8 +45,7 @@ def _seconds(work: Callable[[], object]) -> float:
 def test_step_with_many_entries_costs_as_much_as_with_few(tmp_path: Path) -> None:
     costs: dict[int, dict[str, float]] = {}
     for num_entries in (FEW, MANY):
-        ladder = LadderConfig(by_pressure=True)
-        with store_on(tmp_path / str(num_entries), ladder=ladder, daily_write_bytes=1) as cache:
+        with store_on(tmp_path / str(num_entries), dynamic=True, daily_write_bytes=1) as cache:
             _filled(cache, num_entries)
             assert cache.counters["refused_spills"] >= num_entries
             held_bytes = cache.table.nbytes

@@ -12,7 +12,7 @@ import pytest
 from kvstrata.codecs.registry import parse
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.prefix_cache.config import CacheConfig
-from kvstrata.prefix_cache.entries import Lease
+from kvstrata.prefix_cache.entries import Lease, PrecisionTarget
 from kvstrata.prefix_cache.keys import TokenIds
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.requantize import PrecisionChange
@@ -111,6 +111,18 @@ def test_join_takes_the_shortest_neighbours_first() -> None:
     ids = chat_of(cache, 300, 320, 340, 640)
     cache.table.join_spans(cache.lookup(ids, "").path[-1], 3)
     assert [entry.span.end for entry in cache.lookup(ids, "").entries] == [300, 340, 640]
+
+
+def test_join_leaves_spans_with_different_targets_apart() -> None:
+    cache = new_cache()
+    ids = chat_of(cache, 300, 600)
+    first, second = cache.lookup(ids, "").entries
+    plan = make_plan(LAYOUT, parse("planes:8"), parse("planes:8"))
+    cache.table.set_target(first, PrecisionTarget(plan, upward=True))
+    cache.table.set_target(second, PrecisionTarget(plan))
+    assert cache.table.join_spans(second.last_node, 1) == []
+    cache.table.set_target(second, PrecisionTarget(plan, upward=True, sealed_to=500))
+    assert cache.table.join_spans(second.last_node, 1) == [first]
 
 
 @pytest.mark.parametrize(("num_repeated", "reused_end"), [(600, 599), (200, 199)])
@@ -343,21 +355,21 @@ def test_repeated_prompt_is_encoded_once() -> None:
     for _ in range(100):
         store_tokens(cache, tokens(400))
         settle(cache)
-    assert cache.usage.count()["encoded_spans"] == 1
-    assert cache.usage.count()["stored_tokens"] == 400
-    assert cache.usage.count()["refused_present"] == 99
+    assert cache.usage.counters()["encoded_spans"] == 1
+    assert cache.usage.counters()["stored_tokens"] == 400
+    assert cache.usage.counters()["refused_present"] == 99
 
 
 def test_request_without_computed_tokens_counts_as_refused_empty() -> None:
     cache = new_cache()
     run = Run(cache, tokens(20))
     run.end()
-    assert cache.usage.count()["refused_empty"] == 1
+    assert cache.usage.counters()["refused_empty"] == 1
     assert cache.table.entries == {}
 
 
 def refused(cache: PrefixCache) -> dict[str, int]:
-    return {name: count for name, count in cache.usage.count().items() if name.startswith("refused_")}
+    return {name: count for name, count in cache.usage.counters().items() if name.startswith("refused_")}
 
 
 def test_entry_above_the_limit_counts_as_refused_too_large() -> None:
@@ -395,7 +407,7 @@ def test_entry_evicted_after_it_fitted_counts_as_evicted_only() -> None:
     store_tokens(cache, tokens(300))
     cache.reclaimer.shrink_to(1 << 40)
     cache.reclaimer.shrink_to(0)
-    assert cache.usage.count()["evicted_tokens"] == 300
+    assert cache.usage.counters()["evicted_tokens"] == 300
     assert refused(cache) == {}
 
 
@@ -456,7 +468,7 @@ def test_checkpoints_of_another_branch_are_kept() -> None:
     kept = {at for entry in cache.table.entries if entry.span.end == 200 for at in entry.span.marks}
     assert {150, 200} <= kept
     # And the one at 100, from which both resume.
-    assert len(marks) == CacheConfig(0).max_checkpoints + 3
+    assert len(marks) == CacheConfig.max_checkpoints + 3
 
 
 def test_checkpoints_of_two_branches_at_one_position_are_distinct() -> None:

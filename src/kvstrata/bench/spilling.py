@@ -164,7 +164,7 @@ def _is_spilling(core: EngineCore) -> bool:
 
 
 def _written_bytes(core: EngineCore) -> int:
-    return _cache_of(core).usage.count()["disk_written_bytes"]
+    return _cache_of(core).usage.counters()["disk_written_bytes"]
 
 
 def _empty_disk(core: EngineCore) -> None:

@@ -19,7 +19,7 @@ from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.config import CHECKPOINT_EVERY_TOKENS, EngineLimits
 from kvstrata.errors import ConfigError
 from kvstrata.models.cpu_options import CpuOptions, CpuWeights
-from kvstrata.prefix_cache.config import CacheConfig, DiskWrite, LadderConfig, PrecisionConfig, PrecisionFloors
+from kvstrata.prefix_cache.config import CacheConfig, DiskWrite
 from kvstrata.remote.options import RemoteOptions
 from kvstrata.remote.url import parse as parse_url
 from kvstrata.server.wire.bounds import Bounds
@@ -210,7 +210,7 @@ class Settings(BaseSettings):
         "when the server ends", panel="Disk cache", unit="mode",
     )  # fmt: skip
     disk_put_away: bool = setting(
-        PrecisionConfig.archives_planes, "Write to the disk what a step to fewer bits takes away, so that it can be "
+        CacheConfig.archives_planes, "Write to the disk what a step to fewer bits takes away, so that it can be "
         "restored", panel="Disk cache",
     )  # fmt: skip
     disk_second_touch: bool = setting(
@@ -291,19 +291,19 @@ class Settings(BaseSettings):
         None, "Values that share a scale in affine precisions: 32, 64 or 128", panel="KV cache", unit="values"
     )
     kv_cache_min_quantize_tokens: int = setting(
-        PrecisionConfig.min_quantize_tokens, "Length from which on a conversation is stored in fewer bits. Shorter "
+        CacheConfig.min_quantize_tokens, "Length from which on a conversation is stored in fewer bits. Shorter "
         "ones stay at full precision", panel="KV cache", unit="tokens", ge=0,
     )  # fmt: skip
     kv_cache_live: bool = setting(
-        PrecisionConfig.live, "Encode the KV of running requests too, not only what they leave behind",
+        CacheConfig.live, "Encode the KV of running requests too, not only what they leave behind",
         panel="KV cache",
     )  # fmt: skip
     kv_cache_first_raw: int = setting(
-        PrecisionConfig.first_raw_tokens, "First tokens of a running request that stay at full precision under "
+        CacheConfig.first_raw_tokens, "First tokens of a running request that stay at full precision under "
         "--kv-cache-live", panel="KV cache", unit="tokens", ge=0,
     )  # fmt: skip
     kv_cache_recent_raw: int = setting(
-        PrecisionConfig.recent_raw_tokens, "Newest tokens of a running request that stay at full precision under "
+        CacheConfig.recent_raw_tokens, "Newest tokens of a running request that stay at full precision under "
         "--kv-cache-live", panel="KV cache", unit="tokens", ge=0,
     )  # fmt: skip
     kv_cache_edge_layers: int = setting(
@@ -325,7 +325,7 @@ class Settings(BaseSettings):
     )  # fmt: skip
 
     dynamic_cache: bool = setting(
-        LadderConfig.by_pressure, "Store KV in fewer and fewer bits as memory fills up, before anything is evicted",
+        CacheConfig.dynamic, "Store KV in fewer and fewer bits as memory fills up, before anything is evicted",
         panel="KV cache", is_common=True,
     )  # fmt: skip
     dynamic_cache_at: str = setting(
@@ -333,11 +333,12 @@ class Settings(BaseSettings):
         panel="KV cache", unit="steps",
     )  # fmt: skip
     kv_floor_k: Bits = setting(
-        PrecisionFloors.k_bits, "Fewest bits of keys that --dynamic-cache goes down to", panel="KV cache", unit="bits"
+        CacheConfig.floor_k_bits, "Fewest bits of keys that --dynamic-cache goes down to", panel="KV cache", unit="bits"
     )
     kv_floor_v: Bits = setting(
-        PrecisionFloors.v_bits, "Fewest bits of values that --dynamic-cache goes down to", panel="KV cache", unit="bits"
-    )
+        CacheConfig.floor_v_bits, "Fewest bits of values that --dynamic-cache goes down to",
+        panel="KV cache", unit="bits",
+    )  # fmt: skip
 
     max_body_bytes: ByteCount = setting(
         Bounds.max_body_bytes, "Largest body of a request that the server reads, after it is decompressed",

@@ -25,7 +25,7 @@ from kvstrata.engine.speeds import StepSpeeds
 from kvstrata.layers.kinds import Layout
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.prefix_cache.config import CacheConfig, LadderConfig, PrecisionFloors
+from kvstrata.prefix_cache.config import CacheLimits
 from kvstrata.prefix_cache.entry_table import CacheListener
 from kvstrata.prefix_cache.keys import Identity, chain
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
@@ -116,7 +116,11 @@ def build_core(
     limits, storage = served.limits, served.kv_config
     catalog = FormatCatalog(served.layout, storage, served.chunk_tokens)
     prefix_cache = PrefixCache(
-        *(served.layout, identity_of(served), _cache_config(served), catalog.plan_of),
+        served.layout,
+        identity_of(served),
+        storage,
+        _cache_limits(served),
+        catalog.plan_of,
         disk=disk,
         shared=shared,
         listener=listener,
@@ -162,21 +166,11 @@ def identity_of(served: ServedModel) -> Identity:
     return Identity(served.loaded.fingerprint, served.loaded.dtype, signature, served.limits.max_kv_size)
 
 
-def _cache_config(served: ServedModel) -> CacheConfig:
-    storage, allowed = served.kv_config, max_arrays()
+def _cache_limits(served: ServedModel) -> CacheLimits:
+    config, allowed = served.kv_config, max_arrays()
     total_bytes = served.budget.total_bytes
-    return CacheConfig(
-        hot_bytes=total_bytes if storage.hot_bytes is None else min(storage.hot_bytes, total_bytes),
-        disk_write=storage.disk_write,
+    return CacheLimits(
+        max_bytes=total_bytes if config.hot_bytes is None else min(config.hot_bytes, total_bytes),
         max_arrays=None if allowed is None else int(CACHED_ARRAYS * allowed),
-        max_checkpoints=storage.max_checkpoints,
-        ttl_s=storage.ttl_s,
-        precision=dataclasses.replace(
-            storage, gathers=allowed is not None, apart=edges_of(served.layout, storage.edge_layers)
-        ),
-        ladder=LadderConfig(
-            by_pressure=storage.dynamic,
-            by_length=storage.dynamic_at,
-            floors=PrecisionFloors(storage.floor_k_bits, storage.floor_v_bits),
-        ),
+        layers_apart=edges_of(served.layout, config.edge_layers),
     )

@@ -171,14 +171,14 @@ class BundleTransfer:
                 raise UnusableFile(PROMPT_NEEDED, code="prompt_needed")
             self._require_known_ids(ids)
         cache, progress = self._thread.ask(
-            lambda core: (core.prefix_cache, core.prefix_cache.incoming.begin_import(ids, salt, table.nbytes))
+            lambda core: (core.prefix_cache, core.prefix_cache.imports.begin_import(ids, salt, table.nbytes))
         ).result()
         try:
             # The arrays are in memory before they are verified, so memory is reclaimed for them first.
-            self._run_task(_on_cache(cache, lambda core: core.prefix_cache.incoming.reclaim_memory(table.nbytes)))
+            self._run_task(_on_cache(cache, lambda core: core.prefix_cache.imports.reclaim_memory(table.nbytes)))
             with _refusing_bad_files():
                 span = reader.read_span(lambda task: self._run_task(_on_cache(cache, task)), ids)
-            result = self._run_task(_on_cache(cache, lambda core: core.prefix_cache.incoming.add_span(progress, span)))
+            result = self._run_task(_on_cache(cache, lambda core: core.prefix_cache.imports.add_span(progress, span)))
             return ImportedConversation(ids, result.num_new)
         finally:
             self._end_import(cache, progress)
@@ -213,7 +213,7 @@ class BundleTransfer:
     def _verify_block(self, block: Block, layout: Layout, example: Mark | None) -> None:
         with _refusing_bad_files():
             check_description(layout, block, example)
-            self._run_task(lambda core: core.prefix_cache.incoming.check_block(block, example))
+            self._run_task(lambda core: core.prefix_cache.imports.check_block(block, example))
 
     def _require_known_ids(self, ids: TokenIds) -> None:
         if not len(ids) or ids.min() < 0 or ids.max() >= self._loaded.vocab_size:
@@ -226,19 +226,19 @@ class BundleTransfer:
 
         def begin(core: EngineCore) -> tuple[PrefixCache, ImportProgress]:
             cache = core.prefix_cache
-            return cache, cache.incoming.begin_import(verified.ids, salt, verified.nbytes)
+            return cache, cache.imports.begin_import(verified.ids, salt, verified.nbytes)
 
         cache, progress = self._thread.ask(begin).result()
         try:
             for block in blocks(bundle, verified.lineage):
                 self._run_task(_on_cache(cache, partial(_add_block, progress, block)))
-            return self._run_task(_on_cache(cache, lambda core: core.prefix_cache.incoming.finish_import(progress)))
+            return self._run_task(_on_cache(cache, lambda core: core.prefix_cache.imports.finish_import(progress)))
         finally:
             self._end_import(cache, progress)
 
     def _end_import(self, cache: PrefixCache, progress: ImportProgress) -> None:
         """Release the leases of an import, without waiting for it."""
-        self._thread.ask(lambda core: core.prefix_cache is cache and cache.incoming.end_import(progress))
+        self._thread.ask(lambda core: core.prefix_cache is cache and cache.imports.end_import(progress))
 
     def _run_task(self, task: Task[T]) -> T:
         return _run_task(self._thread, task)
@@ -272,7 +272,7 @@ class BundleExport:
         conversation = self._conversation
 
         def begin(core: EngineCore) -> Steps[tuple[PrefixCache, ExportProgress]]:
-            progress = yield from core.prefix_cache.outgoing.begin_export(conversation.ids, conversation.salt)
+            progress = yield from core.prefix_cache.exports.begin_export(conversation.ids, conversation.salt)
             return core.prefix_cache, progress
 
         self._cache, self._progress = _run_task(self._thread, begin)
@@ -286,14 +286,14 @@ class BundleExport:
         writer = BundleWriter(Header("conversation", model, self.num_tokens, conversation.session, sections))
         yield from writer.begin()
         while not progress.is_done:
-            for block in self._run_task(lambda core: core.prefix_cache.outgoing.next_blocks(progress)):
+            for block in self._run_task(lambda core: core.prefix_cache.exports.next_blocks(progress)):
                 yield from writer.block(block)
         yield from writer.end()
 
     def close(self) -> None:
         """Release the leases, without waiting for it."""
         cache, progress = self._cache, self._progress
-        self._thread.ask(lambda core: core.prefix_cache is cache and cache.outgoing.end_export(progress))
+        self._thread.ask(lambda core: core.prefix_cache is cache and cache.exports.end_export(progress))
 
     def _run_task(self, task: Task[T]) -> T:
         if time.monotonic() > self._until_s:
@@ -326,7 +326,7 @@ def _run_task(thread: EngineThread, task: Task[T]) -> T:
 
 
 def _add_block(progress: ImportProgress, block: Block, core: EngineCore) -> Steps[None]:
-    return core.prefix_cache.incoming.add_block(progress, block)
+    return core.prefix_cache.imports.add_block(progress, block)
 
 
 def _on_cache(cache: PrefixCache, task: Task[T]) -> Task[T]:

@@ -120,7 +120,7 @@ class CacheApi:
             pinned_bytes=cache.pins.pinned_bytes(owner),
             headroom_bytes=max(0, budget.total_bytes - held_bytes),
             allocator_bytes=mx.get_active_memory(),
-            counters=cache.usage.count(),
+            counters=cache.usage.counters(),
             target=(target.k.name, target.v.name),
             remote=cache.usage.shared_usage(),
             can_share=cache.can_share,
@@ -183,11 +183,11 @@ class CacheApi:
 
     def look_up_on_disk(self, ids: TokenIds, salt: str) -> Lookup[OnDisk | None]:
         """Begin to look up a prompt on the disk. A thread of the tier answers."""
-        return self._cache.ask_disk(ids, salt)
+        return self._cache.look_up_on_disk(ids, salt)
 
     def look_up_in_shared(self, ids: TokenIds, salt: str) -> Lookup[OnDisk | None]:
         """Begin to look up a prompt on the shared tier. A thread of the tier answers."""
-        return self._cache.ask_shared(ids, salt)
+        return self._cache.look_up_in_shared(ids, salt)
 
     def explain(self, ids: TokenIds, salt: str, on_disk: OnDisk | None, in_shared: OnDisk | None = None) -> Explanation:
         """Explain how much of a prompt is cached, and why not more.

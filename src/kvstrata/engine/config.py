@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvstrata.codecs.base import Codec
 from kvstrata.disk.files import Files
 from kvstrata.disk.options import DiskOptions
-from kvstrata.prefix_cache.config import CacheConfig, DiskWrite, LadderConfig, PrecisionConfig, PrecisionFloors
+from kvstrata.prefix_cache.config import CacheConfig
 from kvstrata.prefix_cache.entry_table import CacheListener
 from kvstrata.remote.options import RemoteOptions
 from kvstrata.spans.convert import RAW
@@ -45,22 +45,15 @@ def half_of_places(num_places: int) -> int:
 
 
 @dataclass(frozen=True)
-class KvConfig(PrecisionConfig):
-    """Settings of the KV cache. engine/build.py sets `gathers` and `apart`, by the machine and the model's layers."""
+class KvConfig(CacheConfig):
+    """Settings of the KV cache: those of the prefix cache, and those that become limits and plans of a model."""
 
     k: Codec = RAW[0]  # codec of cached keys
     v: Codec = RAW[1]  # codec of cached values
     edge_layers: int = 0  # number of first and of last attention layers with another codec
     edge: Codec = EDGE  # codec of these layers
-    dynamic: bool = LadderConfig.by_pressure  # precision steps down as memory fills up
-    floor_k_bits: int = PrecisionFloors.k_bits  # least bits that keys step down to
-    floor_v_bits: int = PrecisionFloors.v_bits  # least bits that values step down to
-    dynamic_at: tuple[tuple[int, Codec], ...] = ()  # (tokens, codec): longer sequences step down to this codec
     hot_bytes: int | None = None  # most memory for cached KV; None: all that running sequences leave
-    disk_write: DiskWrite = CacheConfig.disk_write
-    ttl_s: float | None = None  # time after its last use when an entry expires; None: entries do not expire
-    max_checkpoints: int = CacheConfig.max_checkpoints  # of a cached conversation, in models that need checkpoints
-    checkpoint_every_tokens: int = CHECKPOINT_EVERY_TOKENS  # of a long prompt, in such models
+    checkpoint_every_tokens: int = CHECKPOINT_EVERY_TOKENS  # of a long prompt, in models that need checkpoints
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,11 @@ from kvstrata.engine.runner import ModelRunner
 from kvstrata.engine.sequence import Sequence, SequenceTable
 from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import SequenceCache
-from kvstrata.prefix_cache.entries import CachedPrefix, Entry, Lease
+from kvstrata.prefix_cache.entries import CachedPrefix, Entry, Lease, PrecisionTarget
 from kvstrata.prefix_cache.insertion import Insertion
 from kvstrata.prefix_cache.keys import TokenIds
 from kvstrata.prefix_cache.matching import NO_PREFIX
 from kvstrata.prefix_cache.pins import Term
-from kvstrata.prefix_cache.precision import PrecisionTarget
 from kvstrata.prefix_cache.prefetch import TierOffer, TierOffers
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.tier_client import BlockLoad
@@ -289,7 +288,7 @@ class PrefixLookup:
 
     def _open_insertion(self, sequence: Sequence, lease: Lease, cache: SequenceCache) -> Insertion:
         insertion = self._prefix_cache.insert(lease, cache, sequence.request.salt, sequence.request.resume_at)
-        if sequence.kv_format.plan is not None and not self._prefix_cache.transcoder.precision.options.live:
+        if sequence.kv_format.plan is not None and not self._prefix_cache.transcoder.precision.config.live:
             self._prefix_cache.transcoder.retarget(insertion.entry, PrecisionTarget(sequence.kv_format.plan))
         return insertion
 

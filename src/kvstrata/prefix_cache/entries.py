@@ -1,4 +1,4 @@
-"""Values of the prefix cache: entry, lease, cached prefix, dirty set."""
+"""Values of the prefix cache: entry with its precision target and archived copy, lease, cached prefix, dirty set."""
 
 from __future__ import annotations
 
@@ -16,6 +16,28 @@ from kvstrata.spans.span import Span, SpanRange
 
 # A span with less than this share of its bytes on the disk has stepped down since it was written.
 STEPPED_DOWN = 0.95
+
+
+@dataclass(frozen=True)
+class PrecisionTarget:
+    """Target precision of one entry: a client's change, a step-down, or the KV format of a running request."""
+
+    plan: Plan
+    upward: bool = False  # also where the span has fewer bits now
+    # End of the running owner when the target was set: its tokens up to here are encoded. None: up to its current end,
+    # or a job has begun.
+    sealed_to: int | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class ArchivedCopy:
+    """Copy of all of an entry that the disk has, or has accepted. Withdrawn when one of its blocks leaves the disk."""
+
+    token_bytes: float  # of each token on the disk
+
+    def nbytes(self, num_tokens: int) -> float:
+        """Return the bytes of a number of tokens on the disk."""
+        return self.token_bytes * num_tokens
 
 
 @dataclass(eq=False)
@@ -37,11 +59,8 @@ class Entry:
     pins: frozenset[Hashable] = frozenset()  # that protect it from eviction
     nbytes: int = 0  # as counted in the table's total
     num_arrays: int = 0  # as counted in the table's total
-    target: Plan | None = None  # its own target precision; None: that of all new spans
-    is_upward: bool = False  # its target applies even if the span has fewer bits now
-    sealed_to: int | None = None  # end of its owner when the target was set; None: its current end
-    is_archived: bool = False  # the disk has all of it, or writes it now; withdrawn when a block leaves the disk
-    archived_token_bytes: float = 0.0  # bytes of each token on the disk
+    target: PrecisionTarget | None = None  # its own target; None: that of all new spans
+    archived: ArchivedCopy | None = None  # on the disk; None: the disk lacks some of it
     reused_end: int = 0  # the tokens up to this position were in the prompts of two requests
     longest_end: int = 0  # end of the longest sequence that was inserted through it
     shared_end: int = 0  # the tokens up to this position were given to the shared tier
@@ -58,6 +77,16 @@ class Entry:
         return bool(self.pins)
 
     @property
+    def is_upward(self) -> bool:
+        """Whether its own target may give the entry more bits than it has."""
+        return self.target is not None and self.target.upward
+
+    @property
+    def is_archived(self) -> bool:
+        """Whether the disk has, or has accepted, all of the entry."""
+        return self.archived is not None
+
+    @property
     def sequence_tokens(self) -> int:
         """Length of the longest sequence that the entry is a part of."""
         return max(self.span.end, self.longest_end)
@@ -68,9 +97,7 @@ class Entry:
         at all."""
         if self.is_running or self.span.is_live:
             return False
-        return (
-            not self.is_archived or self.archived_token_bytes * self.span.num_tokens < STEPPED_DOWN * self.span.kv_bytes
-        )
+        return self.archived is None or self.archived.nbytes(self.span.num_tokens) < STEPPED_DOWN * self.span.kv_bytes
 
     @property
     def is_evictable(self) -> bool:

@@ -11,14 +11,14 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
-from kvstrata.prefix_cache.entries import DirtySets, Entry
+from kvstrata.prefix_cache.config import CacheLimits
+from kvstrata.prefix_cache.entries import ArchivedCopy, DirtySets, Entry, PrecisionTarget
 from kvstrata.prefix_cache.eviction_order import Chosen, EvictionOrder, LeafValue, UseRecords
 from kvstrata.prefix_cache.keys import TokenIds
 from kvstrata.prefix_cache.radix_tree import Inserted, Node, RadixTree
 from kvstrata.prefix_cache.worth import PrefillCost, Reuse, ReuseClass
 from kvstrata.spans.gather import num_arrays
 from kvstrata.spans.marks import Mark
-from kvstrata.spans.plan import Plan
 from kvstrata.spans.rewrite import shrink
 from kvstrata.spans.span import empty_span
 
@@ -259,17 +259,20 @@ class EntryTable:
     def __init__(
         self,
         candidates: EvictionCandidates,
+        limits: CacheLimits,
         *,
-        max_bytes: int,
-        max_arrays: int | None = None,
+        max_checkpoints: int,
+        needs_checkpoints: bool,
         listener: CacheListener | None = None,
     ) -> None:
-        """`max_bytes`: limit of all spans and checkpoints; `max_arrays`: of arrays that MLX may have allocated for
-        them, None: any number."""
-        self._candidates = candidates
+        """`max_checkpoints`: limit on the path from the first token to a leaf. `needs_checkpoints`: the model can be
+        resumed at checkpoints only."""
+        self.candidates = candidates
         self._listener = listener or NoListener()
-        self.max_bytes = max_bytes
-        self._max_arrays = max_arrays
+        self.max_bytes = limits.max_bytes
+        self._max_arrays = limits.max_arrays
+        self._max_checkpoints = max_checkpoints
+        self.needs_checkpoints = needs_checkpoints
         self.tree: RadixTree[Entry] = RadixTree()
         self.ghosts: RadixTree[None] = RadixTree()  # evicted tokens
         self.entries: dict[Entry, None] = {}
@@ -299,7 +302,7 @@ class EntryTable:
             self.evictable_bytes += entry.nbytes if entry.is_evictable else -entry.nbytes
         self.recount(entry)
         if was_evictable != entry.is_evictable:
-            self._candidates.offer_last_node(entry)
+            self.candidates.offer_last_node(entry)
 
     def add_lease(self, entry: Entry) -> None:
         """Count one more lease that protects an entry."""
@@ -321,36 +324,22 @@ class EntryTable:
         with self._changing(entry):
             entry.is_running = False
 
-    def set_archived(self, entry: Entry, *, is_archived: bool, token_bytes: float | None = None) -> None:
-        """Set whether the disk has all of an entry: then memory loses less when it is evicted. `token_bytes`: of each
-        token on the disk; None: as before."""
-        if is_archived != entry.is_archived:
+    def set_archived(self, entry: Entry, copy: ArchivedCopy | None) -> None:
+        """Set the copy of an entry on the disk: with it, memory loses less when the entry is evicted. None: a block is
+        missing there."""
+        was_archived, entry.archived = entry.is_archived, copy
+        if was_archived != entry.is_archived:
             # No size changes: counting the arrays of hundreds of entries again would hold up a step.
             self.num_changes += 1
-            entry.is_archived = is_archived
             self.dirty_sets.mark_dirty(entry)
-            self._candidates.offer_last_node(entry)
-        if not is_archived:
-            entry.archived_token_bytes = 0.0
-        elif token_bytes is not None:
-            entry.archived_token_bytes = token_bytes
+            self.candidates.offer_last_node(entry)
 
     # Of the following attributes no total and no candidate depends: setting them leaves the table whole.
 
-    def set_target(
-        self, entry: Entry, plan: Plan | None, *, upward: bool = False, sealed_to: int | None = None
-    ) -> None:
-        """Set an entry's own target precision; None: it has the target of all new spans.
-
-        `upward`: the target applies even if the span has fewer bits now. `sealed_to`: the tokens of a running sequence
-        up to here are encoded first; None: up to its end.
-        """
-        entry.target, entry.is_upward, entry.sealed_to = plan, upward, sealed_to
+    def set_target(self, entry: Entry, target: PrecisionTarget | None) -> None:
+        """Set an entry's own target precision; None: it has the target of all new spans."""
+        entry.target = target
         self.dirty_sets.mark_dirty(entry)
-
-    def clear_sealed_to(self, entry: Entry) -> None:
-        """Record that a job encodes an entry up to its `sealed_to`."""
-        entry.sealed_to = None
 
     def set_shared_end(self, entry: Entry, end: int) -> None:
         """Record that an entry's tokens up to a position were given to the shared tier."""
@@ -381,7 +370,7 @@ class EntryTable:
         if entry.is_evictable:
             self.evictable_bytes += nbytes - entry.nbytes
         entry.nbytes = nbytes
-        self._candidates.offer_last_node(entry)
+        self.candidates.offer_last_node(entry)
 
     # Entries and nodes.
 
@@ -395,7 +384,7 @@ class EntryTable:
         """Record that a request resumes from the nodes of a path."""
         self.num_changes += 1
         nodes = list(path)
-        self._candidates.record_use(nodes, reuse_class, session)
+        self.candidates.record_use(nodes, reuse_class, session)
         self.dirty_sets.mark_all_dirty(node.payload for node in nodes)
 
     def insert_entry(self, entry: Entry, ids: TokenIds) -> tuple[Node[Entry], ...]:
@@ -407,15 +396,15 @@ class EntryTable:
         for node in inserted.path:
             node.payload.longest_end = max(node.payload.longest_end, len(ids))
         self.dirty_sets.mark_all_dirty(node.payload for node in inserted.path)
-        self._candidates.record_insert(inserted, entry.reuse_class, entry.session)
+        self.candidates.record_insert(inserted, entry.reuse_class, entry.session)
         if inserted.outcome == "split":
             upper, lower = inserted.halves
             lower.payload.nodes.add(upper)
-            self._candidates.offer_node(lower)
+            self.candidates.offer_node(lower)
         if inserted.outcome in ("added", "split"):
             entry.nodes.add(inserted.path[-1])
             if len(inserted.path) > 1:
-                self._candidates.withdraw_node(inserted.path[-2])
+                self.candidates.withdraw_node(inserted.path[-2])
         if inserted.num_matched < len(ids):
             self._listener.stored(entry.root_key, ids, inserted.num_matched)
         return inserted.path
@@ -427,7 +416,7 @@ class EntryTable:
         upper = self.tree.split(node, position)
         node.payload.nodes.add(upper)
         self.dirty_sets.mark_dirty(node.payload)
-        self._candidates.record_split(upper, node)
+        self.candidates.record_split(upper, node)
 
     def drop_entry(self, entry: Entry) -> None:
         """Drop an entry without nodes. Its memory is freed now, even if other code still refers to the entry."""
@@ -453,7 +442,7 @@ class EntryTable:
         self.version += 1
         self._remember_evicted(node, node.start)
         self.tree.remove(node)
-        self._candidates.forget_node(node)
+        self.candidates.forget_node(node)
         entry.nodes.discard(node)
         if parent is not None:
             self._merge_or_offer(parent)
@@ -466,7 +455,7 @@ class EntryTable:
         self._remember_evicted(node, end)
         self.tree.trim(node, end)
         self._fit_span(node.payload)
-        self._candidates.offer_node(node)
+        self.candidates.offer_node(node)
 
     def join_spans(self, leaf: Node[Entry], max_spans: int) -> list[Entry]:
         """Join the shortest neighbours on the path of a leaf until it has at most `max_spans` spans, or no two that
@@ -489,9 +478,9 @@ class EntryTable:
             first.reused_end = max(first.span.end, second.reused_end)
         first.span.append(second.span)
         first.longest_end = max(first.longest_end, second.longest_end)
-        first.is_archived = first.is_archived and second.is_archived
+        copies = [each.archived.token_bytes for each in (first, second) if each.archived is not None]
+        first.archived = ArchivedCopy(min(copies)) if len(copies) == 2 else None
         self.residency.join(first, second)
-        first.archived_token_bytes = min(first.archived_token_bytes, second.archived_token_bytes)
         for node in second.nodes:
             node.payload = first
             first.nodes.add(node)
@@ -518,9 +507,9 @@ class EntryTable:
         merged = self.tree.merge(parent)
         if merged is not parent:
             parent.payload.nodes.discard(parent)
-            self._candidates.record_merge(parent, merged)
+            self.candidates.record_merge(parent, merged)
         self.dirty_sets.mark_dirty(merged.payload)
-        self._candidates.offer_node(merged)
+        self.candidates.offer_node(merged)
 
     def _remember_evicted(self, leaf: Node[Entry], start: int) -> None:
         """Remember the tokens of a leaf from a position on, which are about to be evicted."""
@@ -530,27 +519,7 @@ class EntryTable:
         self.ghosts.insert(leaf.root_key, tokens, None)
         self._listener.removed(leaf.root_key, tokens, start)
 
-
-def _is_joinable(first: Entry, second: Entry) -> bool:
-    """Whether two entries need not be apart: both are evictable, the second follows the first, and no other node
-    begins between them."""
-    if not first.is_evictable or not second.is_evictable or first.span.is_live or second.span.is_live:
-        return False
-    if first.span.end != second.span.position or first.target != second.target:
-        return False
-    last = next((node for node in first.nodes if node.end == first.span.end), None)
-    return last is not None and len(last.children) == 1 and next(iter(last.children.values())).payload is second
-
-
-class Checkpoints:
-    """State checkpoints of cached spans: adds new ones and drops those that are not needed any more."""
-
-    def __init__(self, table: EntryTable, max_checkpoints: int, *, are_needed: bool) -> None:
-        """`max_checkpoints`: on the path from the first token to a leaf. `are_needed`: the model can be resumed at
-        checkpoints only."""
-        self._table = table
-        self._max_checkpoints = max_checkpoints
-        self.are_needed = are_needed
+    # Checkpoints.
 
     def add_checkpoint(self, path: tuple[Node[Entry], ...], checkpoint: Mark, resume_at: Iterable[int] = ()) -> None:
         """Add a checkpoint to the entry that holds the token before it.
@@ -562,10 +531,10 @@ class Checkpoints:
         holder = next(node.payload for node in path if node.start < position <= node.end)
         if position in holder.span.marks:
             return
-        self._table.version += 1
+        self.version += 1
         holder.span.marks[position] = checkpoint
-        self._table.recount(holder)
-        self._drop_oldest(path, resume_at)
+        self.recount(holder)
+        self._drop_oldest_checkpoints(path, resume_at)
 
     def drop_checkpoints(self, entries: Iterable[Entry], keep: int | None = None) -> bool:
         """Drop the checkpoints of entries, except the one at `keep` and those of pinned entries. False: there were
@@ -576,18 +545,18 @@ class Checkpoints:
             if len(kept) < len(entry.span.marks):
                 dropped = True
                 entry.span.marks = kept
-                self._table.recount(entry)
-        self._table.version += dropped
+                self.recount(entry)
+        self.version += dropped
         return dropped
 
     def usable_end(self, leaf: Node[Entry], end: int) -> int:
         """Return the position up to which the tokens of a leaf before `end` can be resumed: its last checkpoint, if
         the model needs checkpoints."""
-        if not self.are_needed:
+        if not self.needs_checkpoints:
             return end
         return max((at for at in leaf.payload.span.marks if leaf.start < at <= end), default=leaf.start)
 
-    def _drop_oldest(self, path: tuple[Node[Entry], ...], resume_at: Iterable[int]) -> None:
+    def _drop_oldest_checkpoints(self, path: tuple[Node[Entry], ...], resume_at: Iterable[int]) -> None:
         """Drop the oldest checkpoints of a path, except those at branches, where requests resume, those that are
         needed for `resume_at`, and those of pinned entries. Other branches of its entries keep theirs."""
         on_path = [(at, node) for node in path for at in node.payload.span.marks if node.start < at <= node.end]
@@ -597,4 +566,15 @@ class Checkpoints:
         num_dropped = max(0, len(droppable) - self._max_checkpoints)
         for at, entry in sorted(droppable, key=lambda each: each[0])[:num_dropped]:
             del entry.span.marks[at]
-            self._table.recount(entry)
+            self.recount(entry)
+
+
+def _is_joinable(first: Entry, second: Entry) -> bool:
+    """Whether two entries need not be apart: both are evictable, the second follows the first, and no other node
+    begins between them."""
+    if not first.is_evictable or not second.is_evictable or first.span.is_live or second.span.is_live:
+        return False
+    if first.span.end != second.span.position or first.target != second.target:
+        return False
+    last = next((node for node in first.nodes if node.end == first.span.end), None)
+    return last is not None and len(last.children) == 1 and next(iter(last.children.values())).payload is second

@@ -1,18 +1,20 @@
-"""Eviction of leaves, and removal on request."""
+"""Eviction of leaves, removal on request, and dropped-token accounting."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
+from weakref import WeakSet
 
 from kvstrata.prefix_cache.entries import Entry
-from kvstrata.prefix_cache.entry_table import Checkpoints, EntryTable, EvictionCandidates
+from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.jobs import FailureLog
 from kvstrata.prefix_cache.keys import TokenIds
 from kvstrata.prefix_cache.matching import PrefixMatcher
-from kvstrata.prefix_cache.offload import DropCounters, Handover, Offloader
+from kvstrata.prefix_cache.offload import Handover, Offloader, UnwrittenReason
 from kvstrata.prefix_cache.radix_tree import Match, Node
 from kvstrata.prefix_cache.tier_client import TierClient
 from kvstrata.prefix_cache.transcode import Transcoder
@@ -28,6 +30,8 @@ class Cleared:
     tokens: int
 
 
+DropReason = Literal["too_large", "no_room", "least_worth"] | UnwrittenReason
+
 KeptBecause = Literal["", "pinned", "running"]
 
 
@@ -41,30 +45,60 @@ class DropResult:
     on_disk: Lookup[Removed]
 
 
+class DropCounters:
+    """Dropped-token accounting: counts evicted tokens that are nowhere else, by reason."""
+
+    def __init__(self, table: EntryTable, counters: Counter[str]) -> None:
+        self._table = table
+        self._counters = counters
+        self._new: WeakSet[Entry] = WeakSet()  # inserted since memory last fitted all entries
+
+    def record_insertion(self, entry: Entry) -> None:
+        self._new.add(entry)
+
+    def record_eviction(self, entry: Entry, lost_tokens: int, reason: DropReason | None, *, num_tokens: int) -> None:
+        """Count `num_tokens` tokens of an entry that are about to be evicted, `lost_tokens` of them not on the disk.
+        `reason`: why they are not; None: there is no disk."""
+        self._counters["evicted_tokens"] += num_tokens
+        is_new = entry in self._new
+        self._new.discard(entry)
+        if not lost_tokens:
+            return
+        reason = reason or self._memory_reason(entry)
+        self._counters[f"dropped_tokens_{reason}"] += lost_tokens
+        if is_new:
+            self._counters[f"refused_{reason}"] += 1
+
+    def forget_new_entries(self) -> None:
+        """Count no present entry as new any more: memory fits them all."""
+        self._new.clear()
+
+    def _memory_reason(self, entry: Entry) -> DropReason:
+        if entry.nbytes > self._table.max_bytes:
+            return "too_large"
+        return "least_worth" if self._table.evictable_bytes > entry.nbytes else "no_room"
+
+
 class Evictor:
     """Removes leaves of the entry table: under pressure, after their time to live, and on request."""
 
     def __init__(
         self,
         table: EntryTable,
-        candidates: EvictionCandidates,
-        checkpoints: Checkpoints,
         matcher: PrefixMatcher,
         disk: TierClient,
         offloader: Offloader,
         transcoder: Transcoder,
-        drop_counters: DropCounters,
         failures: FailureLog,
     ) -> None:
         self._table = table
-        self._candidates = candidates
-        self._checkpoints = checkpoints
+        self._candidates = table.candidates
         self._matcher = matcher
         self._disk = disk
         self._offloader = offloader
         self._transcoder = transcoder
-        self._drop_counters = drop_counters
         self._failures = failures
+        self.drop_counters = DropCounters(table, failures.counters)
 
     def expire(self) -> None:
         """Evict the leaves that no request has used within their time to live."""
@@ -112,16 +146,16 @@ class Evictor:
         encoded until `until_s`, and tokens that are not encoded by then are written as they are."""
         has_expired = self._candidates.has_expired(leaf)
         handover = Handover(leaf.start, "expired") if has_expired else self.write_first(leaf, until_s, writes_all=True)
-        end = self._checkpoints.usable_end(leaf, end)
+        end = self._table.usable_end(leaf, end)
         is_trimmed = leaf.start < end < leaf.end
         first_evicted = end if is_trimmed else leaf.start
         lost_tokens = max(0, leaf.end - max(first_evicted, handover.end))
-        self._drop_counters.record_eviction(
+        self.drop_counters.record_eviction(
             leaf.payload, lost_tokens, handover.reason, num_tokens=leaf.end - first_evicted
         )
         if is_trimmed:
             self._table.trim_leaf(leaf, end)
-            if self._transcoder.precision.options.gathers:
+            if self._transcoder.precision.gathers:
                 # The rest of the leaf may fit into fewer arrays.
                 self._transcoder.jobs.add(leaf.payload)
         else:
@@ -155,7 +189,7 @@ class Evictor:
         self._offloader.cancel_writes(under)
         for entry in self._table.entries:
             if entry.root_key.startswith(under):
-                self._table.set_archived(entry, is_archived=False)
+                self._table.set_archived(entry, None)
         removed = self._disk.tier.clear(under)
         return Cleared(hot.nbytes + removed.disk_bytes, hot.tokens + removed.num_tokens)
 

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from kvstrata.prefix_cache.entries import Entry
-from kvstrata.prefix_cache.entry_table import EntryTable, EvictionCandidates
-from kvstrata.prefix_cache.offload import DropReason, Offloader, disk_reason
+from kvstrata.prefix_cache.entry_table import EntryTable
+from kvstrata.prefix_cache.eviction import DropReason
+from kvstrata.prefix_cache.offload import Offloader
 from kvstrata.prefix_cache.tier_client import TierClient, ids_to
 from kvstrata.prefix_cache.transcode import Transcoder
+from kvstrata.tier.base import Tier
 from kvstrata.tier.chains import Link
 from kvstrata.tier.lookups import Lookup, finish
 
@@ -61,113 +63,103 @@ class UnwrittenReport:
         )
 
 
-class Flush:
-    """Final write at shutdown: gives the disk all ended entries that it lacks."""
+def flush_all(
+    disk: TierClient, table: EntryTable, offloader: Offloader, transcoder: Transcoder, timeout_s: float
+) -> UnwrittenReport:
+    """Give the disk all ended entries that it lacks, even those that it refused before, for at most `timeout_s`, and
+    report what is left."""
+    if not disk.has_tier:
+        return UnwrittenReport()
+    tier = disk.tier
+    began_s, written_bytes = time.monotonic(), tier.usage().written_bytes
+    until_s = began_s + timeout_s
+    for _ in range(MAX_ATTEMPTS):
+        num_faults = tier.writing().num_faults
+        tier.end_pause()
+        _write_once(disk, table, offloader, transcoder, until_s)
+        tier.flush(max(0.0, until_s - time.monotonic()))
+        if tier.writing().num_faults == num_faults:
+            break
+    seconds = time.monotonic() - began_s
+    bytes_per_s = (tier.usage().written_bytes - written_bytes) / max(seconds, 1e-6)
+    return _report(table, tier, offloader, seconds, bytes_per_s, is_late=seconds >= timeout_s)
 
-    def __init__(
-        self,
-        disk: TierClient,
-        table: EntryTable,
-        candidates: EvictionCandidates,
-        offloader: Offloader,
-        transcoder: Transcoder,
-    ) -> None:
-        self._disk = disk
-        self._tier = disk.tier
-        self._table = table
-        self._candidates = candidates
-        self._offloader = offloader
-        self._transcoder = transcoder
 
-    def run(self, timeout_s: float) -> UnwrittenReport:
-        """Write for at most `timeout_s`, even entries that the disk refused before, and report what is left."""
-        if not self._disk.has_tier:
-            return UnwrittenReport()
-        began_s, written_bytes = time.monotonic(), self._tier.usage().written_bytes
-        self._write_all(began_s + timeout_s)
-        seconds = time.monotonic() - began_s
-        bytes_per_s = (self._tier.usage().written_bytes - written_bytes) / max(seconds, 1e-6)
-        return self._report(seconds, bytes_per_s, is_late=seconds >= timeout_s)
+def _write_once(
+    disk: TierClient, table: EntryTable, offloader: Offloader, transcoder: Transcoder, until_s: float
+) -> None:
+    chosen = _choose_entries(table, disk.tier.limit_bytes)
+    lookups = [(entry, _find_blocks(disk, entry)) for entry in reversed(chosen) if entry.is_archived]
+    for entry, lookup in lookups:
+        lookup.wait(max(0.0, until_s - time.monotonic()))
+        # These blocks count as used now, so that the disk evicts others before them, and the newest last. The disk may
+        # have evicted some since they were written.
+        disk.touch_blocks(lookup.answer)
+        if not lookup.answer:
+            table.set_archived(entry, None)
+    version = table.version
+    for leaf in [entry.last_node for entry in chosen]:
+        if time.monotonic() < until_s:
+            transcoder.finish_path(leaf)
+            _write_until(disk.tier, offloader, leaf.payload, until_s)
+    if version != table.version:
+        # Transcoded spans are joined: some entries have grown after they were written.
+        for entry in _choose_entries(table, disk.tier.limit_bytes):
+            _write_until(disk.tier, offloader, entry, until_s)
 
-    def _write_all(self, until_s: float) -> None:
-        for _ in range(MAX_ATTEMPTS):
-            num_faults = self._tier.writing().num_faults
-            self._tier.end_pause()
-            self._write_once(until_s)
-            self._tier.flush(max(0.0, until_s - time.monotonic()))
-            if self._tier.writing().num_faults == num_faults:
+
+def _choose_entries(table: EntryTable, disk_bytes: int) -> list[Entry]:
+    """Return the ended entries that fit the disk together, pinned ones first, then by last use.
+
+    Further entries would only evict these from the disk. An entry that is longer than the disk is chosen if it comes
+    first, for its beginning.
+    """
+    limit_bytes = int(MAX_SHARE * disk_bytes)
+    chosen, left_bytes = list[Entry](), limit_bytes
+    by_use = sorted(
+        _ended_entries(table), key=lambda e: (e.is_pinned, table.candidates.last_use_of_end_s(e)), reverse=True
+    )
+    for entry in by_use:
+        if left_bytes >= min(entry.span.nbytes, limit_bytes):
+            left_bytes -= entry.span.nbytes
+            chosen.append(entry)
+    return chosen
+
+
+def _ended_entries(table: EntryTable) -> list[Entry]:
+    return [entry for entry in table.entries if entry.nodes and not entry.is_running]
+
+
+def _find_blocks(disk: TierClient, entry: Entry) -> Lookup[tuple[Link, ...]]:
+    leaf = entry.last_node
+    return disk.find_whole_chain(leaf, with_checkpoint=leaf.end in entry.span.marks)
+
+
+def _write_until(tier: Tier, offloader: Offloader, entry: Entry, until_s: float) -> None:
+    """Write an entry again whenever the disk's queue has emptied, until the disk has all of it or refuses it for
+    another reason."""
+    while entry.nodes and not entry.is_archived and time.monotonic() < until_s:
+        was_full = tier.writing().queue_bytes > 0
+        offloader.write_entry(entry)
+        if not entry.is_archived:
+            if not was_full:
                 return
+            tier.flush(min(SLICE_S, max(0.0, until_s - time.monotonic())))
 
-    def _write_once(self, until_s: float) -> None:
-        chosen = self._choose_entries()
-        lookups = [(entry, self._find_blocks(entry)) for entry in reversed(chosen) if entry.is_archived]
-        for entry, lookup in lookups:
-            lookup.wait(max(0.0, until_s - time.monotonic()))
-            # These blocks count as used now, so that the disk evicts others before them, and the newest last. The
-            # disk may have evicted some since they were written.
-            self._disk.touch_blocks(lookup.answer)
-            self._table.set_archived(entry, is_archived=bool(lookup.answer))
-        version = self._table.version
-        for leaf in [entry.last_node for entry in chosen]:
-            if time.monotonic() < until_s:
-                self._transcoder.finish_path(leaf)
-                self._write_until(leaf.payload, until_s)
-        if version != self._table.version:
-            # Transcoded spans are joined: some entries have grown after they were written.
-            for entry in self._choose_entries():
-                self._write_until(entry, until_s)
 
-    def _choose_entries(self) -> list[Entry]:
-        """Return the ended entries that fit the disk together, pinned ones first, then by last use.
-
-        Further entries would only evict these from the disk. An entry that is longer than the disk is chosen if it
-        comes first, for its beginning.
-        """
-        limit_bytes = int(MAX_SHARE * self._tier.limit_bytes)
-        chosen, left_bytes = list[Entry](), limit_bytes
-        by_use = sorted(
-            self._ended_entries(), key=lambda e: (e.is_pinned, self._candidates.last_use_of_end_s(e)), reverse=True
-        )
-        for entry in by_use:
-            if left_bytes >= min(entry.span.nbytes, limit_bytes):
-                left_bytes -= entry.span.nbytes
-                chosen.append(entry)
-        return chosen
-
-    def _ended_entries(self) -> list[Entry]:
-        return [entry for entry in self._table.entries if entry.nodes and not entry.is_running]
-
-    def _find_blocks(self, entry: Entry) -> Lookup[tuple[Link, ...]]:
+def _report(
+    table: EntryTable, tier: Tier, offloader: Offloader, seconds: float, bytes_per_s: float, *, is_late: bool
+) -> UnwrittenReport:
+    reasons = Counter[DropReason]()
+    num_bytes, num_leaves = 0.0, 0
+    for entry in _ended_entries(table):
         leaf = entry.last_node
-        return self._disk.find_whole_chain(leaf, with_checkpoint=leaf.end in entry.span.marks)
-
-    def _write_until(self, entry: Entry, until_s: float) -> None:
-        """Write an entry again whenever the disk's queue has emptied, until the disk has all of it or refuses it for
-        another reason."""
-        while entry.nodes and not entry.is_archived and time.monotonic() < until_s:
-            was_full = self._tier.writing().queue_bytes > 0
-            self._offloader.write_entry(entry)
-            if not entry.is_archived:
-                if not was_full:
-                    return
-                self._tier.flush(min(SLICE_S, max(0.0, until_s - time.monotonic())))
-
-    def _report(self, seconds: float, bytes_per_s: float, *, is_late: bool) -> UnwrittenReport:
-        reasons = Counter[DropReason]()
-        num_bytes, num_leaves = 0.0, 0
-        for entry in self._ended_entries():
-            leaf = entry.last_node
-            chain = finish(self._tier.blocks.longest(leaf.root_key, 0, ids_to(leaf)))
-            end = max((link.end for link in takewhile(lambda link: not link.is_queued, chain.links)), default=0)
-            num_left = sum(max(0, node.end - max(node.start, end)) for node in entry.nodes)
-            reason = "disk_slow" if is_late else self._refusal_reason(entry)
-            if num_left and reason != "first_touch":
-                reasons[reason] += num_left
-                num_bytes += entry.nbytes * num_left / entry.span.num_tokens
-                num_leaves += leaf.is_leaf
-        return UnwrittenReport(num_leaves, reasons.total(), int(num_bytes), reasons, bytes_per_s, seconds)
-
-    def _refusal_reason(self, entry: Entry) -> DropReason:
-        """Return why the disk has refused an entry although there was time."""
-        refused = self._offloader.refused_writes.refusal_of(entry)
-        return disk_reason(refused.refused if refused else None, self._tier.writing())
+        chain = finish(tier.blocks.longest(leaf.root_key, 0, ids_to(leaf)))
+        end = max((link.end for link in takewhile(lambda link: not link.is_queued, chain.links)), default=0)
+        num_left = sum(max(0, node.end - max(node.start, end)) for node in entry.nodes)
+        reason = "disk_slow" if is_late else offloader.refusal_reason(entry)
+        if num_left and reason != "first_touch":
+            reasons[reason] += num_left
+            num_bytes += entry.nbytes * num_left / entry.span.num_tokens
+            num_leaves += leaf.is_leaf
+    return UnwrittenReport(num_leaves, reasons.total(), int(num_bytes), reasons, bytes_per_s, seconds)

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from kvstrata.prefix_cache.conversations import ConversationTracker
 from kvstrata.prefix_cache.entries import Entry, Lease
-from kvstrata.prefix_cache.entry_table import Checkpoints, EntryTable
+from kvstrata.prefix_cache.entry_table import EntryTable
+from kvstrata.prefix_cache.eviction import DropCounters
 from kvstrata.prefix_cache.keys import Tokens, as_ids
-from kvstrata.prefix_cache.offload import DropCounters
 from kvstrata.prefix_cache.pins import Pins
 from kvstrata.prefix_cache.precision import StepDownPolicy
 from kvstrata.prefix_cache.radix_tree import Node
@@ -54,7 +54,6 @@ class Inserter:
     def __init__(
         self,
         table: EntryTable,
-        checkpoints: Checkpoints,
         leases: Leases,
         pins: Pins,
         conversations: ConversationTracker,
@@ -64,7 +63,6 @@ class Inserter:
         counters: Counter[str],
     ) -> None:
         self.table = table
-        self.checkpoints = checkpoints
         self.leases = leases
         self.conversations = conversations
         self.step_down_policy = step_down_policy
@@ -135,7 +133,7 @@ class Insertion:
         # Another sequence may have inserted some of these tokens meanwhile: the parents of ours must stay.
         inserter.leases.extend(self.lease, (node.payload for node in path if node.payload is not entry))
         if checkpoint is not None:
-            inserter.checkpoints.add_checkpoint(path, checkpoint, self._resume_at)
+            inserter.table.add_checkpoint(path, checkpoint, self._resume_at)
 
     def has_grown(self, num_tokens: int) -> None:
         """Apply the precision policy to a sequence that has grown to `num_tokens`: its entries may step down, and more
@@ -152,7 +150,7 @@ class Insertion:
 
     def drop_checkpoints(self) -> bool:
         """Drop all checkpoints of the sequence's entries; the sequence itself needs none. False: there were none."""
-        return self._inserter.checkpoints.drop_checkpoints(self.entries)
+        return self._inserter.table.drop_checkpoints(self.entries)
 
     def close(self) -> None:
         """End the insertion: the sequence computes no more tokens."""

@@ -51,7 +51,7 @@ class JobQueue:
         self._jobs: dict[Entry, Job] = {}  # jobs that have begun
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         return not self._waiting
 
     @property
@@ -133,7 +133,7 @@ class ClientTasks:
         self._waiting: deque[tuple[Steps[Any], Future[Any]]] = deque()
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         return not self._waiting
 
     def add(self, steps: Steps[T]) -> Future[T]:

@@ -15,7 +15,6 @@ from typing import Generic, TypeVar
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.registry import parse
 from kvstrata.errors import ConfigError
-from kvstrata.prefix_cache.config import PrecisionFloors
 from kvstrata.prefix_cache.eviction_order import TimeQueue
 
 T = TypeVar("T", bound=Hashable)
@@ -59,11 +58,11 @@ class Ladder(Generic[T]):
     """Spans by their bits, the least recently used first. The cost of a choice grows with its moves, not with the
     number of spans.
 
-    `token_bytes` returns the bytes of a token in the given bits. Layers may keep more bits than a move gives them; a
-    move that frees nothing is not made.
+    `floors` are the fewest bits that a move may leave. `token_bytes` returns the bytes of a token in the given bits.
+    Layers may keep more bits than a move gives them; a move that frees nothing is not made.
     """
 
-    def __init__(self, floors: PrecisionFloors, token_bytes: Callable[[Bits], float]) -> None:
+    def __init__(self, floors: Bits, token_bytes: Callable[[Bits], float]) -> None:
         self._floors = floors
         self._token_bytes = token_bytes
         self._spans: dict[T, SpanPrecision] = {}
@@ -100,9 +99,9 @@ class Ladder(Generic[T]):
     def _steps(self) -> Iterator[Callable[[Bits], Bits]]:
         """Yield the steps in their order, each as a function of a span's bits."""
         for step in STEP_BITS:
-            if step >= self._floors.v_bits:
+            if step >= self._floors.v:
                 yield lambda bits, step=step: replace(bits, v=min(bits.v, step))
-            if step >= self._floors.k_bits:
+            if step >= self._floors.k:
                 yield lambda bits, step=step: replace(bits, k=min(bits.k, step))
 
     def _least_recent(self, lower: Callable[[Bits], Bits]) -> T | None:

@@ -1,23 +1,23 @@
 """Offload: chooses entries for the disk, writes them, remembers refusals.
 
-`Offloader` decides which entries are written and when, `ChainWriter` turns the path to an entry into blocks,
-`RefusedWrites` keeps refused entries from being offered in vain, and `DropCounters` counts the tokens that are lost.
+`Offloader` decides which entries are written and when, `ChainWriter` turns the path to an entry into blocks, and
+`RefusedWrites` keeps refused entries from being offered in vain.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
-from kvstrata.prefix_cache.entries import STEPPED_DOWN, Entry
-from kvstrata.prefix_cache.entry_table import EntryTable, EvictionCandidates
+from kvstrata.prefix_cache.entries import STEPPED_DOWN, ArchivedCopy, Entry
+from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.jobs import FailureLog, Job, JobQueue
 from kvstrata.prefix_cache.keys import TokenIds, chain
+from kvstrata.prefix_cache.precision import PrecisionPolicy
 from kvstrata.prefix_cache.radix_tree import Node
 from kvstrata.prefix_cache.tier_client import TierClient, entry_at, first_live_entry, ids_to, make_block
 from kvstrata.spans.blocks import boundaries, pack_mark, packing
@@ -79,25 +79,16 @@ class ChainWriter:
     A new block continues the blocks that the tier has, wherever those end: spans are joined, cut and loaded,
     checkpoints come and go, and a chain that is cut anew from the current spans would rarely match the written one.
 
-    `unused_s` returns for how long no request has used an entry; the tier counts a block's age from there.
-    `record_block` is called with every block of an entry before the tier is asked whether it still has the block, so
-    that no removal is missed. `was_short` tells whether an entry stays raw until a longer sequence resumes from it; the
-    blocks of such an entry are replaced once memory has it encoded.
+    Every block of an entry is recorded before the tier is asked whether it still has the block, so that no removal is
+    missed.
     """
 
-    def __init__(
-        self,
-        client: TierClient,
-        *,
-        unused_s: Callable[[Entry], float],
-        record_block: Callable[[Entry, bytes], None],
-        was_short: Callable[[Entry], bool],
-    ) -> None:
+    def __init__(self, client: TierClient, table: EntryTable, precision: PrecisionPolicy) -> None:
         self._client = client
         self._tier = client.tier
-        self._unused_s = unused_s
-        self._record_block = record_block
-        self._was_short = was_short
+        self._candidates = table.candidates
+        self._residency = table.residency
+        self._precision = precision
 
     def write_chain(self, leaf: Node[Entry], *, is_archive: bool = False) -> Generator[None, None, WrittenChain]:
         """Write the blocks up to a leaf's end that the tier does not have; stop at the first refused block, because no
@@ -118,7 +109,7 @@ class ChainWriter:
                     if is_better or not present or self._has_outdated_raw(link, leaf):
                         yield from self._put_block(link, leaf, ids, replace=bool(present))
                     for entry in _entries_in(link, leaf):
-                        self._record_block(entry, link.key)
+                        self._residency.record_block(entry, link.key)
                     self._finish_block(link, leaf, ids)
                     if link.start >= span_start:
                         span_bytes += self._tier_bytes(link)
@@ -164,7 +155,8 @@ class ChainWriter:
             self._offer_block(block, entry, was_reused=True, replace=False)
 
     def _offer_block(self, block: Block, entry: Entry, *, was_reused: bool, replace: bool) -> None:
-        answer = self._tier.put(block, asked_twice=was_reused, replace=replace, unused_s=self._unused_s(entry))
+        unused_s = self._candidates.unused_s(entry)  # the tier counts the block's age from the last use
+        answer = self._tier.put(block, asked_twice=was_reused, replace=replace, unused_s=unused_s)
         if isinstance(answer, Refused) and answer.reason is not Refusal.PRESENT:
             raise NotWritten(answer)
 
@@ -178,7 +170,7 @@ class ChainWriter:
     def _has_outdated_raw(self, link: Link, leaf: Node[Entry]) -> bool:
         """Whether the tier's block is raw because its sequence was short, while memory has it encoded."""
         entry, end = entry_at(leaf, link.start)
-        if link.end > end or not self._was_short(entry) or entry.span.is_live:
+        if link.end > end or not self._precision.was_short(entry) or entry.span.is_live:
             return False
         is_encoded = _memory_bytes(entry, link) < STEPPED_DOWN * self._tier_bytes(link)
         return is_encoded and _is_one_segment(entry, link)
@@ -225,45 +217,30 @@ class Handover:
 class Offloader:
     """Chooses entries for the disk and writes them in their current precision.
 
-    Without a disk, nothing is offered and no leaf waits. `was_short` tells whether an entry stays raw until a longer
-    sequence resumes from it: blocks that were written by then are written again.
+    Without a disk, nothing is offered and no leaf waits.
     """
 
-    def __init__(
-        self,
-        client: TierClient,
-        table: EntryTable,
-        candidates: EvictionCandidates,
-        counters: Counter[str],
-        failures: FailureLog,
-        *,
-        was_short: Callable[[Entry], bool],
-    ) -> None:
+    def __init__(self, client: TierClient, table: EntryTable, precision: PrecisionPolicy, failures: FailureLog) -> None:
         self._client = client
         self._table = table
-        self._candidates = candidates
-        self._counters = counters
+        self._candidates = table.candidates
+        self._residency = table.residency
+        self._counters = failures.counters
         self._failures = failures
         self._is_memory_short = False
         self._removals = client.tier.removals
-        self._residency = table.residency
-        self._writer = ChainWriter(
-            client,
-            unused_s=candidates.unused_s,
-            record_block=table.residency.record_block,
-            was_short=was_short,
-        )
-        self.refused_writes = RefusedWrites(client.tier, candidates.last_use_s)
+        self._writer = ChainWriter(client, table, precision)
+        self._refused_writes = RefusedWrites(client.tier, table.candidates.last_use_s)
         self._jobs = JobQueue(self._make_job, lambda _: None, self._record_failure, watching=failures.breaking_on_error)
         self._num_faults = 0  # of the disk, as of the last check
         self._changed = table.dirty_sets.new_dirty_set(self._reoffer_children)  # entries that may have to be written
         self._waiting_for_parent: dict[Entry, list[Entry]] = {}  # by the running entry that they continue
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether there is nothing to do until an entry changes or the disk accepts blocks again."""
         has_no_removals = self._removals.is_empty and not self._residency.has_doubted
-        return has_no_removals and self._jobs.idle and self.refused_writes.next_takeable() is None
+        return has_no_removals and self._jobs.is_idle and self._refused_writes.next_takeable() is None
 
     @property
     def may_postpone_writes(self) -> bool:
@@ -273,9 +250,9 @@ class Offloader:
     def run(self, slice_s: float) -> None:
         """Process removals, then write for one slice of time."""
         self._process_removals(MAX_REMOVALS_PER_STEP)
-        entry = self.refused_writes.next_takeable() if self._jobs.idle else None
+        entry = self._refused_writes.next_takeable() if self._jobs.is_idle else None
         if entry is not None:
-            self.refused_writes.unblock_entry(entry)
+            self._refused_writes.unblock_entry(entry)
             self._jobs.add(entry)
         self._jobs.run(slice_s)
 
@@ -323,12 +300,12 @@ class Offloader:
         owner = first_live_entry(entry.last_node)
         if owner is not None:
             self._waiting_for_parent.setdefault(owner, []).append(entry)
-        elif not self.refused_writes.would_recur(entry) and not self.refused_writes.was_evicted(entry):
+        elif not self._refused_writes.would_recur(entry) and not self._refused_writes.was_evicted(entry):
             self._jobs.add(entry)
 
     def cancel_writes(self, under: bytes = b"") -> None:
         """Cancel writes under all roots with this prefix, because the disk is cleared; its refusals are void."""
-        self.refused_writes.clear()
+        self._refused_writes.clear()
         self._residency.forget_loads()
         for entry in self._table.entries:
             self._changed.add(entry)
@@ -346,7 +323,7 @@ class Offloader:
         if not self._client.has_tier or self.check_archived(leaf.payload) or self.is_superseded(leaf):
             return False
         self._forget_refusals_after_fault()
-        return not self.refused_writes.would_recur(leaf.payload)
+        return not self._refused_writes.would_recur(leaf.payload)
 
     def write_leaf(
         self, leaf: Node[Entry], until_s: float = math.inf, *, is_transcoding: bool, must_evict: bool = False
@@ -366,12 +343,17 @@ class Offloader:
             return Handover(leaf.start, "superseded")
         if is_transcoding or self._jobs.has(entry):
             return Handover(leaf.start, "disk_slow", waits=self._client.is_working)
-        refusal = self.refused_writes.refusal_of(entry)
+        refusal = self._refused_writes.refusal_of(entry)
         if refusal is None:
             return Handover(leaf.start)  # a request still computes the entry that the leaf continues
         is_queue_full = refusal.refused is not None and refusal.refused.reason is Refusal.QUEUE_FULL
         waits = is_queue_full and self._client.is_working
         return Handover(refusal.disk_end, disk_reason(refusal.refused, self._client.tier.writing()), waits)
+
+    def refusal_reason(self, entry: Entry) -> DiskReason:
+        """Return why the disk has not taken all of an entry that it was offered."""
+        refusal = self._refused_writes.refusal_of(entry)
+        return disk_reason(refusal.refused if refusal else None, self._client.tier.writing())
 
     def _copy_live_spans(self, leaf: Node[Entry]) -> None:
         """Copy the raw KV of a path out of the KV buffers of its owners: spans in such buffers cannot be written.
@@ -388,7 +370,7 @@ class Offloader:
         if num_faults == self._num_faults:
             return
         self._num_faults = num_faults
-        for entry in self.refused_writes.forget_faults():
+        for entry in self._refused_writes.forget_faults():
             self._changed.add(entry)
 
     def check_archived(self, entry: Entry) -> bool:
@@ -406,7 +388,7 @@ class Offloader:
         for removal in self._removals.take(max_removals):
             entries = self._residency.remove_block(removal.block.key)
             for entry in entries:
-                self.refused_writes.record_removal(entry, removal)
+                self._refused_writes.record_removal(entry, removal)
                 self._withdraw_archived(entry)
                 if removal.cause is not RemovalCause.CLEARED:
                     self._offer_entry(entry)
@@ -419,7 +401,7 @@ class Offloader:
             self._offer_entry(entry)
 
     def _withdraw_archived(self, entry: Entry) -> None:
-        self._table.set_archived(entry, is_archived=False)
+        self._table.set_archived(entry, None)
         self._changed.add(entry)
 
     def write_entry(self, entry: Entry, until_s: float = math.inf) -> None:
@@ -443,7 +425,7 @@ class Offloader:
     def _record_failure(self, entry: Entry, error: Exception) -> None:
         """Count a failed write, and retry it only after the entry has changed."""
         self._failures.record_failure("spills", error)
-        self.refused_writes.record_refusal(entry, None)
+        self._refused_writes.record_refusal(entry, None)
 
     def _make_job(self, entry: Entry) -> Job | None:
         return None if entry.is_archived or not self._is_writable(entry) else self._write_job(entry)
@@ -475,11 +457,11 @@ class Offloader:
         # The entry may have grown by a join, or a block of it may have left the disk, since the job began.
         is_complete = entry.span.end == end and self._residency.is_complete(entry)
         is_archived = written.is_whole and is_complete
-        self._table.set_archived(entry, is_archived=is_archived, token_bytes=written.token_bytes)
+        self._table.set_archived(entry, ArchivedCopy(written.token_bytes) if is_archived else None)
         if entry.is_archived:
-            self.refused_writes.remove_entry(entry)
+            self._refused_writes.remove_entry(entry)
         if not written.is_whole:
-            self.refused_writes.record_refusal(entry, written.refused, written.end)
+            self._refused_writes.record_refusal(entry, written.refused, written.end)
         elif not entry.is_archived:
             self._changed.add(entry)
         self._counters["spilled_spans" if written.is_whole else "refused_spills"] += 1
@@ -598,40 +580,3 @@ class RefusedWrites:
 
     def _refused_now(self, entry: Entry, refused: Refused | None, disk_end: int = 0) -> RefusedWrite:
         return RefusedWrite(entry.span.end, entry.span.kv_bytes, self._used_s(entry), refused, disk_end)
-
-
-DropReason = Literal["too_large", "no_room", "least_worth"] | UnwrittenReason
-
-
-class DropCounters:
-    """Dropped-token accounting: counts evicted tokens that are nowhere else, by reason."""
-
-    def __init__(self, table: EntryTable, counters: Counter[str]) -> None:
-        self._table = table
-        self._counters = counters
-        self._new: WeakSet[Entry] = WeakSet()  # inserted since memory last fitted all entries
-
-    def record_insertion(self, entry: Entry) -> None:
-        self._new.add(entry)
-
-    def record_eviction(self, entry: Entry, lost_tokens: int, reason: DropReason | None, *, num_tokens: int) -> None:
-        """Count `num_tokens` tokens of an entry that are about to be evicted, `lost_tokens` of them not on the disk.
-        `reason`: why they are not; None: there is no disk."""
-        self._counters["evicted_tokens"] += num_tokens
-        is_new = entry in self._new
-        self._new.discard(entry)
-        if not lost_tokens:
-            return
-        reason = reason or self._memory_reason(entry)
-        self._counters[f"dropped_tokens_{reason}"] += lost_tokens
-        if is_new:
-            self._counters[f"refused_{reason}"] += 1
-
-    def forget_new_entries(self) -> None:
-        """Count no present entry as new any more: memory fits them all."""
-        self._new.clear()
-
-    def _memory_reason(self, entry: Entry) -> DropReason:
-        if entry.nbytes > self._table.max_bytes:
-            return "too_large"
-        return "least_worth" if self._table.evictable_bytes > entry.nbytes else "no_room"

@@ -12,9 +12,9 @@ from kvstrata.codecs.raw import RawCodec
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import Pair
-from kvstrata.prefix_cache.config import LadderConfig, PrecisionConfig
+from kvstrata.prefix_cache.config import CacheConfig, CacheLimits
 from kvstrata.prefix_cache.entries import Entry
-from kvstrata.prefix_cache.entry_table import EntryTable, EvictionCandidates
+from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.jobs import Job
 from kvstrata.prefix_cache.ladder import HIGH, LOW, Bits, Ladder, LadderMove, SpanPrecision
 from kvstrata.spans.convert import becomes
@@ -24,24 +24,17 @@ from kvstrata.spans.plan import Plan, raw_plan
 from kvstrata.spans.rewrite import LayerRewrite, is_under, marks_are_under, rewriting_marks
 
 
-@dataclass(frozen=True)
-class PrecisionTarget:
-    """Target of one entry: a client's change, a step-down, or the KV format of a running request."""
-
-    plan: Plan
-    upward: bool = False  # also where the plan takes more bits than the entry has
-    sealed_to: int | None = None  # position of the running owner at the request; None: no position
-
-
 class PrecisionPolicy:
     """Decides which plan each entry is brought to, and makes the jobs that do it."""
 
-    def __init__(self, layout: Layout, target: Plan, options: PrecisionConfig) -> None:
+    def __init__(self, layout: Layout, target: Plan, config: CacheConfig, limits: CacheLimits) -> None:
         self.layout = layout
         self._raw = raw_plan(layout)
         self.target = target  # plan of new spans
-        self.options = options
-        self.raw_window = RawWindow(options.first_raw_tokens, options.recent_raw_tokens)  # of running sequences
+        self.config = config
+        self.gathers = limits.max_arrays is not None  # the small planes of several layers into one array
+        self._layers_apart = limits.layers_apart
+        self.raw_window = RawWindow(config.first_raw_tokens, config.recent_raw_tokens)  # of running sequences
         self._token_bytes_of: dict[Pair, float] = {}
 
     def pending_plan(self, entry: Entry) -> Plan | None:
@@ -53,21 +46,21 @@ class PrecisionPolicy:
             return wanted if self._has_to_seal(entry, wanted) else None
         is_done = all(is_under(span, i, wanted.pairs[i], upward=entry.is_upward) for i in span.layers)
         is_done = is_done and marks_are_under(span, wanted)
-        return None if is_done and not (self.options.gathers and has_to_gather(span, self.options.apart)) else wanted
+        return None if is_done and not (self.gathers and has_to_gather(span, self._layers_apart)) else wanted
 
     def target_plan(self, entry: Entry) -> Plan:
         """Return the plan that an entry should be under, or below; for a running entry, the plan of its sealed part."""
         if entry.target is not None:
-            return entry.target
-        if (entry.is_running or entry.num_leases) and not self.options.live:
+            return entry.target.plan
+        if (entry.is_running or entry.num_leases) and not self.config.live:
             # The owner and the readers continue over the values that they began with.
             return self._raw
-        is_long = entry.sequence_tokens >= self.options.min_quantize_tokens
+        is_long = entry.sequence_tokens >= self.config.min_quantize_tokens
         return self.target if entry.is_running or is_long else self._raw
 
     def was_short(self, entry: Entry) -> bool:
         """Whether an entry stays raw unless a longer sequence resumes from it."""
-        return entry.target is None and entry.span.end < self.options.min_quantize_tokens
+        return entry.target is None and entry.span.end < self.config.min_quantize_tokens
 
     def final_codecs(self, entry: Entry) -> dict[int, list[Pair]]:
         """Return the codecs that each layer has when the pending work on an entry is done."""
@@ -111,7 +104,8 @@ class PrecisionPolicy:
         """Make the job that brings an entry to a plan."""
         if not entry.is_running:
             return self._transcode(entry, plan)
-        return self._seal(entry, plan, written_end(entry.span) if entry.sealed_to is None else entry.sealed_to)
+        sealed_to = None if entry.target is None else entry.target.sealed_to
+        return self._seal(entry, plan, written_end(entry.span) if sealed_to is None else sealed_to)
 
     def _seal(self, entry: Entry, plan: Plan, up_to: int) -> Job:
         # All layers are sealed up to the same token, whatever the owner writes between the job's steps.
@@ -127,7 +121,7 @@ class PrecisionPolicy:
                 yield
             yield
         yield from rewriting_marks(entry.span, plan)
-        while self.options.gathers and gather_some(entry.span, self.options.apart):
+        while self.gathers and gather_some(entry.span, self._layers_apart):
             yield
 
 
@@ -150,21 +144,15 @@ class StepDown:
 class StepDownPolicy:
     """Chooses the entries that step down: under memory pressure, and as their sequences grow. Changes no entry."""
 
-    def __init__(
-        self,
-        table: EntryTable,
-        candidates: EvictionCandidates,
-        precision: PrecisionPolicy,
-        plan_of: PlanOf,
-        config: LadderConfig,
-    ) -> None:
-        self._candidates = candidates
+    def __init__(self, table: EntryTable, precision: PrecisionPolicy, plan_of: PlanOf) -> None:
+        config = precision.config
+        self._candidates = table.candidates
         self._precision = precision
         self._plan_of = plan_of
-        self._config = config
-        self._plans_by_length = [(tokens, plan_of(codec, codec)) for tokens, codec in config.by_length]
+        self._is_dynamic = config.dynamic
+        self._plans_by_length = [(tokens, plan_of(codec, codec)) for tokens, codec in config.dynamic_at]
         self._token_bytes_of: dict[Bits, float] = {}
-        self._ladder: Ladder[Entry] = Ladder(config.floors, self._token_bytes)
+        self._ladder: Ladder[Entry] = Ladder(Bits(config.floor_k_bits, config.floor_v_bits), self._token_bytes)
         self._changed = table.dirty_sets.new_dirty_set(self._ladder.discard_span)
         self._exhausted_bytes = 0  # bytes in use when nothing was left to step down: retry only above them
 
@@ -182,7 +170,7 @@ class StepDownPolicy:
     def choose(self, need_bytes: int) -> list[StepDown]:
         """Choose entries until their steps free `need_bytes`, as far as the floors allow. The chosen entries count as
         lower from now on."""
-        if not self._config.by_pressure or need_bytes <= 0:
+        if not self._is_dynamic or need_bytes <= 0:
             return []
         self.update_ladder()
         return [StepDown(move.id, self._plan_after(move)) for move in self._ladder.choose(need_bytes)]

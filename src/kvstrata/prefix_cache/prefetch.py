@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvstrata.attention.parts import CutPart, Part, SealedPart
-from kvstrata.prefix_cache.entries import STEPPED_DOWN, Entry
+from kvstrata.prefix_cache.entries import STEPPED_DOWN, ArchivedCopy, Entry
 from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.insertion import Inserter
 from kvstrata.prefix_cache.jobs import FailureLog
@@ -113,7 +113,6 @@ class Prefetcher:
         self._shared = shared
         self._matcher = matcher
         self._table = inserter.table
-        self._checkpoints = inserter.checkpoints
         self._leases = inserter.leases
         self._inserter = inserter
         self._reclaimer = reclaimer
@@ -188,7 +187,7 @@ class Prefetcher:
 
     def promote(self, load: BlockLoad) -> None:
         """Insert the last blocks of a load that has ended, and end it."""
-        if not self._checkpoints.are_needed or (load.checkpoint is not None and load.is_complete):
+        if not self._table.needs_checkpoints or (load.checkpoint is not None and load.is_complete):
             self._insert_batch(load)
         self.abandon(load)
 
@@ -231,8 +230,7 @@ class Prefetcher:
         entry = Entry(
             *(span, load.root, load.salt, ReuseClass.CONTINUED),
             is_running=False,
-            is_archived=is_clean,
-            archived_token_bytes=span.kv_bytes / span.num_tokens if is_clean else 0.0,
+            archived=ArchivedCopy(span.kv_bytes / span.num_tokens) if is_clean else None,
             shared_end=0 if comes_from_disk else batch.end,
         )
         table.add_entry(entry)
@@ -241,7 +239,7 @@ class Prefetcher:
                 self._residency.record_block(entry, link.key)
         path = table.insert_entry(entry, load.ids[: batch.end])
         if load.checkpoint is not None and load.checkpoint.position == batch.end:
-            self._checkpoints.add_checkpoint(path, load.checkpoint)
+            table.add_checkpoint(path, load.checkpoint)
         self._counters["promoted_tokens"] += batch.end - batch.start
         self._inserter.finish_span(entry)
         if load.lease is not None:
@@ -295,7 +293,7 @@ class Restorer:
         """Return the bytes that an entry would take under a plan after its restore; 0: the disk has no more bits of it
         than memory."""
         span = entry.span
-        disk_bytes = entry.archived_token_bytes * span.num_tokens
+        disk_bytes = 0.0 if entry.archived is None else entry.archived.nbytes(span.num_tokens)
         if span.is_live or not disk_bytes or span.kv_bytes >= STEPPED_DOWN * disk_bytes:
             return 0
         restored = int(min(disk_bytes, plan.token_bytes(span.layout) * span.num_tokens))

@@ -5,22 +5,23 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache
-from kvstrata.prefix_cache.config import CacheConfig
+from kvstrata.prefix_cache.config import CacheConfig, CacheLimits
 from kvstrata.prefix_cache.conversations import ConversationTracker
 from kvstrata.prefix_cache.entries import CachedPrefix, Entry, Lease
-from kvstrata.prefix_cache.entry_table import CacheListener, Checkpoints, EntryTable, EvictionCandidates
+from kvstrata.prefix_cache.entry_table import CacheListener, EntryTable, EvictionCandidates
 from kvstrata.prefix_cache.eviction import Evictor
 from kvstrata.prefix_cache.eviction_order import RequestHistory, reuse_class_of
-from kvstrata.prefix_cache.flush import Flush, UnwrittenReport
+from kvstrata.prefix_cache.flush import UnwrittenReport, flush_all
 from kvstrata.prefix_cache.insertion import DetachedInsertion, Inserter, Insertion, Leases
 from kvstrata.prefix_cache.jobs import ClientTasks, FailureLog
 from kvstrata.prefix_cache.keys import Identity, Tokens, as_ids
 from kvstrata.prefix_cache.matching import Explanation, PrefixMatcher, checkpoint_of, ranges_of
-from kvstrata.prefix_cache.offload import DropCounters, Offloader
+from kvstrata.prefix_cache.offload import Offloader
 from kvstrata.prefix_cache.pins import Pins
 from kvstrata.prefix_cache.precision import PlanOf, PrecisionPolicy, StepDownPolicy
 from kvstrata.prefix_cache.prefetch import Prefetcher, Restorer
@@ -55,6 +56,7 @@ class PrefixCache:
         layout: Layout,
         identity: Identity,
         config: CacheConfig,
+        limits: CacheLimits,
         plan_of: PlanOf,
         *,
         disk: TierClient | None = None,
@@ -66,81 +68,77 @@ class PrefixCache:
         Raises ConfigError for a precision that the layers cannot be stored in."""
         self._clock = clock
         self._is_task_turn = True  # client tasks take their turn before transcoding
+        self.can_share = all(spec.kind != "foreign" for spec in layout.flat())
+        self.needs_checkpoints = self.can_share and needs_marks(layout)  # the model can be resumed at checkpoints only
+        if not self.can_share:
+            limits = replace(limits, max_bytes=0)
 
+        # Cached spans, and what a prompt finds of them.
         reuse = Reuse()
         self.candidates = EvictionCandidates(reuse, config.ttl_s, clock)
-        can_share = all(spec.kind != "foreign" for spec in layout.flat())
         self.table = EntryTable(
             self.candidates,
-            max_bytes=config.hot_bytes if can_share else 0,
-            max_arrays=config.max_arrays,
+            limits,
+            max_checkpoints=config.max_checkpoints,
+            needs_checkpoints=self.needs_checkpoints,
             listener=listener,
         )
-        self.can_share = can_share
-        self.counters = Counter(stepped_down_spans=0, evicted_tokens=0) if can_share else Counter[str]()
+        self.counters = Counter(stepped_down_spans=0, evicted_tokens=0) if self.can_share else Counter[str]()
         self.failures = FailureLog(self.counters, self.table)
         self.matcher = PrefixMatcher(self.table, layout, identity)
-        checkpoints = Checkpoints(self.table, config.max_checkpoints, are_needed=can_share and needs_marks(layout))
-        self.needs_checkpoints = checkpoints.are_needed  # the model can be resumed at checkpoints only
 
+        # Their precision, and writes to the tiers.
+        target = plan_of(config.k or RAW[0], config.v or RAW[1]) if self.can_share else raw_plan(layout)
+        precision = PrecisionPolicy(layout, target, config, limits)
         self.disk = without_tier(layout) if disk is None else disk
         self.shared = shared
-        self.sharing = Sharer(shared, self.table, self.failures) if shared is not None and can_share else None
-        k, v = config.precision.k or RAW[0], config.precision.v or RAW[1]
-        self._precision = PrecisionPolicy(layout, plan_of(k, v) if can_share else raw_plan(layout), config.precision)
-        self.offloader = Offloader(
-            *(self.disk, self.table, self.candidates, self.counters, self.failures),
-            was_short=self._precision.was_short,
-        )
+        self.sharing = Sharer(shared, self.table, self.failures) if shared is not None and self.can_share else None
+        self.offloader = Offloader(self.disk, self.table, precision, self.failures)
         self.transcoder = Transcoder(
             self.table,
-            self._precision,
+            precision,
             self.offloader,
             self.sharing,
-            self.counters,
             self.failures,
             writes_after_reply=config.disk_write == "after-reply",
         )
+
+        # Uses of entries, and eviction.
         self.leases = Leases(self.table, self.transcoder)
         self.pins = Pins(self.table, self.matcher, self.disk, self.counters, clock)
         self.conversations = ConversationTracker(self.table, self.candidates)
         # Not a method of this cache: the reference would keep a failed one alive until the next garbage collection.
-        self._history = RequestHistory(reuse, partial(_watched_tokens, config.hot_bytes, self._precision))
-
-        drops = DropCounters(self.table, self.counters)
-        self.evictor = Evictor(
-            *(self.table, self.candidates, checkpoints, self.matcher, self.disk),
-            *(self.offloader, self.transcoder, drops, self.failures),
-        )
-        self.step_down_policy = StepDownPolicy(self.table, self.candidates, self._precision, plan_of, config.ladder)
+        self._history = RequestHistory(reuse, partial(_watched_tokens, limits.max_bytes, precision))
+        self.evictor = Evictor(self.table, self.matcher, self.disk, self.offloader, self.transcoder, self.failures)
+        self.step_down_policy = StepDownPolicy(self.table, precision, plan_of)
         self.reclaimer = Reclaimer(
-            *(self.table, self.matcher, checkpoints, self.evictor),
-            *(self.transcoder, self.step_down_policy, self.offloader, drops),
+            self.table, self.matcher, self.evictor, self.transcoder, self.step_down_policy, self.offloader
         )
 
+        # New spans: computed, loaded and imported.
         self._inserter = Inserter(
             self.table,
-            checkpoints,
             self.leases,
             self.pins,
             self.conversations,
             self.step_down_policy,
             self.transcoder,
-            drops,
+            self.evictor.drop_counters,
             self.counters,
         )
         self.prefetcher = Prefetcher(self.disk, shared, self.matcher, self._inserter, self.reclaimer, self.failures)
         self._restorer = Restorer(
             self.disk, self.table, self.reclaimer, self.counters, self.failures, self.transcoder.review
         )
+        self.exports = ConversationExport(self._inserter, self.matcher, self.transcoder.jobs)
+        self.imports = ConversationImport(self._inserter, self.matcher, self.reclaimer, self.counters)
+
+        # Questions and changes of clients.
         self.usage = UsageReporter(self.table, self.matcher, self.disk, shared, self.counters)
         self.requantizer = Requantizer(
-            self.table, self.candidates, self.transcoder, self._restorer, self.reclaimer, self.usage.disk_usage
+            self.table, self.transcoder, self._restorer, self.reclaimer, self.usage.disk_usage
         )
         self.tasks = ClientTasks(self.failures.breaking_on_error)
-        self.outgoing = ConversationExport(self._inserter, self.matcher, self.transcoder.jobs)
-        self.incoming = ConversationImport(self._inserter, self.matcher, self.reclaimer, self.counters)
-        self.flushing = Flush(self.disk, self.table, self.candidates, self.offloader, self.transcoder)
 
     # Lookup, lease, insertion.
 
@@ -220,28 +218,28 @@ class PrefixCache:
     @property
     def has_work(self) -> bool:
         """Whether any background work is left."""
-        return self._has_work_besides_offload or not self.offloader.idle
+        return self._has_work_besides_offload or not self.offloader.is_idle
 
     @property
     def has_work_beside_streams(self) -> bool:
         """Whether background work is left that should run while streams decode: all but writes ahead of need while
         the disk has enough to write."""
-        return self._has_work_besides_offload or not (self.offloader.idle or self.offloader.may_postpone_writes)
+        return self._has_work_besides_offload or not (self.offloader.is_idle or self.offloader.may_postpone_writes)
 
     @property
     def _has_work_besides_offload(self) -> bool:
-        is_busy = self.has_awaited_work or not self.transcoder.jobs.idle
+        is_busy = self.has_awaited_work or not self.transcoder.jobs.is_idle
         return is_busy or (self.sharing is not None and self.sharing.has_work)
 
     @property
     def has_awaited_work(self) -> bool:
         """Whether a request or a client waits for background work."""
-        return self._arrived_tier is not None or self._restorer.is_ready or not self.tasks.idle
+        return self._arrived_tier is not None or self._restorer.is_ready or not self.tasks.is_idle
 
     @property
     def is_transcoding(self) -> bool:
         """Whether the next slice of background work may replace spans that sequences read."""
-        return not self.transcoder.jobs.idle and not self._is_next_a_task
+        return not self.transcoder.jobs.is_idle and not self._is_next_a_task
 
     @property
     def _arrived_tier(self) -> TierClient | None:
@@ -255,7 +253,7 @@ class PrefixCache:
     @property
     def _is_next_a_task(self) -> bool:
         """Whether a client task comes next. Tasks and transcoding take turns, so that neither starves the other."""
-        return not self.tasks.idle and (self._is_task_turn or self.transcoder.jobs.idle)
+        return not self.tasks.is_idle and (self._is_task_turn or self.transcoder.jobs.is_idle)
 
     def run_background(self, slice_s: float) -> None:
         """Run one slice of background work, first the work that a request waits for."""
@@ -271,21 +269,21 @@ class PrefixCache:
         elif self._is_next_a_task:
             self._is_task_turn = False
             self.tasks.run(slice_s)
-        elif not self.transcoder.jobs.idle:
+        elif not self.transcoder.jobs.is_idle:
             self._is_task_turn = True
             self.transcoder.jobs.run(slice_s)
-        elif not self.offloader.idle or self.sharing is None:
+        elif not self.offloader.is_idle or self.sharing is None:
             self.offloader.run(slice_s)
         else:
             self.sharing.run(slice_s)
 
     # Questions.
 
-    def ask_disk(self, ids: Tokens, salt: str) -> Lookup[OnDisk | None]:
+    def look_up_on_disk(self, ids: Tokens, salt: str) -> Lookup[OnDisk | None]:
         """Ask how many tokens of a prompt the disk has."""
         return self.disk.describe_prefix(self.matcher.root_of(salt), as_ids(ids)[:-1])
 
-    def ask_shared(self, ids: Tokens, salt: str) -> Lookup[OnDisk | None]:
+    def look_up_in_shared(self, ids: Tokens, salt: str) -> Lookup[OnDisk | None]:
         """Ask how many tokens of a prompt the shared tier has."""
         if self.shared is None:
             return answered(None)
@@ -325,7 +323,7 @@ class PrefixCache:
         self.pins.expire()
         self.evictor.expire()
         self.evictor.drop_superseded()
-        return self.flushing.run(timeout_s)
+        return flush_all(self.disk, self.table, self.offloader, self.transcoder, timeout_s)
 
     def close(self) -> None:
         """Close the tiers."""

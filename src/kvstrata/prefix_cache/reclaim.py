@@ -7,12 +7,12 @@ import time
 from typing import Literal
 
 from kvstrata.prefix_cache.entries import CachedPrefix, Entry
-from kvstrata.prefix_cache.entry_table import Checkpoints, EntryTable
+from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.eviction import Evictor
 from kvstrata.prefix_cache.keys import Tokens
 from kvstrata.prefix_cache.ladder import HIGH
 from kvstrata.prefix_cache.matching import PrefixMatcher
-from kvstrata.prefix_cache.offload import DropCounters, Offloader
+from kvstrata.prefix_cache.offload import Offloader
 from kvstrata.prefix_cache.precision import StepDownPolicy
 from kvstrata.prefix_cache.radix_tree import Node
 from kvstrata.prefix_cache.transcode import Transcoder
@@ -34,21 +34,17 @@ class Reclaimer:
         self,
         table: EntryTable,
         matcher: PrefixMatcher,
-        checkpoints: Checkpoints,
         evictor: Evictor,
         transcoder: Transcoder,
         step_down_policy: StepDownPolicy,
         offloader: Offloader,
-        drop_counters: DropCounters,
     ) -> None:
         self._table = table
         self._matcher = matcher
-        self._checkpoints = checkpoints
         self._evictor = evictor
         self._transcoder = transcoder
         self._step_down_policy = step_down_policy
         self._offloader = offloader
-        self._drop_counters = drop_counters
         self.limit_bytes = table.max_bytes  # for cached spans, beside the sequences that run at present
         self._memory_bytes = table.max_bytes  # memory that these sequences leave; may be more than the limit
         self._awaits_disk = False  # whether the leaf that was tried last is on its way to the disk
@@ -110,7 +106,7 @@ class Reclaimer:
             self.step_down(self._table.nbytes - limit_bytes - self._transcoder.pending_bytes())
         # A waiting job, to trim or to encode a span, frees more than it takes.
         jobs = self._transcoder.jobs
-        while self._table.nbytes > enough_bytes and not jobs.idle and time.monotonic() < until_s:
+        while self._table.nbytes > enough_bytes and not jobs.is_idle and time.monotonic() < until_s:
             jobs.run(0)
         shrunk = self._shrink_as_disk_takes(limit_bytes, enough_bytes, until_s)
         if most_bytes is not None:
@@ -119,7 +115,7 @@ class Reclaimer:
             self._evictor.shrink_to(most_bytes, until_s=until_s)
         self._evictor.shrink_arrays(until_s)
         if shrunk == "done":
-            self._drop_counters.forget_new_entries()
+            self._evictor.drop_counters.forget_new_entries()
         return shrunk
 
     def _shrink_as_disk_takes(self, limit_bytes: int, enough_bytes: float, until_s: float) -> Shrunk:
@@ -156,7 +152,7 @@ class Reclaimer:
             if last.end > used_end and self._evict_end(last, used_end, need_bytes):
                 return True
         evictable = (entry for entry in prefix.entries if entry.is_evictable)
-        if self._checkpoints.drop_checkpoints(evictable, prefix.checkpoint_at):
+        if self._table.drop_checkpoints(evictable, prefix.checkpoint_at):
             return True
         return not keeps_used and bool(prefix.path) and self._evict_end(prefix.path[-1], 0, need_bytes)
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvstrata.codecs.base import Codec
-from kvstrata.prefix_cache.entries import Entry
-from kvstrata.prefix_cache.entry_table import EntryTable, EvictionCandidates
+from kvstrata.prefix_cache.entries import Entry, PrecisionTarget
+from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.jobs import run_to_end
 from kvstrata.prefix_cache.keys import owner_of
-from kvstrata.prefix_cache.precision import PrecisionTarget
 from kvstrata.prefix_cache.prefetch import Restorer
 from kvstrata.prefix_cache.reclaim import Reclaimer
 from kvstrata.prefix_cache.transcode import Transcoder
@@ -218,14 +217,13 @@ class Requantizer:
     def __init__(
         self,
         table: EntryTable,
-        candidates: EvictionCandidates,
         transcoder: Transcoder,
         restorer: Restorer,
         reclaimer: Reclaimer,
         disk_usage: Callable[[str | None], TierUsage | None],
     ) -> None:
         self._table = table
-        self._candidates = candidates
+        self._candidates = table.candidates
         self._transcoder = transcoder
         self._precision = transcoder.precision
         self._restorer = restorer
@@ -353,7 +351,7 @@ class Requantizer:
         archived = [
             estimated.bytes_before
             for entry, estimated in estimates.items()
-            if self._precision.options.archives_planes
+            if self._precision.config.archives_planes
             and estimated.bytes_after < estimated.bytes_before
             and entry.needs_archive
         ]
@@ -402,7 +400,7 @@ class Requantizer:
 
     def _cancel_target(self, entry: Entry, plan: Plan) -> None:
         self._restorer.discard_entry(entry)
-        if entry.target is plan:
+        if entry.target is not None and entry.target.plan is plan:
             self._transcoder.jobs.discard(entry)
             # An entry that waits to be trimmed is queued again.
             self._transcoder.retarget(entry, None)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
-from kvstrata.prefix_cache.entries import DirtySets, Entry
+from kvstrata.prefix_cache.entries import DirtySets, Entry, PrecisionTarget
 from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.jobs import FailureLog, Job, JobQueue
 from kvstrata.prefix_cache.offload import Offloader
-from kvstrata.prefix_cache.precision import PrecisionPolicy, PrecisionTarget, StepDown
+from kvstrata.prefix_cache.precision import PrecisionPolicy, StepDown
 from kvstrata.prefix_cache.radix_tree import Node
 from kvstrata.prefix_cache.sharing import Sharer
 from kvstrata.spans.plan import Plan
@@ -56,14 +56,13 @@ class Transcoder:
         precision: PrecisionPolicy,
         offloader: Offloader,
         sharer: Sharer | None,
-        counters: Counter[str],
         failures: FailureLog,
         *,
         writes_after_reply: bool,
     ) -> None:
         self._table = table
         self.precision = precision
-        self._counters = counters
+        self._counters = failures.counters
         self._failures = failures
         self._offloader = offloader
         self._sharer = sharer
@@ -76,10 +75,7 @@ class Transcoder:
     def retarget(self, entry: Entry, target: PrecisionTarget | None) -> None:
         """Give an entry a target of its own, or with None the target of all entries, and queue the work. A job that has
         begun goes on to its end first; `jobs.discard` stops it."""
-        if target is None:
-            self._table.set_target(entry, None)
-        else:
-            self._table.set_target(entry, target.plan, upward=target.upward, sealed_to=target.sealed_to)
+        self._table.set_target(entry, target)
         self.review(entry)
 
     def review(self, entry: Entry) -> None:
@@ -103,7 +99,9 @@ class Transcoder:
         """Apply the step-down policy's decisions: the entries get lower targets, and jobs do the work."""
         for each in chosen:
             self._counters["stepped_down_spans"] += 1
-            self.retarget(each.entry, PrecisionTarget(each.plan, sealed_to=each.entry.sealed_to))
+            before = each.entry.target
+            sealed_to = None if before is None else before.sealed_to
+            self.retarget(each.entry, PrecisionTarget(each.plan, sealed_to=sealed_to))
 
     def finish_path(self, leaf: Node[Entry], until_s: float = math.inf) -> None:
         """Transcode a leaf's span until `until_s`, with the spans before it that still use their owners' buffers or
@@ -134,8 +132,9 @@ class Transcoder:
 
     def _transcode(self, entry: Entry, plan: Plan) -> Job:
         job, before_bytes = self.precision.job(entry, plan), entry.span.kv_bytes
-        self._table.clear_sealed_to(entry)  # the job has it
-        if self.precision.options.archives_planes and entry.target is not None and not entry.is_upward:
+        if entry.target is not None and entry.target.sealed_to is not None:
+            self._table.set_target(entry, replace(entry.target, sealed_to=None))  # the job has it
+        if self.precision.config.archives_planes and entry.target is not None and not entry.is_upward:
             # The dropped planes can be restored from the disk later.
             yield from self._offloader.archive(entry)
             if entry not in self._table.entries:
@@ -151,7 +150,7 @@ class Transcoder:
             self._counters["encoded_freed_bytes"] += max(0, before_bytes - entry.span.kv_bytes)
             if self.precision.was_short(entry):
                 # A tier that has the entry has it raw: it is written again in these bits.
-                self._table.set_archived(entry, is_archived=False)
+                self._table.set_archived(entry, None)
 
     def _finish_entry(self, entry: Entry) -> None:
         """End the job of an entry: join its span with the neighbours, then offload and share the result."""

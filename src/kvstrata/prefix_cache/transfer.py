@@ -118,7 +118,7 @@ class ConversationExport:
                 break
             runs.append((node.payload, node.start, end))
             checkpoints |= {at: each for at, each in node.payload.span.marks.items() if node.start < at <= end}
-        end = max(checkpoints, default=0) if self._inserter.checkpoints.are_needed else (runs[-1][2] if runs else 0)
+        end = max(checkpoints, default=0) if self._inserter.table.needs_checkpoints else (runs[-1][2] if runs else 0)
         if not end:
             raise InvalidRequest(
                 "Nothing of this conversation can be exported: it is not stored, or a request still computes it. Try "
@@ -246,8 +246,8 @@ class ConversationImport:
             yield from self._insert_batch(progress)
         path = self._inserter.table.tree.match(progress.root, progress.ids).path
         for at, checkpoint in sorted(progress.checkpoints.items()):
-            if self._inserter.checkpoints.are_needed and any(node.start < at <= node.end for node in path):
-                self._inserter.checkpoints.add_checkpoint(path, checkpoint)
+            if self._inserter.table.needs_checkpoints and any(node.start < at <= node.end for node in path):
+                self._inserter.table.add_checkpoint(path, checkpoint)
         num_new = len(progress.ids) - progress.num_cached
         self._counters["imported_tokens"] += num_new
         return ImportResult(len(progress.ids), num_new)
@@ -292,7 +292,7 @@ class ConversationImport:
         table.add_entry(entry)
         path = table.insert_entry(entry, progress.ids[: span.end])
         for at in [at for at in progress.checkpoints if at <= span.end]:
-            self._inserter.checkpoints.add_checkpoint(path, progress.checkpoints.pop(at))
+            self._inserter.table.add_checkpoint(path, progress.checkpoints.pop(at))
         self._inserter.finish_span(entry)
         # A request may have inserted some of these tokens meanwhile; the rest of the import continues its entries.
         self._inserter.leases.extend(progress.lease, (node.payload for node in path))

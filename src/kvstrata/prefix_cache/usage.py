@@ -262,7 +262,7 @@ class UsageReporter:
         """Return what the shared tier reports. None: there is none."""
         return None if self._shared is None else self._shared.tier.shared_usage()
 
-    def count(self) -> dict[str, int]:
+    def counters(self) -> dict[str, int]:
         """Return the counters of events since the start."""
         counts = dict(self._counters)
         if self._disk.has_tier:
