@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from kvstrata.engine.admission import Admission
+from kvstrata.prefix_cache.matching import NO_PREFIX
 from tests.prefix_cache.kv import new_cache
 
 PATIENCE_S = 5.0
@@ -38,7 +39,7 @@ def test_request_starts_as_soon_as_it_nearly_fits(
     request: Any = SimpleNamespace(arrival=1)
     admission = Admission(
         cast("Any", cache),
-        *cast("Any", (None, None, SimpleNamespace(prefix_entries=lambda _: ()), None)),
+        *cast("Any", (None, None, SimpleNamespace(cached_prefix=lambda _: NO_PREFIX), None)),
         max_running=1,
         joined_context=0,
         mixes=False,

@@ -279,7 +279,7 @@ class Admission:
         self._release_lease()  # entries of the lease may be evicted
         sequence, budget = self._sequences.waiting_at(oldest.id), self.memory.budget
         least_bytes = budget.bytes_for(len(sequence.tokens), sequence.kv_format)
-        prompt, need_bytes = sequence.ids()[:-1], oldest.nbytes - free_bytes
+        prompt, need_bytes = sequence.lookup_ids, oldest.nbytes - free_bytes
         salt, keeps_used = sequence.request.salt, least_bytes > free_bytes
         has_shortened = self._failures.attempt_or_break(
             "reclaims",
@@ -332,7 +332,7 @@ class Admission:
     def _reclaim_for(self, requests: list[Sequence], sizes: tuple[int, ...], limit_bytes: int, slice_s: float) -> int:
         if not self._reclaimer.fits(limit_bytes - sum(sizes)):
             # Some entries have to go, but none that these requests would resume from.
-            self._lease_entries([entry for each in requests for entry in self._prefixes.prefix_entries(each)])
+            self._lease_entries([entry for each in requests for entry in self._prefixes.cached_prefix(each).entries])
         for number, (request, nbytes) in enumerate(zip(requests, sizes, strict=True)):
             limit_bytes -= nbytes
             if self._must_wait(request, limit_bytes, slice_s):

@@ -74,6 +74,11 @@ class Sequence:
         return self._ids
 
     @property
+    def lookup_ids(self) -> TokenIds:
+        """Tokens that a lookup may find cached: all but the last, which is computed in any case."""
+        return self.ids()[:-1]
+
+    @property
     def reply_ids(self) -> tuple[int, ...]:
         """Tokens of the reply as they were sampled, with those of a stop string and of the end."""
         return tuple(self.tokens[len(self.request.prompt) :])

@@ -58,6 +58,11 @@ class Reclaimer:
         """Bytes that can still be cached without an eviction."""
         return self.limit_bytes - self._table.nbytes
 
+    @property
+    def cacheable_bytes(self) -> int:
+        """Bytes that cached KV may take if all evictable entries go."""
+        return self.limit_bytes - (self._table.nbytes - self._table.evictable_bytes)
+
     def step_down_early(self, used_bytes: int, limit_bytes: int) -> None:
         """Start stepping down ahead of need. `used_bytes` are the bytes of cached spans and running sequences, and
         `limit_bytes` is the limit for both."""
