@@ -106,6 +106,7 @@ class ForgedTier(NoTier):
         self.blocks = ForgedBlocks(blocks)
         self.answers = self.reads = "now"
         self.num_lookups = 0
+        self.readings: list[BlockReading] = []
         self._late: list[Callable[[], None]] = []
 
     def release_late(self) -> None:
@@ -149,6 +150,7 @@ class ForgedTier(NoTier):
         self, blocks: Sequence[BlockId], deliver: Deliver, *, root: bytes, sizes: Sequence[int] | None = None
     ) -> BlockReading:
         reading = BlockReading(blocks, root, deliver, sizes or [0] * len(blocks))
+        self.readings.append(reading)
         results = [self._result(id_) for id_ in blocks]
 
         def give() -> None:
@@ -219,35 +221,28 @@ class ForgedRun:
         self.tier = ForgedTier(written_blocks(architecture))
         self.drive = new_drive(architecture, self.tier)
         # A load is worthwhile, and one that never arrives is late after milliseconds.
-        self.drive.core.speeds.alone.add_work(20_000, 1.0)
+        self.drive.core.speeds.alone.add_work(5_000, 1.0)
         self.sent: list[SentRequest] = []
         self.cancelled: set[str] = set()
-        self._evicts_before_start = False
+        self._num_shrunk_starts = 0  # starts from now on before which the cached prefix shrinks,
+        self._tokens_at_start = 0  # to so many tokens at most
         self._start = self.drive.core.prefix_lookup.start
-        self.drive.core.prefix_lookup.start = self._start_after_eviction
+        self.drive.core.prefix_lookup.start = self._start_after_shrinking
 
-    def _start_after_eviction(self, sequence: EngineSequence, capacity_for: Callable[[int], int]) -> bool:
-        if self._evicts_before_start:
-            self._evicts_before_start = False
-            self.drive.prefix_cache.evictor.clear(tier="hot")
+    def _start_after_shrinking(self, sequence: EngineSequence, capacity_for: Callable[[int], int]) -> bool:
+        if self._num_shrunk_starts:
+            self._num_shrunk_starts -= 1
+            self._shrink_to(self._tokens_at_start)
         return self._start(sequence, capacity_for)
 
     def play(self, num_actions: int) -> None:
         """Do random things, requests most often, with some steps in between."""
-        others = (
-            self._cancel,
-            self._forge,
-            self._forge,
-            self.tier.release_late,
-            self._evict,
-            self._empty_memory,
-            self._empty_memory_before_a_start,
-            self._lose_block,
-        )
+        common = (self._forge, self.tier.release_late, self._shrink_before_starts, self._cancel_during_a_load)
+        others = (*common * 2, self._shrink, self._lose_block, self._cancel_any)
         for _ in range(num_actions):
             action = self._submit if self._random.random() < SUBMIT_SHARE else self._random.choice(others)
             action()
-            self._step(self._random.choice((0, 1, 2, 5, 30)))
+            self._step(self._random.choice((0, 1, 1, 2, 5, 20)))
 
     def _submit(self) -> None:
         number, max_tokens = self._random.randrange(len(PROMPTS)), self._random.choice(REPLY_TOKENS)
@@ -255,24 +250,34 @@ class ForgedRun:
         sequence = weakref.ref(self.drive.core.sequences.waiting[-1])
         self.sent.append(SentRequest(client, uncached_ids(self._architecture, number)[:max_tokens], sequence))
 
-    def _cancel(self) -> None:
-        if sequences := self.drive.core.sequences.all:
-            request_id = self._random.choice(sequences).request.id
-            self.cancelled.add(request_id)
-            self.drive.core.executor.end_request(request_id)
+    def _cancel_any(self) -> None:
+        if self.sent:
+            self._cancel(self._random.randrange(len(self.sent)))
+
+    def _cancel(self, number: int) -> None:
+        client = self.sent[number].client
+        if client.end is None:
+            self.cancelled.add(client.request.id)
+            self.drive.core.executor.end_request(client.request.id)
 
     def _forge(self) -> None:
         self.tier.answers, self.tier.reads = self._random.choice(ANSWERS), self._random.choice(READS)
 
-    def _evict(self) -> None:
-        num_tokens = self._random.choice((0, 200, 400))
-        self.drive.prefix_cache.reclaimer.shrink_to(num_tokens * self.drive.budget.token_bytes)
+    def _shrink(self) -> None:
+        """Evict all or some of what is cached."""
+        self._shrink_to(self._random.choice((0, 150, 300)))
 
-    def _empty_memory(self) -> None:
-        self.drive.prefix_cache.evictor.clear(tier="hot")
+    def _shrink_before_starts(self) -> None:
+        self._num_shrunk_starts, self._tokens_at_start = self._random.choice(((1, 0), (2, 150), (6, 300), (1000, 0)))
 
-    def _empty_memory_before_a_start(self) -> None:
-        self._evicts_before_start = True
+    def _shrink_to(self, num_tokens: int) -> None:
+        self.drive.prefix_cache.evictor.shrink_to(num_tokens * self.drive.budget.token_bytes)
+
+    def _cancel_during_a_load(self) -> None:
+        self.tier.answers, self.tier.reads = "now", "never"
+        self._submit()
+        self._step(2)
+        self._cancel(-1)
 
     def _lose_block(self) -> None:
         self.tier.lose_block(self._random.randrange(10))
@@ -301,6 +306,7 @@ class ForgedRun:
         cache = self.drive.prefix_cache
         assert all(not entry.num_leases and not entry.is_running for entry in cache.table.entries)
         assert not [name for name, count in cache.counters.items() if name.startswith("failed_") and count]
+        assert all(reading.wait(0) for reading in self.tier.readings), "a load is still open"
         assert self.tier.num_lookups <= MAX_TIER_LOOKUPS * (len(self.sent) + self.drive.num_preempted())
         gc.collect()
         assert not any(sent.sequence() for sent in self.sent), "a sequence that has ended is kept"
