@@ -268,10 +268,10 @@ class ForgedRun:
         self._shrink_to(self._random.choice((0, 150, 300)))
 
     def _shrink_before_starts(self) -> None:
-        self._num_shrunk_starts, self._tokens_at_start = self._random.choice(((1, 0), (2, 150), (6, 300), (1000, 0)))
+        self._num_shrunk_starts, self._tokens_at_start = self._random.choice(((1, 0), (2, 150), (6, 300)))
 
     def _shrink_to(self, num_tokens: int) -> None:
-        self.drive.prefix_cache.evictor.shrink_to(num_tokens * self.drive.budget.token_bytes)
+        self.drive.prefix_cache.evictor.evict_to(num_tokens * self.drive.budget.token_bytes)
 
     def _cancel_during_a_load(self) -> None:
         self.tier.answers, self.tier.reads = "now", "never"
@@ -288,12 +288,19 @@ class ForgedRun:
                 self.drive.core.executor.step()
 
     def finish(self) -> None:
-        """Serve all requests to their end."""
+        """Serve all requests to their end, and one more whose prefix is evicted at each start."""
+        self._run_until_idle()
+        self.tier.answers = self.tier.reads = "now"
+        self._num_shrunk_starts, self._tokens_at_start = 1_000_000, 0
+        self._submit()
+        self._run_until_idle()
+        settle(self.drive)
+
+    def _run_until_idle(self) -> None:
         until_s = time.monotonic() + MAX_RUN_S
         while not self.drive.core.executor.is_idle:
             assert time.monotonic() < until_s, "a request does not end"
             self.drive.core.executor.step()
-        settle(self.drive)
 
     def check(self) -> None:
         """Check that all replies are right, and that nothing is left of the requests but cached KV."""

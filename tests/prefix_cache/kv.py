@@ -135,7 +135,7 @@ def new_cache(
     watcher: CacheListener | None = None,
 ) -> PrefixCache:
     codec = parse(name)
-    precision = PrecisionConfig(k=codec, v=codec, min_quantize_tokens=min_quantize_tokens, live=live)
+    precision = PrecisionConfig(k=codec, v=codec, min_quantize_tokens=min_quantize_tokens, encodes_running=live)
     options = CacheConfig(hot_bytes=hot_bytes, ttl_s=ttl_s, precision=precision)
     identity = Identity(fingerprint, "float32", tuple(spec.signature for spec in layout.flat()))
     plan_of = partial(make_plan, layout)

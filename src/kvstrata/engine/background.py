@@ -154,7 +154,7 @@ class BackgroundPacer:
         if not self._sequences.has_streams:
             slice_s = math.inf
         most_bytes = limit_bytes if has_grown or not self._prefix_cache.is_transcoding else None
-        self._reclaimer.shrink_to(limit_bytes, slice_s, most_bytes=most_bytes)
+        self._reclaimer.shrink_to(limit_bytes, slice_s, hard_limit_bytes=most_bytes)
         if self._memory.keeps_growth_free:
             # A growing stream waits for no disk: memory for the next growth should be free by then.
             self._reclaimer.shrink_to(limit_bytes - self._memory.largest_growth_bytes(), 0.0)

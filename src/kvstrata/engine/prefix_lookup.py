@@ -120,7 +120,7 @@ class _TierFetch:
         if load.lacked_memory:
             # Memory may have more space when the request is admitted: the tiers are asked again then.
             self._refused_end = max(self._refused_end, load.links[-1].end)
-            self._refused_space_bytes = self._reclaimer.cacheable_bytes
+            self._refused_space_bytes = self._reclaimer.free_or_evictable_bytes
 
     def deadline_s(self, prefill_tokens_s: float) -> float:
         """Return when the sequence gives up what it waits for; infinity where that is nothing."""
@@ -135,7 +135,8 @@ class _TierFetch:
     def must_ask_again(self, cached_tokens: int) -> bool:
         """Whether memory has less of the prefix than when the tiers were asked, or more space than when it refused a
         load. The tiers may have the rest, so the sequence does not compute it before they have answered."""
-        may_fit_now = cached_tokens < self._refused_end and self._reclaimer.cacheable_bytes > self._refused_space_bytes
+        has_more_space = self._reclaimer.free_or_evictable_bytes > self._refused_space_bytes
+        may_fit_now = cached_tokens < self._refused_end and has_more_space
         return (cached_tokens < self._most_cached or may_fit_now) and self._num_asked < MAX_TIER_LOOKUPS
 
     def ask_again(self) -> None:
@@ -167,7 +168,7 @@ class _PrefixState:
         self.reused_end: int | None = None  # how much of the prompt an earlier request had; None: it has not started
         self._cached: CachedPrefix | None = None  # result of the last lookup
         self._cached_version = 0  # of the entry table, at that lookup
-        self._common_tokens: dict[int, int] = {}  # length of the prefix shared with another sequence, by its arrival
+        self._common_tokens: dict[int, int] = {}  # length of the prefix shared with another sequence, by its id
 
     def find_cached(self, cache: PrefixCache) -> CachedPrefix:
         """Return the cached prefix. The lookup is repeated only after the entry table has changed."""
@@ -186,9 +187,9 @@ class _PrefixState:
         """Return the length of the prefix that two prompts have in common, without their last tokens."""
         if self._sequence.request.salt != other.request.salt:
             return 0
-        if other.arrival not in self._common_tokens:
-            self._common_tokens[other.arrival] = _common_length(self._sequence.lookup_ids, other.lookup_ids)
-        return self._common_tokens[other.arrival]
+        if other.id not in self._common_tokens:
+            self._common_tokens[other.id] = _common_length(self._sequence.lookup_ids, other.lookup_ids)
+        return self._common_tokens[other.id]
 
     def pause_at_blocks(self) -> None:
         """Have prefill pause at the last end of a block before each pause, and before the end of the prompt."""
@@ -210,8 +211,8 @@ class PrefixLookup:
             _round_up_to_block(checkpoint_every_tokens) if self._is_shared else checkpoint_every_tokens
         )
         self._raw_window = prefix_cache.transcoder.precision.raw_window  # of running sequences
-        self._states: dict[int, _PrefixState] = {}  # by arrival
-        # Spans of a broken entry table that running sequences read, by arrival: no table counts their bytes.
+        self._states: dict[int, _PrefixState] = {}  # by id of their sequence
+        # Spans of a broken entry table that running sequences read, by id: no table counts their bytes.
         self._orphaned_spans: dict[int, tuple[Span, ...]] = {}
 
     @property
@@ -222,7 +223,7 @@ class PrefixLookup:
     def track_sequence(self, sequence: Sequence) -> None:
         """Begin the prefix state of a sequence that has arrived."""
         fetch = _TierFetch(sequence, self._prefix_cache.prefetcher, self._prefix_cache.reclaimer)
-        self._states[sequence.arrival] = _PrefixState(sequence, fetch)
+        self._states[sequence.id] = _PrefixState(sequence, fetch)
 
     # Lookup in memory.
 
@@ -231,7 +232,7 @@ class PrefixLookup:
 
         def find() -> CachedPrefix:
             self._prefix_cache.evictor.expire()
-            return self._states[sequence.arrival].find_cached(self._prefix_cache)
+            return self._states[sequence.id].find_cached(self._prefix_cache)
 
         return self._failures.attempt("lookups", find, NO_PREFIX)
 
@@ -249,11 +250,11 @@ class PrefixLookup:
         True where there is one: this sequence waits and resumes from what the other computes."""
         if not self._prefix_cache.can_share:
             return False
-        state, cached_tokens = self._states[sequence.arrival], self.cached_prefix(sequence).num_tokens
+        state, cached_tokens = self._states[sequence.id], self.cached_prefix(sequence).num_tokens
         for other in ahead:
             common = state.common_tokens(other)
             if common - cached_tokens >= MIN_FOLLOW_TOKENS and other.num_computed < common:
-                self._states[other.arrival].pauses.add(common)
+                self._states[other.id].pauses.add(common)
                 return True
         return False
 
@@ -261,7 +262,7 @@ class PrefixLookup:
 
     def refresh(self, sequence: Sequence, prefill_tokens_s: float) -> CachedPrefix:
         """Ask the tiers once, load where that is faster than computing, and return the cached prefix."""
-        fetch = self._states[sequence.arrival].fetch
+        fetch = self._states[sequence.id].fetch
 
         def refresh() -> bool:
             fetch.ask_once(prefill_tokens_s)
@@ -269,7 +270,7 @@ class PrefixLookup:
             return True
 
         if not self._failures.attempt("lookups", refresh, otherwise=False):
-            self._drop_load(fetch)
+            self._end_fetch(fetch)
         return self.cached_prefix(sequence)
 
     def _tier_answers(self, fetch: _TierFetch, prefill_tokens_s: float) -> TierAnswers:
@@ -287,18 +288,18 @@ class PrefixLookup:
 
     def awaits_tier(self, sequence: Sequence) -> bool:
         """Whether the sequence waits for a load, or for the answer of a tier."""
-        return self._states[sequence.arrival].fetch.is_awaited
+        return self._states[sequence.id].fetch.is_awaited
 
     def seconds_to_wait(self, sequence: Sequence, prefill_tokens_s: float) -> float:
         """Return the time until the sequence gives up what it waits for from a tier; infinity where that is nothing."""
-        return self._states[sequence.arrival].fetch.deadline_s(prefill_tokens_s) - time.monotonic()
+        return self._states[sequence.id].fetch.deadline_s(prefill_tokens_s) - time.monotonic()
 
-    def _drop_load(self, fetch: _TierFetch) -> None:
-        """Abandon the load and the lookup of a sequence that does not wait for them any more."""
+    def _end_fetch(self, fetch: _TierFetch) -> None:
+        """End the lookup and the load of a sequence that does not wait for them any more."""
         fetch.withdraw_lookup()
         load, fetch.load = fetch.load, None
         if load is not None:
-            self._failures.attempt_or_break("releases", lambda: self._prefix_cache.prefetcher.abandon(load), None)
+            self._failures.attempt_or_break("releases", lambda: self._prefix_cache.prefetcher.end_load(load), None)
 
     # A sequence that runs.
 
@@ -308,7 +309,7 @@ class PrefixLookup:
 
         Return False where the sequence keeps waiting: the cached prefix may have shrunk since it was scheduled.
         """
-        state = self._states[sequence.arrival]
+        state = self._states[sequence.id]
         cached_tokens = self.cached_prefix(sequence).num_tokens
         if self._failures.attempt("lookups", lambda: state.fetch.must_ask_again(cached_tokens), otherwise=False):
             state.fetch.ask_again()
@@ -339,7 +340,7 @@ class PrefixLookup:
 
     def _open_insertion(self, sequence: Sequence, lease: Lease, cache: SequenceCache) -> Insertion:
         insertion = self._prefix_cache.insert(lease, cache, sequence.request.salt, sequence.request.resume_at)
-        if sequence.kv_format.plan is not None and not self._prefix_cache.transcoder.precision.options.live:
+        if sequence.kv_format.plan is not None and not self._prefix_cache.transcoder.precision.options.encodes_running:
             self._prefix_cache.transcoder.retarget(insertion.entry, PrecisionTarget(sequence.kv_format.plan))
         return insertion
 
@@ -359,12 +360,12 @@ class PrefixLookup:
         """Return the number of tokens from `at` to the next checkpoint, where prefill pauses. None: there is none."""
         if not self._needs_checkpoints:
             return None
-        pauses = [pause - at for pause in self._states[sequence.arrival].pauses if pause > at]
+        pauses = [pause - at for pause in self._states[sequence.id].pauses if pause > at]
         return min([*pauses, self._checkpoint_every - at % self._checkpoint_every])
 
     def commit_chunk(self, sequence: Sequence) -> None:
         """Make the tokens that a prompt chunk has computed visible to other requests."""
-        state, cache = self._states[sequence.arrival], sequence.cache
+        state, cache = self._states[sequence.id], sequence.cache
         if state.insertion is None or cache is None:
             return
         at, is_prompt_end = cache.num_tokens, not sequence.prefill_left
@@ -376,7 +377,7 @@ class PrefixLookup:
 
     def commit_token(self, sequence: Sequence) -> None:
         """Have the tokens of a reply encoded as soon as a segment is full, and checkpoints taken for a shared tier."""
-        state, cache = self._states[sequence.arrival], sequence.cache
+        state, cache = self._states[sequence.id], sequence.cache
         if sequence.num_generated % SEAL_TOKENS == 0:
             self._record_growth(state, sequence.num_computed)
         if cache is None:
@@ -394,35 +395,34 @@ class PrefixLookup:
 
     def drop_checkpoints(self, sequence: Sequence) -> bool:
         """Drop all checkpoints of a running sequence that has no memory to grow. Return False where it has none."""
-        insertion = self._states[sequence.arrival].insertion
+        insertion = self._states[sequence.id].insertion
         return insertion is not None and self._failures.attempt("reclaims", insertion.drop_checkpoints, otherwise=False)
 
     def held_entries(self, sequence: Sequence) -> set[Entry]:
         """Return the entries that a running sequence reads or writes."""
-        insertion = self._states[sequence.arrival].insertion
+        insertion = self._states[sequence.id].insertion
         return set() if insertion is None else insertion.entries
 
     def leased_ranges(self, sequence: Sequence) -> list[tuple[SpanRange, int]]:
         """Return the cached spans that a running sequence reads, each with the number of its readers."""
-        insertion = self._states[sequence.arrival].insertion
+        insertion = self._states[sequence.id].insertion
         lease = None if insertion is None else insertion.lease
         return [] if lease is None else [(run, lease.readers(run.span)) for run in lease.ranges]
 
     def num_readers(self, sequence: Sequence) -> int:
         """Return how many sequences read the KV that this sequence computes, itself included."""
-        insertion = self._states[sequence.arrival].insertion
+        insertion = self._states[sequence.id].insertion
         return 1 if insertion is None else 1 + insertion.entry.num_leases
 
     # End.
 
     def finish(self, sequence: Sequence, outcome: Outcome) -> None:
         """Release what a sequence holds of the cache; what it has computed stays cached."""
-        arrival = sequence.arrival
-        state = self._states[arrival] if outcome == "preempted" else self._states.pop(arrival)
-        self._orphaned_spans.pop(arrival, None)
+        state = self._states[sequence.id] if outcome == "preempted" else self._states.pop(sequence.id)
+        self._orphaned_spans.pop(sequence.id, None)
         if outcome != "abandoned":
             self._close_insertion(sequence, state)
-        self._drop_load(state.fetch)
+        self._end_fetch(state.fetch)
         if outcome == "preempted":
             state.fetch.ask_again()
         elif outcome == "ended" and sequence.cache is not None:
@@ -432,17 +432,16 @@ class PrefixLookup:
         """Continue with the sequences of a core whose entry table has failed. Running sequences keep the KV that they
         read and leave nothing in the new cache; waiting sequences find it empty."""
         for sequence in sequences.all:
-            arrival = sequence.arrival
-            before = failed._states[arrival]
+            before = failed._states[sequence.id]
             before.fetch.withdraw_lookup()
             read = [] if before.insertion is None else [run.span for run in before.insertion.lease.ranges]
-            if spans := (*failed._orphaned_spans.get(arrival, ()), *read):
-                self._orphaned_spans[arrival] = spans
+            if spans := (*failed._orphaned_spans.get(sequence.id, ()), *read):
+                self._orphaned_spans[sequence.id] = spans
             self.track_sequence(sequence)
-            state = self._states[arrival]
+            state = self._states[sequence.id]
             state.pauses, state.reused_end = before.pauses, before.reused_end
         for sequence in sequences.running.values():
-            self._states[sequence.arrival].insertion = self._prefix_cache.insert_detached(Lease(ReuseClass.FRESH))
+            self._states[sequence.id].insertion = self._prefix_cache.insert_detached(Lease(ReuseClass.FRESH))
 
     def _close_insertion(self, sequence: Sequence, state: _PrefixState) -> None:
         insertion = state.insertion
