@@ -98,12 +98,12 @@ class StepLimits:
 
     free_bytes: int
     max_running: int
-    chunk_tokens: int
+    chunk_tokens: int  # size of chunks while no stream runs
     chunk_tokens_beside_streams: int  # size of chunks while streams run; 0: no chunk in this step
     mixes: bool = False  # whether such chunks ride along with a decode step, and several with each other
     num_passes: int = 0  # passes with chunks so far
-    max_batched_tokens: int = 0  # tokens of several chunks in one pass while no stream runs
-    max_batched_context: int = 0  # tokens that several chunks of one pass may read: they take memory at the same time
+    max_batched_tokens: int = 0  # most tokens of several chunks in one pass while no stream runs
+    max_batched_context: int = 0  # most tokens that such chunks may read: they take memory at the same time
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,9 @@ ENGINE_FAILED = "The engine failed while it worked on this request. See the serv
 class Sequence:
     """A request while it is served: tokens, text, sampler, matcher, and its KV cache while it runs."""
 
-    def __init__(self, request: Request, sink: Sink, max_tokens: int, id: int) -> None:
+    def __init__(self, request: Request, sink: Sink, max_tokens: int, id_: int) -> None:
         self.request = request
-        self.id = id  # inside the engine: grows with arrival and is never used again, unlike the id of a request
+        self.id = id_  # inside the engine: grows with arrival and is never used again, unlike the id of a request
         self.max_tokens = max_tokens  # as requested, or fewer where memory has no space for them
         self.tokens = list(request.prompt)  # prompt and reply
         self.cache: SequenceCache | None = None  # None: waiting
@@ -241,8 +241,8 @@ class SequenceTable:
         """Number of decoding sequences that have a token to come."""
         return sum(not s.prefill_left and s.tokens_wanted > 0 for s in self.running.values())
 
-    def waiting_with_id(self, id: int) -> Sequence:
-        return next(s for s in self.waiting if s.id == id)
+    def waiting_with_id(self, id_: int) -> Sequence:
+        return next(s for s in self.waiting if s.id == id_)
 
     def start_sequence(self, sequence: Sequence) -> None:
         """Move a waiting sequence to the running ones, in order of arrival: a preempted sequence is older than those
