@@ -42,9 +42,13 @@ READS = ("now", "now", "now", "late", "never", "missing", "unreadable")
 # Prompts that share beginnings, some of them longer than two blocks.
 LONG = prompt(600, seed=1)
 PROMPTS = (LONG, LONG[:300], LONG[:530], LONG[:280] + prompt(260, seed=2), prompt(150, seed=3), prompt(180, seed=4))
+# Prompts that no tier has.
+NEW_PROMPTS = (prompt(100, seed=5), prompt(400, seed=6))
 REPLY_TOKENS = (2, 80)
 KV_TOKENS = 720
 SUBMIT_SHARE = 0.5
+FULL_SHARE = 0.2
+PATIENCE_S = 0.2
 MAX_RUN_S = 20.0
 
 
@@ -96,7 +100,8 @@ class ForgedBlocks(NoBlocks):
 
 
 class ForgedTier(NoTier):
-    """Tier in memory. `answers` and `reads` say what happens to the next lookups and reads."""
+    """Tier in memory. `answers` and `reads` say what happens to the next lookups and reads; `is_full`: it takes no
+    blocks."""
 
     limit_bytes = 1 << 30
     read_ahead_bytes = 1 << 20
@@ -105,6 +110,7 @@ class ForgedTier(NoTier):
         super().__init__()
         self.blocks = ForgedBlocks(blocks)
         self.answers = self.reads = "now"
+        self.is_full = False
         self.num_lookups = 0
         self.readings: list[BlockReading] = []
         self._late: list[Callable[[], None]] = []
@@ -116,7 +122,7 @@ class ForgedTier(NoTier):
             give()
 
     def writing(self) -> Writing:
-        return Writing()
+        return Writing(queue_bytes=1000 if self.is_full else 0, limit_bytes=1000)
 
     def look(self, walk: Walk[T], otherwise: T, on_answer: Callable[[], None]) -> Lookup[T]:
         lookup = Lookup(walk, otherwise, time.monotonic(), on_answer)
@@ -143,6 +149,8 @@ class ForgedTier(NoTier):
     def put(self, block: Block, *, replace: bool = False, **_: object) -> Accepted | Refused:
         if block.id in self.blocks.held and not replace:
             return Refused(Refusal.PRESENT, block.nbytes)
+        if self.is_full:
+            return Refused(Refusal.QUEUE_FULL, block.nbytes)
         self.blocks.held[block.id] = block
         return Accepted()
 
@@ -184,7 +192,7 @@ def new_drive(architecture: str, tier: ForgedTier) -> Drive:
     loaded = steady_loaded(architecture)
     limits = EngineLimits(max_running=4, buffer_step_tokens=16, prefill_chunk_tokens=256)
     kv_bytes = Drive(loaded).budget.bytes_for(KV_TOKENS)
-    drive = Drive(loaded, limits, kv_bytes=kv_bytes, tier=tier)
+    drive = Drive(loaded, limits, kv_bytes=kv_bytes, tier=tier, patience_s=PATIENCE_S)
     drive.core.memory.keeps_growth_free = False  # so that sequences are preempted
     do_one_step(drive.core.pacer)
     return drive
@@ -204,10 +212,10 @@ def written_blocks(architecture: str) -> dict[BlockId, Block]:
 
 
 @cache
-def uncached_ids(architecture: str, number: int) -> list[int]:
+def uncached_ids(architecture: str, tokens: tuple[int, ...]) -> list[int]:
     """Return the longest reply to a prompt, from an engine without a cache."""
     drive = Drive(steady_loaded(architecture), EngineLimits(prefill_chunk_tokens=256))
-    client = drive.submit(list(PROMPTS[number]), max(REPLY_TOKENS), DRAWN)
+    client = drive.submit(list(tokens), max(REPLY_TOKENS), DRAWN)
     drive.run()
     return client.ids
 
@@ -240,15 +248,17 @@ class ForgedRun:
         common = (self._forge, self.tier.release_late, self._shrink_before_starts, self._cancel_during_a_load)
         others = (*common * 2, self._shrink, self._lose_block, self._cancel_any)
         for _ in range(num_actions):
-            action = self._submit if self._random.random() < SUBMIT_SHARE else self._random.choice(others)
+            action = self._submit_any if self._random.random() < SUBMIT_SHARE else self._random.choice(others)
             action()
             self._step(self._random.choice((0, 1, 1, 2, 5, 20)))
 
-    def _submit(self) -> None:
-        number, max_tokens = self._random.randrange(len(PROMPTS)), self._random.choice(REPLY_TOKENS)
-        client = self.drive.submit(list(PROMPTS[number]), max_tokens, DRAWN)
+    def _submit_any(self) -> None:
+        self._submit(self._random.choice(PROMPTS), self._random.choice(REPLY_TOKENS))
+
+    def _submit(self, tokens: list[int], max_tokens: int) -> None:
+        client = self.drive.submit(tokens, max_tokens, DRAWN)
         sequence = weakref.ref(self.drive.core.sequences.waiting[-1])
-        self.sent.append(SentRequest(client, uncached_ids(self._architecture, number)[:max_tokens], sequence))
+        self.sent.append(SentRequest(client, uncached_ids(self._architecture, tuple(tokens))[:max_tokens], sequence))
 
     def _cancel_any(self) -> None:
         if self.sent:
@@ -262,6 +272,7 @@ class ForgedRun:
 
     def _forge(self) -> None:
         self.tier.answers, self.tier.reads = self._random.choice(ANSWERS), self._random.choice(READS)
+        self.tier.is_full = self._random.random() < FULL_SHARE
 
     def _shrink(self) -> None:
         """Evict all or some of what is cached."""
@@ -275,7 +286,7 @@ class ForgedRun:
 
     def _cancel_during_a_load(self) -> None:
         self.tier.answers, self.tier.reads = "now", "never"
-        self._submit()
+        self._submit(LONG, 2)
         self._step(2)
         self._cancel(-1)
 
@@ -288,13 +299,32 @@ class ForgedRun:
                 self.drive.core.executor.step()
 
     def finish(self) -> None:
-        """Serve all requests to their end, and one more whose prefix is evicted at each start."""
+        """Serve all requests to their end."""
         self._run_until_idle()
+        self._serve_without_a_lasting_prefix()
+        self._cancel_while_the_tier_is_full()
+        self.tier.is_full = False
+        settle(self.drive)
+
+    def _serve_without_a_lasting_prefix(self) -> None:
+        """Serve a request whose prefix is evicted at each start."""
         self.tier.answers = self.tier.reads = "now"
         self._num_shrunk_starts, self._tokens_at_start = 1_000_000, 0
-        self._submit()
+        self._submit(LONG, 2)
         self._run_until_idle()
-        settle(self.drive)
+        self._num_shrunk_starts = 0
+
+    def _cancel_while_the_tier_is_full(self) -> None:
+        """Cancel the only request, which waits until the tier takes KV that has to go."""
+        self.drive.prefix_cache.evictor.clear(tier="hot")
+        self.tier.is_full = True
+        for tokens in NEW_PROMPTS:
+            self._submit(tokens, 2)
+            self._run_until_idle()
+        self._submit([*NEW_PROMPTS[0], *prompt(350, seed=7)], 2)
+        self._step(2)
+        assert self.drive.core.sequences.waiting, "it does not wait for the tier"
+        self._cancel(-1)
 
     def _run_until_idle(self) -> None:
         until_s = time.monotonic() + MAX_RUN_S
@@ -319,14 +349,12 @@ class ForgedRun:
         assert not any(sent.sequence() for sent in self.sent), "a sequence that has ended is kept"
 
 
-@pytest.mark.parametrize(
-    ("architecture", "seed"), [*(("llama", seed) for seed in range(6)), *(("qwen3_next", seed) for seed in range(2))]
-)
+@pytest.mark.parametrize(("architecture", "seed"), [*(("llama", seed) for seed in range(5)), ("qwen3_next", 0)])
 def test_requests_end_with_their_tokens_whatever_a_tier_answers(
     architecture: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefix_lookup, "LOOKUP_S", 0.01)
     run = ForgedRun(architecture, seed)
-    run.play(num_actions=16)
+    run.play(num_actions=12)
     run.finish()
     run.check()

@@ -74,7 +74,7 @@ def test_ladder_and_disk_together_lose_no_tokens(tmp_path: Path) -> None:
         assert dropped(cache) == {}
 
 
-def test_most_bytes_evicts_without_disk_and_counts_lost_tokens(tmp_path: Path) -> None:
+def test_hard_limit_evicts_without_disk_and_counts_lost_tokens(tmp_path: Path) -> None:
     resumes = threading.Event()
     with store_on(tmp_path, queue_bytes=BLOCK_BYTES, files=FaultyFiles(before={"sync": wait_for(resumes)})) as cache:
         fill(cache)
