@@ -7,7 +7,6 @@ import itertools
 
 import mlx.core as mx
 
-from kvstrata.disk.tier import DiskTier
 from kvstrata.engine.background import BackgroundPacer
 from kvstrata.engine.budget import Budget
 from kvstrata.engine.build import ServedModel, build_core
@@ -21,6 +20,7 @@ from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.tier_client import TierClient
 from kvstrata.text.detokenizer import Detokenizer
+from kvstrata.tier.base import Tier
 from kvstrata.tier.nothing import NoTier
 from tests.tiny import layout_of
 
@@ -70,7 +70,7 @@ class Drive:
         *,
         kv_bytes: int | None = None,
         storage: KvConfig | None = None,
-        tier: DiskTier | None = None,
+        tier: Tier | None = None,
         patience_s: float = 60.0,
         layout: Layout | None = None,
     ) -> None:

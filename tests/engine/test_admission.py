@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from kvstrata.engine.admission import Admission
+from kvstrata.prefix_cache.matching import NO_PREFIX
 from tests.prefix_cache.kv import new_cache
 
 PATIENCE_S = 5.0
@@ -35,12 +36,12 @@ def test_request_starts_as_soon_as_it_nearly_fits(
         failures=new_cache().failures,
         disk=SimpleNamespace(patience_s=PATIENCE_S),
     )
-    request: Any = SimpleNamespace(arrival=1)
+    request: Any = SimpleNamespace(id=1)
     admission = Admission(
         cast("Any", cache),
-        *cast("Any", (None, None, SimpleNamespace(prefix_entries=lambda _: ()), None)),
+        *cast("Any", (None, None, SimpleNamespace(cached_prefix=lambda _: NO_PREFIX), None)),
         max_running=1,
-        joined_context=0,
+        max_batched_context=0,
         mixes=False,
         clock=lambda: 100.0,
     )

@@ -93,7 +93,9 @@ def test_precision_stays_without_ladder() -> None:
 def test_long_conversation_steps_down_at_configured_length(live: bool) -> None:
     steps = ((600, parse("planes:8")), (1200, parse("planes:4")))
     drive = Drive(
-        tiny_loaded("llama"), EngineLimits(prefill_chunk_tokens=300), storage=KvConfig(dynamic_at=steps, live=live)
+        tiny_loaded("llama"),
+        EngineLimits(prefill_chunk_tokens=300),
+        storage=KvConfig(dynamic_at=steps, encodes_running=live),
     )
     for tokens, expected in ((500, {"raw"}), (700, {"planes:8"}), (1300, {"planes:4"})):
         drive.submit(prompt(tokens, seed=tokens), 8)

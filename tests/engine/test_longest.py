@@ -30,7 +30,7 @@ LAYER_8B = LayerSpec("full", token_bytes=8 * 256 * 2, kv_heads=8, k_dim=128, v_d
 LAYOUT_8B = Layout((LAYER_8B,) * 32)
 CHUNK = 64
 RAW_HOLDS = 1000
-FOUR = KvConfig(k=parse("planes:4"), v=parse("planes:4"), live=True, recent_raw_tokens=32)
+FOUR = KvConfig(k=parse("planes:4"), v=parse("planes:4"), encodes_running=True, recent_raw_tokens=32)
 STORAGES = {
     "live": FOUR,
     "dynamic": KvConfig(dynamic=True, recent_raw_tokens=32),
@@ -91,7 +91,7 @@ def test_shape_of_8b_model_fits_in_6_gib() -> None:
     assert budget.most_tokens() == 49_152
     with pytest.raises(NeverFits):
         budget.reply_tokens(60_000, 100)
-    live = KvConfig(k=parse("planes:4"), v=parse("planes:4"), live=True)
+    live = KvConfig(k=parse("planes:4"), v=parse("planes:4"), encodes_running=True)
     budget = Budget(6 * GIB, 0, LAYOUT_8B.token_bytes, make_formats(LAYOUT_8B, live, 2048))
     assert budget.reply_tokens(60_000, 100) == 100
     assert 175_000 < budget.most_tokens(budget.formats[0]) < 188_000

@@ -223,7 +223,7 @@ def test_mlx_stays_within_the_memory_limit_while_kv_is_encoded() -> None:
         loaded,
         EngineLimits(memory_bytes=limit_bytes, max_running=4, prefill_chunk_tokens=64, context_tokens=1024),
         Metrics(),
-        KvConfig(k=parse("planes:4"), v=parse("planes:4"), live=True),
+        KvConfig(k=parse("planes:4"), v=parse("planes:4"), encodes_running=True),
     )
     engine.start()
     mx.reset_peak_memory()

@@ -414,7 +414,7 @@ def test_prompt_repeated_a_hundred_times_is_encoded_once() -> None:
 
 
 def test_live_sequences_are_encoded_and_finish() -> None:
-    storage = KvConfig(k=parse("planes:8"), v=parse("planes:8"), live=True)
+    storage = KvConfig(k=parse("planes:8"), v=parse("planes:8"), encodes_running=True)
     drive = Drive(tiny_loaded("llama"), EngineLimits(prefill_chunk_tokens=128), storage=storage)
     clients = [drive.submit([*prompt(700), *prompt(50, seed=i + 1)], 300, DRAWN) for i in range(3)]
     while not all(len(client.ids) > 270 for client in clients):

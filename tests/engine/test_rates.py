@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from kvstrata.engine.runner import PendingStep
-from kvstrata.engine.scheduler import MIN_BESIDE_TOKENS
+from kvstrata.engine.scheduler import MIN_CHUNK_BESIDE_STREAMS
 from kvstrata.engine.speeds import FRESH_CHUNKS, WINDOW_S, StepSpeeds, TokenRate
 from kvstrata.metrics import Metrics
 
@@ -119,21 +119,21 @@ def test_separate_chunks_and_streams_slow_each_other_down() -> None:
 
 def test_chunks_beside_streams_converge_to_their_share() -> None:
     engine = Engine(share=0.5)
-    assert engine.speeds.beside_tokens(1) == 0, "no step was measured yet"
+    assert engine.speeds.chunk_tokens_beside_streams(1) == 0, "no step was measured yet"
     engine.speeds.count_chunk(800, 1.0, has_streams=False)
     engine.run_single(0.05)
     sizes = []
     for _ in range(FRESH_CHUNKS):
-        sizes.append(engine.speeds.beside_tokens(1))
+        sizes.append(engine.speeds.chunk_tokens_beside_streams(1))
         engine.run_single(0.07 + 0.001 * sizes[-1], prompt_tokens_beside=sizes[-1])
     # 0.07 + 0.001 * 30 is two steps.
     assert sizes[0] == 40
     assert set(sizes[8:]) <= {29, 30, 31}
     # A step without a chunk has to be measured again.
-    assert engine.speeds.beside_tokens(1) == 0
+    assert engine.speeds.chunk_tokens_beside_streams(1) == 0
     engine.run_single(0.06)
-    assert engine.speeds.beside_tokens(1) > 0
-    assert engine.speeds.beside_tokens(2) == 0, "no step of two streams was measured"
+    assert engine.speeds.chunk_tokens_beside_streams(1) > 0
+    assert engine.speeds.chunk_tokens_beside_streams(2) == 0, "no step of two streams was measured"
 
 
 def test_prompts_get_their_share_of_the_time() -> None:
@@ -142,9 +142,9 @@ def test_prompts_get_their_share_of_the_time() -> None:
         engine = Engine(share=share, max_chunk=1000)
         engine.run_single(0.1)
         for _ in range(50):
-            size = engine.speeds.beside_tokens(1)
+            size = engine.speeds.chunk_tokens_beside_streams(1)
             engine.run_single(0.1 + 0.001 * size, prompt_tokens_beside=size)
-        sizes.append(engine.speeds.beside_tokens(1))
+        sizes.append(engine.speeds.chunk_tokens_beside_streams(1))
     assert sizes == pytest.approx([25, 100, 400], rel=0.1)
 
 
@@ -154,8 +154,8 @@ def test_chunks_with_a_high_fixed_cost_are_spread_over_steps() -> None:
     engine.run_single(0.045)
     spent, prompt_tokens = 0.0, 0
     for _ in range(300):
-        size = engine.speeds.beside_tokens(1)
-        assert size in (0, MIN_BESIDE_TOKENS)
+        size = engine.speeds.chunk_tokens_beside_streams(1)
+        assert size in (0, MIN_CHUNK_BESIDE_STREAMS)
         cost = 0.058 + 0.0036 * size if size else 0.0
         spent += cost
         prompt_tokens += size

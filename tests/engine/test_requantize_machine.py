@@ -43,7 +43,7 @@ class Played:
 
     def __post_init__(self) -> None:
         limits = EngineLimits(max_running=3, buffer_step_tokens=64, prefill_chunk_tokens=128)
-        storage = KvConfig(live=self.live, first_raw_tokens=2, recent_raw_tokens=8, min_quantize_tokens=16)
+        storage = KvConfig(encodes_running=self.live, first_raw_tokens=2, recent_raw_tokens=8, min_quantize_tokens=16)
         self.drive = Drive(loaded(), limits, storage=storage)
         do_one_step(self.drive.core.pacer)
 

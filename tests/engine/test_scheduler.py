@@ -19,9 +19,9 @@ from kvstrata.engine.scheduler import (
     SequenceInput,
     StepLimits,
     StepPlan,
-    beside_tokens,
     buffer_tokens,
     chunk_tokens,
+    chunk_tokens_beside_streams,
     schedule,
 )
 
@@ -155,26 +155,30 @@ def test_remainder_hardly_longer_than_a_chunk_joins_it() -> None:
 
 def test_short_prompts_share_a_pass_up_to_its_fixed_cost() -> None:
     prompts = [SequenceInput(i, 10, prefill_left=left) for i, left in enumerate([90, 30, 400, 60, 1])]
-    alone = schedule([], prompts, StepLimits(0, 8, 256, 0, mixes=True, joined_tokens=100, joined_context=1000))
+    alone = schedule(
+        [], prompts, StepLimits(0, 8, 256, 0, mixes=True, max_batched_tokens=100, max_batched_context=1000)
+    )
     assert alone.prefill == (Chunk(4, 1), Chunk(1, 30), Chunk(3, 60))
     assert alone.decode == (1, 3, 4), "their prompts end with this pass"
     stream = SequenceInput(9, 10, prefill_left=0)
     beside = schedule(
         [],
         [*prompts, stream],
-        StepLimits(0, 8, 256, 128, mixes=True, num_passes=3, joined_tokens=100, joined_context=1000),
+        StepLimits(0, 8, 256, 128, mixes=True, num_passes=3, max_batched_tokens=100, max_batched_context=1000),
     )
     assert beside.prefill == (Chunk(0, 90), Chunk(4, 1), Chunk(1, 30)), "the oldest has its turn"
     assert (beside.is_mixed, beside.decode) == (True, (9,))
-    never = schedule([], prompts, StepLimits(0, 8, 256, 0, mixes=False, joined_tokens=100, joined_context=1000))
+    never = schedule(
+        [], prompts, StepLimits(0, 8, 256, 0, mixes=False, max_batched_tokens=100, max_batched_context=1000)
+    )
     assert never.prefill == (Chunk(4, 1),)
     # What they read is in memory at the same time.
     long = [replace(prompt, context=300) for prompt in prompts]
-    few = schedule([], long, StepLimits(0, 8, 256, 0, mixes=True, joined_tokens=100, joined_context=700))
+    few = schedule([], long, StepLimits(0, 8, 256, 0, mixes=True, max_batched_tokens=100, max_batched_context=700))
     assert few.prefill == (Chunk(4, 1), Chunk(1, 30))
-    exact = schedule([], long, StepLimits(0, 8, 256, 0, mixes=True, joined_tokens=100, joined_context=631))
+    exact = schedule([], long, StepLimits(0, 8, 256, 0, mixes=True, max_batched_tokens=100, max_batched_context=631))
     assert exact.prefill == (Chunk(4, 1), Chunk(1, 30))
-    less = schedule([], long, StepLimits(0, 8, 256, 0, mixes=True, joined_tokens=100, joined_context=630))
+    less = schedule([], long, StepLimits(0, 8, 256, 0, mixes=True, max_batched_tokens=100, max_batched_context=630))
     assert less.prefill == (Chunk(4, 1),)
 
 
@@ -187,7 +191,9 @@ def test_chunks_of_a_pass_belong_to_different_prompts_within_its_size(
     mixes: bool,
 ) -> None:
     waiting, running, free, most = situation
-    result = schedule(waiting, running, StepLimits(free, most, 256, beside, mixes, turn, joined, joined_context=1000))
+    result = schedule(
+        waiting, running, StepLimits(free, most, 256, beside, mixes, turn, joined, max_batched_context=1000)
+    )
     given = {sequence.id: sequence for sequence in (*running, *waiting)}
     longest = {id_: min(s.prefill_left, s.chunk_limit or s.prefill_left) for id_, s in given.items()}
     assert len({chunk.id for chunk in result.prefill}) == len(result.prefill)
@@ -220,7 +226,7 @@ class Machine:
         """Return the tokens of the next chunk, and the time that it added to a step."""
         known = self._added[-6:], self._steps_since_chunk
         sharing = PrefillSharing(share, self.step_s, self._alone_tokens_s, *known, self._cost)
-        tokens = beside_tokens(sharing, least=least, most=256)
+        tokens = chunk_tokens_beside_streams(sharing, least=least, most=256)
         if not tokens:
             self._steps_since_chunk += 1
             return 0, 0.0
@@ -291,20 +297,23 @@ def test_recent_short_chunks_do_not_shrink_long_ones(fixed_s: float, took_s: flo
     """A pass of 2,048 tokens takes 40 ms with its fixed cost: chunks of 90 tokens that took as long ended prompts."""
     cost = PassCost(51_200, 2048, 0.04, (0.04 - fixed_s) / 2048)
     sharing = PrefillSharing(0.5, 0.006, 90_000.0, [ChunkCost(90, took_s)], 60, cost)
-    assert beside_tokens(sharing, least=16, most=4096) == size
+    assert chunk_tokens_beside_streams(sharing, least=16, most=4096) == size
 
 
 def test_unmeasured_step_allows_no_chunk_and_full_share_allows_all() -> None:
-    assert beside_tokens(PrefillSharing(0.5, 0.0, 200.0), least=4, most=256) == 0
-    assert beside_tokens(PrefillSharing(1.0, 0.0, 200.0), least=4, most=256) == 256
-    assert beside_tokens(PrefillSharing(0.5, 0.05, 200.0), least=4, most=256) == 10
-    assert beside_tokens(PrefillSharing(0.5, 0.05, 0.0), least=4, most=256) == 4
+    assert chunk_tokens_beside_streams(PrefillSharing(0.5, 0.0, 200.0), least=4, most=256) == 0
+    assert chunk_tokens_beside_streams(PrefillSharing(1.0, 0.0, 200.0), least=4, most=256) == 256
+    assert chunk_tokens_beside_streams(PrefillSharing(0.5, 0.05, 200.0), least=4, most=256) == 10
+    assert chunk_tokens_beside_streams(PrefillSharing(0.5, 0.05, 0.0), least=4, most=256) == 4
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(0, 0), (5, 0), (6, 64)])
 def test_the_first_chunk_beside_streams_waits_until_steps_have_saved_its_time(steps: int, expected: int) -> None:
     """It costs 64 / 200 s by the speed without streams; each step saves 0.05 s."""
-    assert beside_tokens(PrefillSharing(0.5, 0.05, 200.0, steps_since_chunk=steps), least=64, most=256) == expected
+    assert (
+        chunk_tokens_beside_streams(PrefillSharing(0.5, 0.05, 200.0, steps_since_chunk=steps), least=64, most=256)
+        == expected
+    )
 
 
 @given(st.floats(0, 1e6), st.integers(MIN_CHUNK_TOKENS, 4096))

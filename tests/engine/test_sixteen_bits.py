@@ -187,7 +187,7 @@ def test_live_encoding_loses_little_beside_16_bits(case: str) -> None:
     m = sixteen(case, "bfloat16", 0)
     ids = tuple((m.ids * 8)[:500])
     drive = drive_with(
-        m, case, storage=KvConfig(k=parse("planes:8"), v=parse("planes:8"), live=True, recent_raw_tokens=32)
+        m, case, storage=KvConfig(k=parse("planes:8"), v=parse("planes:8"), encodes_running=True, recent_raw_tokens=32)
     )
     client = drive.submit(list(ids), 40, dataclasses.replace(FIRST_TOKEN, num_logprobs=VOCAB))
     drive.run()
@@ -244,7 +244,7 @@ def test_trimmed_span_is_gathered_again() -> None:
     drive = drive_with(m, "llama", storage=KvConfig(k=parse("planes:8"), v=parse("planes:8"), min_quantize_tokens=0))
     ask(drive, (m.ids * 9)[:600])
     (entry,) = drive.prefix_cache.table.entries
-    drive.prefix_cache.evictor.shrink_to(drive.prefix_cache.table.nbytes - 1)
+    drive.prefix_cache.evictor.evict_to(drive.prefix_cache.table.nbytes - 1)
     settle(drive)
     assert entry.span.num_tokens == 512
     assert num_arrays(entry.span) == 10

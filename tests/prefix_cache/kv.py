@@ -135,7 +135,7 @@ def new_cache(
     watcher: CacheListener | None = None,
 ) -> PrefixCache:
     codec = parse(name)
-    config = CacheConfig(k=codec, v=codec, min_quantize_tokens=min_quantize_tokens, live=live, ttl_s=ttl_s)
+    config = CacheConfig(k=codec, v=codec, min_quantize_tokens=min_quantize_tokens, encodes_running=live, ttl_s=ttl_s)
     identity = Identity(fingerprint, "float32", tuple(spec.signature for spec in layout.flat()))
     plan_of, limits = partial(make_plan, layout), CacheLimits(hot_bytes)
     return PrefixCache(layout, identity, config, limits, plan_of, listener=watcher, clock=clock or Clock())

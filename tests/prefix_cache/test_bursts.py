@@ -73,13 +73,13 @@ def test_ladder_and_disk_together_lose_no_tokens(tmp_path: Path) -> None:
         assert dropped(cache) == {}
 
 
-def test_most_bytes_evicts_without_disk_and_counts_lost_tokens(tmp_path: Path) -> None:
+def test_hard_limit_evicts_without_disk_and_counts_lost_tokens(tmp_path: Path) -> None:
     resumes = threading.Event()
     with store_on(tmp_path, queue_bytes=BLOCK_BYTES, files=FaultyFiles(before={"sync": wait_for(resumes)})) as cache:
         fill(cache)
         assert cache.reclaimer.shrink_to(MIB) == "awaits_disk"
         assert cache.table.nbytes == 10 * MIB
-        cache.reclaimer.shrink_to(5 * MIB, most_bytes=5 * MIB)
+        cache.reclaimer.shrink_to(5 * MIB, hard_limit_bytes=5 * MIB)
         assert cache.table.nbytes <= 5 * MIB
         # The queue has the first block of one evicted chat.
         assert dropped(cache) == {"disk_slow": 5 * 1024 - 256}
@@ -117,7 +117,7 @@ def test_leaf_on_disk_is_evicted_before_leaf_that_would_be_lost(tmp_path: Path) 
         cache.candidates._clock.now_s += 1e6  # pyright: ignore[reportFunctionMemberAccess]
         cache.release(cache.lease(CHATS[-1], ""))
         files.before = {"sync": wait_for(resumes)}
-        cache.reclaimer.shrink_to(cache.table.nbytes - 2 * MIB, most_bytes=cache.table.nbytes - 2 * MIB)
+        cache.reclaimer.shrink_to(cache.table.nbytes - 2 * MIB, hard_limit_bytes=cache.table.nbytes - 2 * MIB)
         assert cache.lookup(CHATS[-1], "").num_tokens == 0
         assert dropped(cache) == {}
         resumes.set()

@@ -44,7 +44,7 @@ def test_tokens_behind_divergence_are_superseded_and_evicted_first() -> None:
     store_tokens(cache, (*PROMPT, *ANSWER, 1, 2, 3), session="a")
     assert superseded_tokens(cache) == len(THINKING + ANSWER)
     settle(cache)
-    cache.evictor.shrink_to(cache.table.nbytes - 1)
+    cache.evictor.evict_to(cache.table.nbytes - 1)
     assert cached_tokens(cache, (*PROMPT, *ANSWER, 1, 2, 3)) == len(PROMPT) + len(ANSWER) + 3
     assert cached_tokens(cache, PROMPT + THINKING + ANSWER) == len(PROMPT)
     assert cache.counters["evicted_tokens"] == len(THINKING + ANSWER)
@@ -113,10 +113,10 @@ def test_pinned_superseded_tokens_stay_until_unpinned() -> None:
     cache.pins.pin(PROMPT + THINKING, "")
     store_tokens(cache, (*PROMPT, *ANSWER, 1), session="a")
     settle(cache)
-    cache.evictor.shrink_to(0)
+    cache.evictor.evict_to(0)
     assert cached_tokens(cache, PROMPT + THINKING) == len(PROMPT + THINKING)
     cache.pins.unpin(PROMPT + THINKING, "")
-    cache.evictor.shrink_to(cache.table.nbytes - 1)
+    cache.evictor.evict_to(cache.table.nbytes - 1)
     assert cached_tokens(cache, PROMPT + THINKING) < len(PROMPT + THINKING)
 
 
@@ -177,9 +177,9 @@ def test_superseded_tokens_are_not_written_to_disk(tmp_path: Path) -> None:
         serve(cache, PROMPT, THINKING, session="a")
         serve(cache, (*PROMPT, *ANSWER, 1), (2, 3), session="a")
         settle(cache)
-        cache.evictor.shrink_to(cache.table.nbytes - 1)
+        cache.evictor.evict_to(cache.table.nbytes - 1)
         assert cache.counters["dropped_tokens_superseded"] == len(THINKING)
-        cache.evictor.shrink_to(0)
+        cache.evictor.evict_to(0)
         assert reachable(cache, [*PROMPT, *ANSWER, 1, 2, 3]) == len(PROMPT) + len(ANSWER) + 3
         assert reachable(cache, [*PROMPT, *THINKING]) == len(PROMPT)
 

@@ -64,7 +64,7 @@ class ConversationMoves:
 
     def shrink(self) -> None:
         most_bytes = int(self.prefix_cache.table.nbytes * self.source.choice([0, 0.3, 0.7, 0.95]))
-        self.prefix_cache.reclaimer.shrink_to(most_bytes, 0.0, most_bytes=most_bytes)
+        self.prefix_cache.reclaimer.shrink_to(most_bytes, 0.0, hard_limit_bytes=most_bytes)
 
     def load(self) -> None:
         tokens = self.source.choice(self.cached)

@@ -80,7 +80,7 @@ def test_eviction_without_time_writes_a_span_as_it_is(tmp_path: Path, num_encode
     with store_on(tmp_path, name="planes:8") as cache:
         tokens = random_tokens(NUM_TOKENS, 1)
         store_tokens(cache, tokens)
-        cache.reclaimer.shrink_to(0, 0.0, most_bytes=0)
+        cache.reclaimer.shrink_to(0, 0.0, hard_limit_bytes=0)
         assert cache.table.nbytes == 0
         assert num_encoded == [0]
         assert written(cache) == reachable(cache, tokens) == NUM_TOKENS

@@ -55,7 +55,7 @@ def check_all(cache: PrefixCache, tokens: list[int]) -> None:
 def test_eviction_of_joined_spans_writes_them(layout: Layout, num_turns: int, tmp_path: Path) -> None:
     with store_on(tmp_path, layout) as cache:
         tokens = unsettled_chat(cache, num_turns)
-        cache.reclaimer.shrink_to(cache.table.nbytes, 0.0, most_bytes=cache.table.nbytes - 1)
+        cache.reclaimer.shrink_to(cache.table.nbytes, 0.0, hard_limit_bytes=cache.table.nbytes - 1)
         assert cache.usage.counters()["evicted_tokens"] == 20
         assert written(cache) == reachable(cache, tokens) == len(tokens)
 
@@ -78,7 +78,7 @@ def test_eviction_of_leaf_writes_its_parent_first(tmp_path: Path) -> None:
         first.seal()
         store_tokens(cache, tokens)
         first.end()
-        cache.reclaimer.shrink_to(cache.table.nbytes, 0.0, most_bytes=cache.table.nbytes - 1)
+        cache.reclaimer.shrink_to(cache.table.nbytes, 0.0, hard_limit_bytes=cache.table.nbytes - 1)
         assert 0 < cache.lookup(tokens, "").num_tokens < 600
         assert written(cache) == reachable(cache, tokens) == 600
 
@@ -123,7 +123,7 @@ def test_block_loader_unreadable_block_is_removed_and_rewritten(tmp_path: Path) 
         loading = begin_load(cache, tokens)
         while not loading.is_done:
             cache.run_background(0)
-        cache.prefetcher.abandon(loading)
+        cache.prefetcher.end_load(loading)
         assert cache.usage.counters()["unreadable_blocks"] == 1
         assert reachable(cache, tokens) == 0
         write_turns(cache, tokens, [300])
@@ -307,7 +307,7 @@ def test_eviction_encodes_leaf_and_leaves_its_parent_raw(tmp_path: Path) -> None
         settle(cache)
         above, leaf = cache.table.entries
         cache.requantizer.requantize(PrecisionChange(k=parse("planes:8"), v=parse("planes:8")), plan("planes:8"))
-        cache.reclaimer.shrink_to(cache.table.nbytes, most_bytes=cache.table.nbytes - 1)
+        cache.reclaimer.shrink_to(cache.table.nbytes, hard_limit_bytes=cache.table.nbytes - 1)
         assert tuple(cache.table.entries) == (above,)
         assert not leaf.nodes
         assert cache.counters["encoded_spans"] == 1
@@ -378,7 +378,7 @@ def test_eviction_encodes_short_prefix_before_writing_it(tmp_path: Path) -> None
         store_tokens(cache, tokens[:SHORT])
         settle(cache)
         store_tokens(cache, tokens)  # its background work has not begun
-        cache.reclaimer.shrink_to(0, 60.0, most_bytes=0)
+        cache.reclaimer.shrink_to(0, 60.0, hard_limit_bytes=0)
         assert written(cache) == len(tokens)
         assert precisions_on_disk(cache) == {"planes:8"}
 

@@ -97,6 +97,6 @@ def test_dry_run_assesses_one_entry_in_each_step() -> None:
     steps = cache.requantizer.requantize_in_steps(PrecisionChange(dry_run=True), plan)
     for _ in range(5):
         next(steps)
-    cache.evictor.shrink_to(cache.table.nbytes // 2)  # other work runs between the steps
+    cache.evictor.evict_to(cache.table.nbytes // 2)  # other work runs between the steps
     assert sum(1 for _ in steps) >= 15
     assert cache.requantizer.requantize(PrecisionChange(dry_run=True), plan).spans == len(cache.table.entries) < 20

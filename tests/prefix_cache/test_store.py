@@ -189,7 +189,7 @@ def test_small_reclaim_trims_only_the_end_of_a_conversation(is_trimmed: bool) ->
         settle(cache)
     # Entries that wait to be trimmed are evicted too where streams cannot wait for the transcoder.
     most_bytes = cache.table.nbytes - 10 * TOKEN_BYTES
-    cache.reclaimer.shrink_to(most_bytes, slice_s=0.0, most_bytes=most_bytes)
+    cache.reclaimer.shrink_to(most_bytes, slice_s=0.0, hard_limit_bytes=most_bytes)
     assert cached_tokens(cache, tokens(1500)) == 1280
     assert active_bytes() - before == pytest.approx(cache.table.nbytes, rel=0.02)
     assert cache.table.nbytes == 1280 * TOKEN_BYTES

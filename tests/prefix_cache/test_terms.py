@@ -71,7 +71,7 @@ def test_pins_random_operations_match_list_of_terms(steps: list[tuple]) -> None:
         pinned_now = {(entry.salt, PROMPTS.index(_tokens(entry))) for entry in cache.table.entries if entry.is_pinned}
         assert pinned_now == pinned()
         assert (cache.pins.seconds_to_expiry() == math.inf) == (not terms)
-    cache.evictor.shrink_to(0)
+    cache.evictor.evict_to(0)
     for salt in SALTS:
         for number, prompt in enumerate(PROMPTS):
             assert cache.lookup(prompt, salt).num_tokens == 60 * ((salt, number) in pinned())
@@ -162,6 +162,6 @@ def test_pins_survive_take_over_from_failed_cache() -> None:
     store_tokens(cache, PROMPTS[0][:30])
     assert not any(entry.is_pinned for entry in cache.table.entries)
     store_tokens(cache, PROMPTS[0])
-    cache.evictor.shrink_to(0)
+    cache.evictor.evict_to(0)
     assert cache.lookup(PROMPTS[0], "").num_tokens == 60
     assert cache.pins.pinned_bytes(None) == cache.table.nbytes > 0

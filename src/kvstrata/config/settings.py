@@ -295,7 +295,7 @@ class Settings(BaseSettings):
         "ones stay at full precision", panel="KV cache", unit="tokens", ge=0,
     )  # fmt: skip
     kv_cache_live: bool = setting(
-        CacheConfig.live, "Encode the KV of running requests too, not only what they leave behind",
+        CacheConfig.encodes_running, "Encode the KV of running requests too, not only what they leave behind",
         panel="KV cache",
     )  # fmt: skip
     kv_cache_first_raw: int = setting(

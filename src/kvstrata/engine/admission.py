@@ -143,8 +143,8 @@ class Schedule:
 class Admission:
     """Builds the input of the scheduler, and reclaims memory for the requests that it admits.
 
-    `joined_context`: tokens that several chunks of one pass may read in all. `mixes`: chunks ride along with a decode
-    step, and several with each other.
+    `max_batched_context`: most tokens that several chunks of one pass may read. `mixes`: chunks ride along with a
+    decode step, and several with each other.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Admission:
         speeds: StepSpeeds,
         *,
         max_running: int,
-        joined_context: int,
+        max_batched_context: int,
         mixes: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -169,11 +169,11 @@ class Admission:
         self._prefixes = prefixes
         self._speeds = speeds
         self._max_running = max_running
-        self._joined_context = joined_context
+        self._max_batched_context = max_batched_context
         self._mixes = mixes
         self._clock = clock
         self._lease: Lease | None = None  # on the cached prefixes of waiting requests, while memory is reclaimed
-        self._disk_waits: dict[int, float] = {}  # by arrival: since when a request waits for the disk to take KV
+        self._disk_waits: dict[int, float] = {}  # by id: since when a request waits for the disk to take KV
         self.waits_for_memory = False  # a request waits for memory, or until its prefix is encoded
 
     def schedule(self) -> Schedule:
@@ -212,11 +212,11 @@ class Admission:
             free_bytes=self.memory.free_or_evictable_bytes,
             max_running=self._max_running,
             chunk_tokens=speeds.chunk_tokens(),
-            beside_tokens=speeds.beside_tokens(num_streams),
+            chunk_tokens_beside_streams=speeds.chunk_tokens_beside_streams(num_streams),
             mixes=self._mixes,
             num_passes=speeds.num_passes,
-            joined_tokens=speeds.pass_cost.pass_tokens,
-            joined_context=self._joined_context,
+            max_batched_tokens=speeds.pass_cost.pass_tokens,
+            max_batched_context=self._max_batched_context,
         )
 
     # Input of the scheduler.
@@ -239,7 +239,7 @@ class Admission:
 
     def _waiting_input(self, sequence: Sequence, cached: CachedPrefix, *, is_blocked: bool) -> SequenceInput:
         return SequenceInput(
-            sequence.arrival,
+            sequence.id,
             nbytes=self.memory.admission_bytes(sequence, cached),
             prefill_left=len(sequence.tokens) - 1 - cached.num_tokens,
             chunk_limit=self._prefixes.chunk_limit(sequence, cached.num_tokens),
@@ -250,7 +250,7 @@ class Admission:
     def _running_input(self, sequence: Sequence) -> SequenceInput:
         assert sequence.cache is not None
         return SequenceInput(
-            sequence.arrival,
+            sequence.id,
             nbytes=self.memory.budget.bytes_held_by(sequence.cache, sequence.kv_format),
             prefill_left=sequence.prefill_left,
             chunk_limit=self._prefixes.chunk_limit(sequence, sequence.num_computed),
@@ -277,9 +277,9 @@ class Admission:
         if any(map(self._prefixes.awaits_tier, self._sequences.waiting)):
             return "unchanged"
         self._release_lease()  # entries of the lease may be evicted
-        sequence, budget = self._sequences.waiting_at(oldest.id), self.memory.budget
+        sequence, budget = self._sequences.waiting_with_id(oldest.id), self.memory.budget
         least_bytes = budget.bytes_for(len(sequence.tokens), sequence.kv_format)
-        prompt, need_bytes = sequence.ids()[:-1], oldest.nbytes - free_bytes
+        prompt, need_bytes = sequence.lookup_ids, oldest.nbytes - free_bytes
         salt, keeps_used = sequence.request.salt, least_bytes > free_bytes
         has_shortened = self._failures.attempt_or_break(
             "reclaims",
@@ -304,7 +304,7 @@ class Admission:
         """Reclaim memory for the admitted requests, in their order; return how many of them may start now. Where no
         stream decodes, all work for that is done at once."""
         sequences = self._sequences
-        admitted = [sequences.waiting_at(arrival) for arrival in plan.admit]
+        admitted = [sequences.waiting_with_id(each) for each in plan.admit]
         if not admitted:
             self._release_lease()
             return 0
@@ -312,7 +312,7 @@ class Admission:
             self.memory.bytes_at_start(sequence, self._prefixes.cached_prefix(sequence).num_tokens)
             for sequence in admitted
         ]
-        growing_bytes = sum(self._grow_bytes(sequences.running[arrival]) for arrival in plan.grow)
+        growing_bytes = sum(self._grow_bytes(sequences.running[each]) for each in plan.grow)
         limit_bytes = self.memory.bytes_beside_running(growing_bytes)
         return self.reclaim_for(admitted, need_bytes, limit_bytes, slice_s=0.0 if sequences.has_streams else math.inf)
 
@@ -332,7 +332,7 @@ class Admission:
     def _reclaim_for(self, requests: list[Sequence], sizes: tuple[int, ...], limit_bytes: int, slice_s: float) -> int:
         if not self._reclaimer.fits(limit_bytes - sum(sizes)):
             # Some entries have to go, but none that these requests would resume from.
-            self._lease_entries([entry for each in requests for entry in self._prefixes.prefix_entries(each)])
+            self._lease_entries([entry for each in requests for entry in self._prefixes.cached_prefix(each).entries])
         for number, (request, nbytes) in enumerate(zip(requests, sizes, strict=True)):
             limit_bytes -= nbytes
             if self._must_wait(request, limit_bytes, slice_s):
@@ -345,23 +345,23 @@ class Admission:
         shrunk = "done" if reclaimer.fits_for_now(limit_bytes) else reclaimer.shrink_to(limit_bytes, slice_s)
         fits = shrunk == "done" or reclaimer.fits_for_now(limit_bytes)
         if fits or shrunk == "steps_down":
-            self._disk_waits.pop(request.arrival, None)
+            self._disk_waits.pop(request.id, None)
             return not fits
-        self._disk_waits.setdefault(request.arrival, self._clock())
+        self._disk_waits.setdefault(request.id, self._clock())
         return self.patience_left_s(request) > 0
 
     def patience_left_s(self, request: Sequence) -> float:
         """Return how long a request still waits for the disk to take evicted KV; infinity where it does not wait."""
-        began_s = self._disk_waits.get(request.arrival)
+        began_s = self._disk_waits.get(request.id)
         return math.inf if began_s is None else began_s + self._patience_s - self._clock()
 
     def record_start(self, sequence: Sequence) -> None:
         """Note that a sequence runs, and waits for the disk no more."""
-        self._disk_waits.pop(sequence.arrival, None)
+        self._disk_waits.pop(sequence.id, None)
 
     def forget_sequence(self, sequence: Sequence) -> None:
         """Release what is held for waiting requests, because this one ends before it started."""
-        self._disk_waits.pop(sequence.arrival, None)
+        self._disk_waits.pop(sequence.id, None)
         self._release_lease()
 
     def seconds_to_wait(self) -> float:

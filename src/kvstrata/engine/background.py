@@ -153,8 +153,8 @@ class BackgroundPacer:
         limit_bytes = self._memory.budget.total_bytes - self._memory.running_bytes
         if not self._sequences.has_streams:
             slice_s = math.inf
-        most_bytes = limit_bytes if has_grown or not self._prefix_cache.is_transcoding else None
-        self._reclaimer.shrink_to(limit_bytes, slice_s, most_bytes=most_bytes)
+        hard_limit_bytes = limit_bytes if has_grown or not self._prefix_cache.is_transcoding else None
+        self._reclaimer.shrink_to(limit_bytes, slice_s, hard_limit_bytes=hard_limit_bytes)
         if self._memory.keeps_growth_free:
             # A growing stream waits for no disk: memory for the next growth should be free by then.
             self._reclaimer.shrink_to(limit_bytes - self._memory.largest_growth_bytes(), 0.0)

@@ -44,7 +44,9 @@ MIB = 1 << 20
 
 def make_formats(layout: Layout, config: KvConfig, chunk_tokens: int) -> tuple[KvFormat, ...]:
     """Return the KV formats that the settings allow, the most exact first."""
-    highest = _make_format(layout, config, config.k, config.v, chunk_tokens) if config.live else FULL_PRECISION
+    highest = FULL_PRECISION
+    if config.encodes_running:
+        highest = _make_format(layout, config, config.k, config.v, chunk_tokens)
     candidates: list[KvFormat] = []
     if config.dynamic:
         bits = product(

@@ -140,7 +140,7 @@ def build_core(
     admission = Admission(
         *(prefix_cache, sequences, memory, prefixes, speeds),
         max_running=limits.max_running,
-        joined_context=_joined_context(served),
+        max_batched_context=_max_batched_context(served),
         mixes=runner.mixes,
     )
     pacer = BackgroundPacer(prefix_cache, sequences, memory, speeds, runner, slice_s=limits.slice_s)
@@ -151,7 +151,7 @@ def build_core(
     return EngineCore(prefix_cache, sequences, runner, speeds, prefixes, admission, pacer, executor, catalog)
 
 
-def _joined_context(served: ServedModel) -> int:
+def _max_batched_context(served: ServedModel) -> int:
     """Return the tokens that several chunks of one pass may read. Scratch memory was measured with one sequence:
     several chunks take no more if they read no more than one sequence may. Each would take a window of its own."""
     if any(spec.kind != "full" for spec in served.layout.flat()):

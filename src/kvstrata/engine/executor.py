@@ -118,7 +118,7 @@ class StepExecutor:
             assert cache is not None
             cache.grow(self._memory.tokens_at_growth(running[arrival]))
         for arrival in plan.admit:
-            self._start(self._sequences.waiting_at(arrival))
+            self._start(self._sequences.waiting_with_id(arrival))
         self._pacer.reclaim_memory(self._speeds.step_s, has_grown=bool(plan.grow or plan.admit))
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -216,7 +216,7 @@ class StepExecutor:
         token = sequence.tokens[-1] if is_known else None
         sampler, matcher = sequence.sampler(self._vocab_size), sequence.matcher()
         grammar = None if matcher is None else GrammarState(matcher, sequence.num_generated)
-        return BatchRow(sequence.arrival, sequence.cache, sampler, token, grammar)
+        return BatchRow(sequence.id, sequence.cache, sampler, token, grammar)
 
     def _launch(self, rows: list[BatchRow], riding: list[PromptChunk]) -> PendingStep | None:
         if not rows:
@@ -329,7 +329,7 @@ class StepExecutor:
 
     def _remove(self, sequence: Sequence) -> None:
         """Remove a sequence from the tables first, so that no fault leaves one behind that has ended."""
-        if self._sequences.running.pop(sequence.arrival, None) is not None:
+        if self._sequences.running.pop(sequence.id, None) is not None:
             # The batch keeps the caches of its rows alive, and recurrent state.
             self._runner.disband()
             self._prefixes.finish(sequence, "ended")

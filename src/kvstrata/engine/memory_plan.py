@@ -362,7 +362,7 @@ def _max_request_tokens(outline: Outline, config: KvConfig, kv_bytes: int, *, li
     if not layout.token_bytes:
         return outline.context_tokens
     chunk = MAX_CHUNK_CPU if outline.backend == "cpu" else MAX_CHUNK_GPU
-    running = KvConfig(k=config.k, v=config.v, live=live and _can_encode(layout))
+    running = KvConfig(k=config.k, v=config.v, encodes_running=live and _can_encode(layout))
     return max(0, min(outline.context_tokens, budget.most_tokens(make_formats(layout, running, chunk)[0])))
 
 

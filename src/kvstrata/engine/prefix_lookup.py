@@ -10,7 +10,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -27,8 +27,9 @@ from kvstrata.prefix_cache.insertion import Insertion
 from kvstrata.prefix_cache.keys import TokenIds
 from kvstrata.prefix_cache.matching import NO_PREFIX
 from kvstrata.prefix_cache.pins import Term
-from kvstrata.prefix_cache.prefetch import TierOffer, TierOffers
+from kvstrata.prefix_cache.prefetch import Prefetcher, TierOffer, TierOffers
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
+from kvstrata.prefix_cache.reclaim import Reclaimer
 from kvstrata.prefix_cache.tier_client import BlockLoad
 from kvstrata.prefix_cache.worth import ReuseClass
 from kvstrata.spans.live import SEAL_TOKENS
@@ -58,36 +59,141 @@ OVER_QUOTA = "quota"
 Outcome = Literal["ended", "preempted", "abandoned"]
 
 
-@dataclass
-class _PrefixState:
-    """Prefix state of one sequence: the last lookup, the state of its questions to the tiers, and its insertion."""
+@dataclass(frozen=True)
+class TierAnswers:
+    """Answers of the tiers for one waiting sequence, as of now. What is loaded and cached follows from them."""
 
-    pauses: set[int]  # positions where other requests will resume: prefill pauses there if the model needs checkpoints
-    insertion: Insertion | None = None  # None: the sequence waits
-    cached: CachedPrefix | None = None  # result of the last lookup
-    cached_version: int = 0  # of the entry table, at that lookup
-    reused_end: int | None = None  # how much of the prompt an earlier request had; None: the sequence has not started
-    common_tokens: dict[int, int] = field(default_factory=dict)  # length of the prefix shared with another, by arrival
-    has_asked: bool = False  # the tiers were asked for what memory lacks
-    num_asked: int = 0  # lookups on the tiers since the last start
-    most_cached: int = 0  # most tokens of the prefix in memory since the tiers were asked
-    refused_end: int = 0  # end of a load that memory had no space for; 0: there was none
-    refused_space_bytes: int = 0  # space at that time
-    lookup: TierOffers | None = None  # open question to the tiers
-    offers: tuple[TierOffer, ...] = ()  # answers that are not loaded yet
-    load: BlockLoad | None = None  # on its way from a tier
+    offers: tuple[TierOffer, ...] | None  # None: there are no new ones
+    is_lookup_awaited: bool  # a tier has not answered, and it is not too late yet
+    is_load_over: bool  # all blocks of the load have been read, or they come too late
 
-    def ask_tiers_again(self) -> None:
+
+class _TierFetch:
+    """Lookups of one sequence on the tiers, and the loads that follow from the answers."""
+
+    def __init__(self, sequence: Sequence, prefetcher: Prefetcher, reclaimer: Reclaimer) -> None:
+        self._sequence = sequence
+        self._prefetcher = prefetcher
+        self._reclaimer = reclaimer
+        self._has_asked = False  # the tiers were asked for what memory lacks
+        self._num_asked = 0  # lookups on the tiers since the last start
+        self._most_cached = 0  # most tokens of the prefix in memory since the tiers were asked
+        self._refused_end = 0  # end of a load that memory had no space for; 0: there was none
+        self._refused_space_bytes = 0  # space at that time
+        self._is_lookup_awaited = False
+        self._offers: tuple[TierOffer, ...] = ()  # answers that are not loaded yet
+        self.lookup: TierOffers | None = None  # open question to the tiers
+        self.load: BlockLoad | None = None  # on its way from a tier
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the sequence waits for a load, or for the answer of a tier."""
+        return self.load is not None or self._is_lookup_awaited
+
+    def ask_once(self, prefill_tokens_s: float) -> None:
+        """Ask the tiers for what memory lacks, unless they were asked."""
+        if not self._has_asked:
+            self._has_asked = True
+            self._num_asked += 1
+            self.lookup = self._prefetcher.ask(
+                self._sequence.lookup_ids, self._sequence.request.salt, prefill_tokens_s=prefill_tokens_s
+            )
+
+    def follow(self, answers: TierAnswers, prefill_tokens_s: float) -> None:
+        """Insert the blocks of a load that is over, and begin the next load that is faster than computing."""
+        self._is_lookup_awaited = answers.is_lookup_awaited
+        if answers.offers is not None:
+            self.withdraw_lookup()  # a tier that has not answered by now is not waited for
+            self._offers = answers.offers
+        if answers.is_load_over and self.load is not None:
+            self._promote(self.load)
+            self.load = None
+        if self.load is None and self._offers:
+            self.load, self._offers = self._prefetcher.begin_next_load(
+                *(self._offers, self._sequence.lookup_ids, self._sequence.request.salt),
+                prefill_tokens_s=prefill_tokens_s,
+            )
+
+    def _promote(self, load: BlockLoad) -> None:
+        self._prefetcher.promote(load)
+        if load.lacked_memory:
+            # Memory may have more space when the request is admitted: the tiers are asked again then.
+            self._refused_end = max(self._refused_end, load.links[-1].end)
+            self._refused_space_bytes = self._reclaimer.free_or_evictable_bytes
+
+    def deadline_s(self, prefill_tokens_s: float) -> float:
+        """Return when the sequence gives up what it waits for; infinity where that is nothing."""
+        if self.load is not None:
+            return self.load.deadline_s(prefill_tokens_s)
+        return self.lookup.deadline_s(LOOKUP_S) if self.lookup is not None and self._is_lookup_awaited else math.inf
+
+    def record_cached(self, num_tokens: int) -> None:
+        """Note how much of the prefix memory has."""
+        self._most_cached = max(self._most_cached, num_tokens)
+
+    def must_ask_again(self, cached_tokens: int) -> bool:
+        """Whether memory has less of the prefix than when the tiers were asked, or more space than when it refused a
+        load. The tiers may have the rest, so the sequence does not compute it before they have answered."""
+        has_more_space = self._reclaimer.free_or_evictable_bytes > self._refused_space_bytes
+        may_fit_now = cached_tokens < self._refused_end and has_more_space
+        return (cached_tokens < self._most_cached or may_fit_now) and self._num_asked < MAX_TIER_LOOKUPS
+
+    def ask_again(self) -> None:
         """Have the tiers asked anew: they may have what memory lost or refused."""
         self.withdraw_lookup()
-        self.has_asked, self.most_cached, self.refused_end = False, 0, 0
+        self._has_asked, self._most_cached, self._refused_end = False, 0, 0
 
     def withdraw_lookup(self) -> None:
         """Withdraw the open question to the tiers, and drop their answers."""
         if self.lookup is not None:
             self.lookup.withdraw()
-            self.lookup = None
-        self.offers = ()
+        self.lookup, self._offers, self._is_lookup_awaited = None, (), False
+
+    def end_wait(self) -> None:
+        """Resume from what is cached: the sequence starts."""
+        self.withdraw_lookup()
+        self._num_asked = 0
+
+
+class _PrefixState:
+    """Prefix state of one sequence: the last lookup in memory, what it fetches from tiers, and its insertion."""
+
+    def __init__(self, sequence: Sequence, fetch: _TierFetch) -> None:
+        self._sequence = sequence
+        self.fetch = fetch
+        # Positions where other requests will resume: prefill pauses there if the model needs checkpoints.
+        self.pauses = set(sequence.request.resume_at)
+        self.insertion: Insertion | None = None  # None: the sequence waits
+        self.reused_end: int | None = None  # how much of the prompt an earlier request had; None: it has not started
+        self._cached: CachedPrefix | None = None  # result of the last lookup
+        self._cached_version = 0  # of the entry table, at that lookup
+        self._common_tokens: dict[int, int] = {}  # length of the prefix shared with another sequence, by its id
+
+    def find_cached(self, cache: PrefixCache) -> CachedPrefix:
+        """Return the cached prefix. The lookup is repeated only after the entry table has changed."""
+        if self._cached is None or self._cached_version != cache.version:
+            self._cached = cache.lookup(self._sequence.lookup_ids, self._sequence.request.salt)
+            self._cached_version = cache.version
+        self.fetch.record_cached(self._cached.num_tokens)
+        return self._cached
+
+    def end_wait(self) -> None:
+        """Drop what only a waiting sequence needs."""
+        self._cached = None
+        self.fetch.end_wait()
+
+    def common_tokens(self, other: Sequence) -> int:
+        """Return the length of the prefix that two prompts have in common, without their last tokens."""
+        if self._sequence.request.salt != other.request.salt:
+            return 0
+        if other.id not in self._common_tokens:
+            self._common_tokens[other.id] = _common_length(self._sequence.lookup_ids, other.lookup_ids)
+        return self._common_tokens[other.id]
+
+    def pause_at_blocks(self) -> None:
+        """Have prefill pause at the last end of a block before each pause, and before the end of the prompt."""
+        ends = {*self.pauses, len(self._sequence.tokens) - 1}
+        self.pauses |= {end - end % BLOCK_TOKENS for end in ends if end >= BLOCK_TOKENS}
 
 
 class PrefixLookup:
@@ -96,7 +202,6 @@ class PrefixLookup:
     def __init__(self, prefix_cache: PrefixCache, runner: ModelRunner, *, checkpoint_every_tokens: int) -> None:
         self._prefix_cache = prefix_cache
         self._failures = prefix_cache.failures
-        self._prefetcher = prefix_cache.prefetcher
         self._runner = runner
         self._needs_checkpoints = prefix_cache.needs_checkpoints  # read once: no step depends on the answer
         # A shared tier has checkpoints at multiples of a block only.
@@ -104,8 +209,9 @@ class PrefixLookup:
         self._checkpoint_every = (
             _round_up_to_block(checkpoint_every_tokens) if self._is_shared else checkpoint_every_tokens
         )
-        self._states: dict[int, _PrefixState] = {}  # by arrival
-        # Spans of a broken entry table that running sequences read, by arrival: no table counts their bytes.
+        self._raw_window = prefix_cache.transcoder.precision.raw_window  # of running sequences
+        self._states: dict[int, _PrefixState] = {}  # by id of their sequence
+        # Spans of a broken entry table that running sequences read, by id: no table counts their bytes.
         self._orphaned_spans: dict[int, tuple[Span, ...]] = {}
 
     @property
@@ -115,27 +221,19 @@ class PrefixLookup:
 
     def track_sequence(self, sequence: Sequence) -> None:
         """Begin the prefix state of a sequence that has arrived."""
-        self._states[sequence.arrival] = _PrefixState(set(sequence.request.resume_at))
+        fetch = _TierFetch(sequence, self._prefix_cache.prefetcher, self._prefix_cache.reclaimer)
+        self._states[sequence.id] = _PrefixState(sequence, fetch)
 
     # Lookup in memory.
 
     def cached_prefix(self, sequence: Sequence) -> CachedPrefix:
         """Return what the sequence would resume from if it started now."""
-        return self._failures.attempt("lookups", lambda: self._find_cached(sequence), NO_PREFIX)
 
-    def _find_cached(self, sequence: Sequence) -> CachedPrefix:
-        self._prefix_cache.evictor.expire()
-        state = self._states[sequence.arrival]
-        if state.cached is None or state.cached_version != self._prefix_cache.version:
-            state.cached = self._prefix_cache.lookup(sequence.ids()[:-1], sequence.request.salt)
-            state.cached_version = self._prefix_cache.version
-        state.most_cached = max(state.most_cached, state.cached.num_tokens)
-        return state.cached
+        def find() -> CachedPrefix:
+            self._prefix_cache.evictor.expire()
+            return self._states[sequence.id].find_cached(self._prefix_cache)
 
-    def prefix_entries(self, sequence: Sequence) -> tuple[Entry, ...]:
-        """Return the entries of the last lookup of a waiting sequence."""
-        cached = self._states[sequence.arrival].cached
-        return () if cached is None else cached.entries
+        return self._failures.attempt("lookups", find, NO_PREFIX)
 
     def awaits_encoding(self, sequence: Sequence) -> bool:
         """Whether the cached prefix has to be encoded before the sequence starts. The transcoder does that next."""
@@ -151,102 +249,56 @@ class PrefixLookup:
         True where there is one: this sequence waits and resumes from what the other computes."""
         if not self._prefix_cache.can_share:
             return False
-        cached_tokens = self.cached_prefix(sequence).num_tokens
+        state, cached_tokens = self._states[sequence.id], self.cached_prefix(sequence).num_tokens
         for other in ahead:
-            common = self._common_tokens(sequence, other)
+            common = state.common_tokens(other)
             if common - cached_tokens >= MIN_FOLLOW_TOKENS and other.num_computed < common:
-                self._states[other.arrival].pauses.add(common)
+                self._states[other.id].pauses.add(common)
                 return True
         return False
-
-    def _common_tokens(self, sequence: Sequence, other: Sequence) -> int:
-        """Return the length of the prefix that two prompts have in common, without their last tokens."""
-        if sequence.request.salt != other.request.salt:
-            return 0
-        common_tokens = self._states[sequence.arrival].common_tokens
-        if other.arrival not in common_tokens:
-            common_tokens[other.arrival] = _common_length(sequence.ids()[:-1], other.ids()[:-1])
-        return common_tokens[other.arrival]
 
     # Loads from tiers.
 
     def refresh(self, sequence: Sequence, prefill_tokens_s: float) -> CachedPrefix:
         """Ask the tiers once, load where that is faster than computing, and return the cached prefix."""
+        fetch = self._states[sequence.id].fetch
 
         def refresh() -> bool:
-            self._continue_loading(sequence, prefill_tokens_s)
+            fetch.ask_once(prefill_tokens_s)
+            fetch.follow(self._tier_answers(fetch, prefill_tokens_s), prefill_tokens_s)
             return True
 
         if not self._failures.attempt("lookups", refresh, otherwise=False):
-            self._drop_load(self._states[sequence.arrival])
+            self._end_fetch(fetch)
         return self.cached_prefix(sequence)
 
-    def _continue_loading(self, sequence: Sequence, prefill_tokens_s: float) -> None:
-        state = self._states[sequence.arrival]
-        if not state.has_asked:
-            state.has_asked = True
-            state.num_asked += 1
-            state.lookup = self._prefetcher.ask(
-                sequence.ids()[:-1], sequence.request.salt, prefill_tokens_s=prefill_tokens_s
-            )
-        if state.lookup is not None and state.lookup.is_done:
-            state.offers = state.lookup.offers
-            # A tier that has not answered by now is not waited for.
-            state.lookup.withdraw()
-            state.lookup = None
-        self._begin_next_load(sequence, state, prefill_tokens_s)
-        load = state.load
-        if load is not None and (load.is_done or _is_late(load, prefill_tokens_s)):
-            self._prefetcher.promote(load)
-            if load.lacked_memory:
-                # Memory may have more space when the request is admitted: the tiers are asked again then.
-                state.refused_end = max(state.refused_end, load.links[-1].end)
-                state.refused_space_bytes = self._cacheable_bytes
-            state.load = None
-            # The blocks of one tier are in memory now; another tier may have more.
-            self._begin_next_load(sequence, state, prefill_tokens_s)
-
-    def _begin_next_load(self, sequence: Sequence, state: _PrefixState, prefill_tokens_s: float) -> None:
-        if state.load is None and state.offers:
-            state.load, state.offers = self._prefetcher.begin_next_load(
-                state.offers, sequence.ids()[:-1], sequence.request.salt, prefill_tokens_s=prefill_tokens_s
-            )
-
-    @property
-    def _cacheable_bytes(self) -> int:
-        """Bytes that cached KV may take if all evictable entries go."""
-        table = self._prefix_cache.table
-        return self._prefix_cache.reclaimer.limit_bytes - (table.nbytes - table.evictable_bytes)
+    def _tier_answers(self, fetch: _TierFetch, prefill_tokens_s: float) -> TierAnswers:
+        """Return the answers of the tiers so far. They and the time enter the lookup here alone; the measured speeds of
+        the tiers enter in `Prefetcher`."""
+        now_s, lookup, load = time.monotonic(), fetch.lookup, fetch.load
+        is_answered = lookup is not None and lookup.is_done
+        return TierAnswers(
+            offers=lookup.offers if lookup is not None and is_answered else None,
+            is_lookup_awaited=lookup is not None and not is_answered and now_s < lookup.deadline_s(LOOKUP_S),
+            # Blocks that came and are not inserted yet may be all that a late load lacks.
+            is_load_over=load is not None
+            and (load.is_done or (now_s >= load.deadline_s(prefill_tokens_s) and not load.has_arrived)),
+        )
 
     def awaits_tier(self, sequence: Sequence) -> bool:
         """Whether the sequence waits for a load, or for the answer of a tier."""
-        state = self._states[sequence.arrival]
-        if state.load is not None:
-            return True
-        return state.lookup is not None and time.monotonic() < state.lookup.deadline_s(LOOKUP_S)
+        return self._states[sequence.id].fetch.is_awaited
 
     def seconds_to_wait(self, sequence: Sequence, prefill_tokens_s: float) -> float:
         """Return the time until the sequence gives up what it waits for from a tier; infinity where that is nothing."""
-        state, now_s = self._states[sequence.arrival], time.monotonic()
-        if state.load is not None:
-            return state.load.deadline_s(prefill_tokens_s) - now_s
-        if state.lookup is not None and self.awaits_tier(sequence):
-            return state.lookup.deadline_s(LOOKUP_S) - now_s
-        return math.inf
+        return self._states[sequence.id].fetch.deadline_s(prefill_tokens_s) - time.monotonic()
 
-    def _drop_load(self, state: _PrefixState) -> None:
-        """Abandon the load and the lookup of a sequence that does not wait for them any more."""
-        state.withdraw_lookup()
-        load, state.load = state.load, None
+    def _end_fetch(self, fetch: _TierFetch) -> None:
+        """End the lookup and the load of a sequence that does not wait for them any more."""
+        fetch.withdraw_lookup()
+        load, fetch.load = fetch.load, None
         if load is not None:
-            self._failures.attempt_or_break("releases", lambda: self._prefetcher.abandon(load), None)
-
-    def _must_ask_again(self, sequence: Sequence, state: _PrefixState) -> bool:
-        """Whether memory has less of the prefix than when the tiers were asked, or more space than when it refused a
-        load. The tiers may have the rest, so the sequence does not compute it before they have answered."""
-        cached_tokens = self.cached_prefix(sequence).num_tokens
-        may_fit_now = cached_tokens < state.refused_end and self._cacheable_bytes > state.refused_space_bytes
-        return (cached_tokens < state.most_cached or may_fit_now) and state.num_asked < MAX_TIER_LOOKUPS
+            self._failures.attempt_or_break("releases", lambda: self._prefix_cache.prefetcher.end_load(load), None)
 
     # A sequence that runs.
 
@@ -256,24 +308,27 @@ class PrefixLookup:
 
         Return False where the sequence keeps waiting: the cached prefix may have shrunk since it was scheduled.
         """
-        state = self._states[sequence.arrival]
-        if self._must_ask_again(sequence, state):
-            state.ask_tiers_again()
+        state = self._states[sequence.id]
+        cached_tokens = self.cached_prefix(sequence).num_tokens
+        if self._failures.attempt("lookups", lambda: state.fetch.must_ask_again(cached_tokens), otherwise=False):
+            state.fetch.ask_again()
             return False
         if self.awaits_encoding(sequence):
             return False
-        state.cached = None
-        state.withdraw_lookup()
-        lease = self._failures.attempt("lookups", lambda: self._lease_prefix(sequence), Lease(ReuseClass.FRESH))
+        request = sequence.request
+        lease = self._failures.attempt(
+            "lookups",
+            lambda: self._prefix_cache.lease(sequence.lookup_ids, request.salt, state.reused_end, request.session),
+            Lease(ReuseClass.FRESH),
+        )
         capacity = capacity_for(lease.num_tokens)
         if not capacity:
             self._failures.attempt_or_break("releases", lambda: self._prefix_cache.release(lease), None)
             return False
         state.reused_end = lease.reused_end
         if self._is_shared and self._needs_checkpoints:
-            ends = {*state.pauses, len(sequence.tokens) - 1}
-            state.pauses |= {end - end % BLOCK_TOKENS for end in ends if end >= BLOCK_TOKENS}
-        state.num_asked = 0
+            state.pause_at_blocks()
+        state.end_wait()
         cache = sequence.cache = self._runner.new_cache(capacity, lease.prefix, sequence.kv_format.raw_tokens)
         insertion = self._failures.attempt("commits", lambda: self._open_insertion(sequence, lease, cache), None)
         state.insertion = self._prefix_cache.insert_detached(lease) if insertion is None else insertion
@@ -282,13 +337,9 @@ class PrefixLookup:
             self._failures.attempt("lookups", lambda: self._explain_start(sequence), None)
         return True
 
-    def _lease_prefix(self, sequence: Sequence) -> Lease:
-        request, reused_end = sequence.request, self._states[sequence.arrival].reused_end
-        return self._prefix_cache.lease(sequence.ids()[:-1], request.salt, reused_end, request.session)
-
     def _open_insertion(self, sequence: Sequence, lease: Lease, cache: SequenceCache) -> Insertion:
         insertion = self._prefix_cache.insert(lease, cache, sequence.request.salt, sequence.request.resume_at)
-        if sequence.kv_format.plan is not None and not self._prefix_cache.transcoder.precision.config.live:
+        if sequence.kv_format.plan is not None and not self._prefix_cache.transcoder.precision.config.encodes_running:
             self._prefix_cache.transcoder.retarget(insertion.entry, PrecisionTarget(sequence.kv_format.plan))
         return insertion
 
@@ -300,37 +351,38 @@ class PrefixLookup:
         if request.pin is None:
             return
         pinned, token_bytes = request.prompt[: request.pin.num_tokens], self._runner.layout.token_bytes
-        if not pins.can_pin_until(pinned, request.salt, self._pin_term(request, request.pin), token_bytes):
+        term = _pin_term(request, request.pin, self._prefix_cache.table.max_bytes)
+        if not pins.can_pin_until(pinned, request.salt, term, token_bytes):
             sequence.unpinned_reason = OVER_QUOTA
 
     def chunk_limit(self, sequence: Sequence, at: int) -> int | None:
         """Return the number of tokens from `at` to the next checkpoint, where prefill pauses. None: there is none."""
         if not self._needs_checkpoints:
             return None
-        pauses = [pause - at for pause in self._states[sequence.arrival].pauses if pause > at]
+        pauses = [pause - at for pause in self._states[sequence.id].pauses if pause > at]
         return min([*pauses, self._checkpoint_every - at % self._checkpoint_every])
 
     def commit_chunk(self, sequence: Sequence) -> None:
         """Make the tokens that a prompt chunk has computed visible to other requests."""
-        state, cache = self._states[sequence.arrival], sequence.cache
+        state, cache = self._states[sequence.id], sequence.cache
         if state.insertion is None or cache is None:
             return
         at, is_prompt_end = cache.num_tokens, not sequence.prefill_left
         pauses = at in state.pauses or at % self._checkpoint_every == 0 or is_prompt_end
         has_checkpoint = self._needs_checkpoints and pauses
         self._commit(sequence, state, has_checkpoint=has_checkpoint, is_prompt_end=is_prompt_end)
-        self._seal_segments(cache, sequence.kv_format, SEAL_TOKENS)
+        _seal_segments(cache, sequence.kv_format, SEAL_TOKENS, self._raw_window)
         self._record_growth(state, at)
 
     def commit_token(self, sequence: Sequence) -> None:
         """Have the tokens of a reply encoded as soon as a segment is full, and checkpoints taken for a shared tier."""
-        state, cache = self._states[sequence.arrival], sequence.cache
+        state, cache = self._states[sequence.id], sequence.cache
         if sequence.num_generated % SEAL_TOKENS == 0:
             self._record_growth(state, sequence.num_computed)
         if cache is None:
             return
         self._commit_shared_checkpoint(sequence, state, cache)
-        self._seal_segments(cache, sequence.kv_format, sequence.kv_format.raw_tokens or 0)
+        _seal_segments(cache, sequence.kv_format, sequence.kv_format.raw_tokens or 0, self._raw_window)
 
     def _commit_shared_checkpoint(self, sequence: Sequence, state: _PrefixState, cache: SequenceCache) -> None:
         """Take a checkpoint from which another server can resume a reply."""
@@ -340,49 +392,38 @@ class PrefixLookup:
             self._runner.disband()  # gives each sequence its own state
             self._commit(sequence, state, has_checkpoint=True)
 
-    def _seal_segments(self, cache: SequenceCache, kv_format: KvFormat, num_tokens: int) -> None:
-        """Encode the KV buffer of a sequence that fits in memory only when encoded, as soon as `num_tokens` are raw,
-        up to the end of a codec's group."""
-        if kv_format.plan is None or cache.unsealed_tokens < num_tokens:
-            return
-        window = self._prefix_cache.transcoder.precision.raw_window
-        end = cache.num_tokens - window.recent_tokens
-        recent = window.recent_tokens + end % GROUP_TOKENS
-        cache.seal(kv_format.plan.pairs, RawWindow(window.first_tokens, recent))
-
     def drop_checkpoints(self, sequence: Sequence) -> bool:
         """Drop all checkpoints of a running sequence that has no memory to grow. Return False where it has none."""
-        insertion = self._states[sequence.arrival].insertion
+        insertion = self._states[sequence.id].insertion
         return insertion is not None and self._failures.attempt("reclaims", insertion.drop_checkpoints, otherwise=False)
 
     def held_entries(self, sequence: Sequence) -> set[Entry]:
         """Return the entries that a running sequence reads or writes."""
-        insertion = self._states[sequence.arrival].insertion
+        insertion = self._states[sequence.id].insertion
         return set() if insertion is None else insertion.entries
 
     def leased_ranges(self, sequence: Sequence) -> list[tuple[SpanRange, int]]:
         """Return the cached spans that a running sequence reads, each with the number of its readers."""
-        insertion = self._states[sequence.arrival].insertion
+        insertion = self._states[sequence.id].insertion
         lease = None if insertion is None else insertion.lease
         return [] if lease is None else [(run, lease.readers(run.span)) for run in lease.ranges]
 
     def num_readers(self, sequence: Sequence) -> int:
         """Return how many sequences read the KV that this sequence computes, itself included."""
-        insertion = self._states[sequence.arrival].insertion
+        insertion = self._states[sequence.id].insertion
         return 1 if insertion is None else 1 + insertion.entry.num_leases
 
     # End.
 
     def finish(self, sequence: Sequence, outcome: Outcome) -> None:
         """Release what a sequence holds of the cache; what it has computed stays cached."""
-        arrival = sequence.arrival
-        state = self._states[arrival] if outcome == "preempted" else self._states.pop(arrival)
-        self._orphaned_spans.pop(arrival, None)
+        state = self._states[sequence.id] if outcome == "preempted" else self._states.pop(sequence.id)
+        self._orphaned_spans.pop(sequence.id, None)
         if outcome != "abandoned":
             self._close_insertion(sequence, state)
-        self._drop_load(state)
+        self._end_fetch(state.fetch)
         if outcome == "preempted":
-            state.ask_tiers_again()
+            state.fetch.ask_again()
         elif outcome == "ended" and sequence.cache is not None:
             self._failures.attempt("commits", lambda: self._pin_prompt(sequence), None)
 
@@ -390,14 +431,16 @@ class PrefixLookup:
         """Continue with the sequences of a core whose entry table has failed. Running sequences keep the KV that they
         read and leave nothing in the new cache; waiting sequences find it empty."""
         for sequence in sequences.all:
-            state, arrival = failed._states[sequence.arrival], sequence.arrival
-            state.withdraw_lookup()
-            read = [] if state.insertion is None else [run.span for run in state.insertion.lease.ranges]
-            if spans := (*failed._orphaned_spans.get(arrival, ()), *read):
-                self._orphaned_spans[arrival] = spans
-            self._states[arrival] = _PrefixState(state.pauses, reused_end=state.reused_end)
+            before = failed._states[sequence.id]
+            before.fetch.withdraw_lookup()
+            read = [] if before.insertion is None else [run.span for run in before.insertion.lease.ranges]
+            if spans := (*failed._orphaned_spans.get(sequence.id, ()), *read):
+                self._orphaned_spans[sequence.id] = spans
+            self.track_sequence(sequence)
+            state = self._states[sequence.id]
+            state.pauses, state.reused_end = before.pauses, before.reused_end
         for sequence in sequences.running.values():
-            self._states[sequence.arrival].insertion = self._prefix_cache.insert_detached(Lease(ReuseClass.FRESH))
+            self._states[sequence.id].insertion = self._prefix_cache.insert_detached(Lease(ReuseClass.FRESH))
 
     def _close_insertion(self, sequence: Sequence, state: _PrefixState) -> None:
         insertion = state.insertion
@@ -414,10 +457,8 @@ class PrefixLookup:
         if request.pin is None or sequence.unpinned_reason or sequence.num_computed < len(request.prompt) - 1:
             return
         pinned = request.prompt[: request.pin.num_tokens]
-        self._prefix_cache.pins.pin_until(pinned, request.salt, self._pin_term(request, request.pin))
-
-    def _pin_term(self, request: Request, pin: PinRequest) -> Term:
-        return Term(_pin_name(request), pin.ttl_s, pin.quota.of(self._prefix_cache.table.max_bytes))
+        term = _pin_term(request, request.pin, self._prefix_cache.table.max_bytes)
+        self._prefix_cache.pins.pin_until(pinned, request.salt, term)
 
     # Commits: one that fails detaches the insertion.
 
@@ -456,15 +497,24 @@ def _round_up_to_block(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
-def _is_late(load: BlockLoad, prefill_tokens_s: float) -> bool:
-    """Whether to give a load up. Blocks that came and are not inserted yet may be all that it lacks."""
-    return time.monotonic() >= load.deadline_s(prefill_tokens_s) and not load.has_arrived
+def _seal_segments(cache: SequenceCache, kv_format: KvFormat, num_tokens: int, window: RawWindow) -> None:
+    """Encode the KV buffer of a sequence that fits in memory only when encoded, as soon as `num_tokens` are raw, up to
+    the end of a codec's group. The tokens of `window` stay raw."""
+    if kv_format.plan is None or cache.unsealed_tokens < num_tokens:
+        return
+    end = cache.num_tokens - window.recent_tokens
+    recent = window.recent_tokens + end % GROUP_TOKENS
+    cache.seal(kv_format.plan.pairs, RawWindow(window.first_tokens, recent))
 
 
 def _common_length(a: TokenIds, b: TokenIds) -> int:
     length = min(len(a), len(b))
     differ = np.flatnonzero(a[:length] != b[:length])
     return int(differ[0]) if len(differ) else length
+
+
+def _pin_term(request: Request, pin: PinRequest, max_bytes: int) -> Term:
+    return Term(_pin_name(request), pin.ttl_s, pin.quota.of(max_bytes))
 
 
 def _pin_name(request: Request) -> str:

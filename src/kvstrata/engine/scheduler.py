@@ -22,7 +22,7 @@ MIN_CHUNK_TOKENS = 128
 # A chunk beside streams costs about one step of theirs, however few tokens it has: on a CPU because BLAS copies all
 # weights for a product of more than one row. A chunk of fewer tokens is hardly shorter, and the prompt takes several
 # times as long. On a GPU the fixed cost of a pass equals far more tokens: there it is measured (`PassCost`).
-MIN_BESIDE_TOKENS = 16
+MIN_CHUNK_BESIDE_STREAMS = 16
 # A chunk beside streams may be longer by this share of its size where that ends the prompt: the rest would cost another
 # pass.
 OVER_SIZE = 0.25
@@ -98,12 +98,12 @@ class StepLimits:
 
     free_bytes: int
     max_running: int
-    chunk_tokens: int
-    beside_tokens: int  # size of chunks while streams run; 0: no chunk in this step
+    chunk_tokens: int  # size of chunks while no stream runs
+    chunk_tokens_beside_streams: int  # size of chunks while streams run; 0: no chunk in this step
     mixes: bool = False  # whether such chunks ride along with a decode step, and several with each other
     num_passes: int = 0  # passes with chunks so far
-    joined_tokens: int = 0  # tokens of several chunks in one pass while no stream runs
-    joined_context: int = 0  # tokens that several chunks of one pass may read: they take memory at the same time
+    max_batched_tokens: int = 0  # most tokens of several chunks in one pass while no stream runs
+    max_batched_context: int = 0  # most tokens that such chunks may read: they take memory at the same time
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _admit(waiting: Sequence[SequenceInput], num_running: int, free_bytes: int, 
 def _next_chunks(running: Sequence[SequenceInput], limits: StepLimits, *, beside: bool) -> tuple[Chunk, ...]:
     """Choose the chunk of one prompt, and chunks of others that fit into the same pass."""
     prefilling = [sequence for sequence in running if sequence.prefill_left]
-    size = limits.beside_tokens if beside else limits.chunk_tokens
+    size = limits.chunk_tokens_beside_streams if beside else limits.chunk_tokens
     if not prefilling or not size:
         return ()
     shortest = sorted(prefilling, key=lambda sequence: sequence.prefill_left)
@@ -177,8 +177,8 @@ def _next_chunks(running: Sequence[SequenceInput], limits: StepLimits, *, beside
     chosen = prefilling[0] if is_oldests_turn else shortest[0]
     longer = min(int(size * (1 + OVER_SIZE)), max(size, limits.chunk_tokens)) if beside else size
     chunks = [Chunk(chosen.id, _max_tokens(chosen) if _max_tokens(chosen) <= longer else size)]
-    tokens_left = (size if beside else min(size, limits.joined_tokens)) - chunks[0].num_tokens
-    context_left = limits.joined_context - chosen.context - chunks[0].num_tokens
+    tokens_left = (size if beside else min(size, limits.max_batched_tokens)) - chunks[0].num_tokens
+    context_left = limits.max_batched_context - chosen.context - chunks[0].num_tokens
     for sequence in shortest if limits.mixes else ():
         count = _max_tokens(sequence)
         if sequence is not chosen and count <= tokens_left and sequence.context + count <= context_left:
@@ -208,7 +208,7 @@ def chunk_tokens(prefill_tokens_s: float, max_tokens: int) -> int:
     return max(MIN_CHUNK_TOKENS, min(wanted, max_tokens))
 
 
-def beside_tokens(sharing: PrefillSharing, *, least: int, most: int) -> int:
+def chunk_tokens_beside_streams(sharing: PrefillSharing, *, least: int, most: int) -> int:
     """Return the size of a chunk beside running streams; 0: this step has no chunk.
 
     A chunk may add share / (1 - share) of a step to a step. Where that is too short for a chunk that is worth its cost,

@@ -37,9 +37,9 @@ ENGINE_FAILED = "The engine failed while it worked on this request. See the serv
 class Sequence:
     """A request while it is served: tokens, text, sampler, matcher, and its KV cache while it runs."""
 
-    def __init__(self, request: Request, sink: Sink, max_tokens: int, arrival: int) -> None:
+    def __init__(self, request: Request, sink: Sink, max_tokens: int, id_: int) -> None:
         self.request = request
-        self.arrival = arrival  # name inside the engine: never used again, unlike the id of a request
+        self.id = id_  # inside the engine: grows with arrival and is never used again, unlike the id of a request
         self.max_tokens = max_tokens  # as requested, or fewer where memory has no space for them
         self.tokens = list(request.prompt)  # prompt and reply
         self.cache: SequenceCache | None = None  # None: waiting
@@ -72,6 +72,11 @@ class Sequence:
         if len(self._ids) < len(self.tokens):
             self._ids = np.concatenate([self._ids, np.array(self.tokens[len(self._ids) :], np.int32)])
         return self._ids
+
+    @property
+    def lookup_ids(self) -> TokenIds:
+        """Tokens that a lookup may find cached: all but the last, which is computed in any case."""
+        return self.ids()[:-1]
 
     @property
     def reply_ids(self) -> tuple[int, ...]:
@@ -215,7 +220,7 @@ class SequenceTable:
 
     def __init__(self) -> None:
         self.waiting: list[Sequence] = []
-        self.running: dict[int, Sequence] = {}  # by arrival
+        self.running: dict[int, Sequence] = {}  # by id
 
     @property
     def all(self) -> list[Sequence]:
@@ -236,21 +241,21 @@ class SequenceTable:
         """Number of decoding sequences that have a token to come."""
         return sum(not s.prefill_left and s.tokens_wanted > 0 for s in self.running.values())
 
-    def waiting_at(self, arrival: int) -> Sequence:
-        return next(s for s in self.waiting if s.arrival == arrival)
+    def waiting_with_id(self, id_: int) -> Sequence:
+        return next(s for s in self.waiting if s.id == id_)
 
     def start_sequence(self, sequence: Sequence) -> None:
         """Move a waiting sequence to the running ones, in order of arrival: a preempted sequence is older than those
         admitted since, and the youngest is preempted first."""
         self.waiting.remove(sequence)
-        running = sorted([*self.running.values(), sequence], key=lambda s: s.arrival)
+        running = sorted([*self.running.values(), sequence], key=lambda s: s.id)
         self.running.clear()
-        self.running.update({s.arrival: s for s in running})
+        self.running.update({s.id: s for s in running})
 
     def preempt_sequence(self, sequence: Sequence) -> None:
         """Move a running sequence back to the waiting ones."""
-        del self.running[sequence.arrival]
-        self.waiting = sorted([*self.waiting, sequence], key=lambda s: s.arrival)
+        del self.running[sequence.id]
+        self.waiting = sorted([*self.waiting, sequence], key=lambda s: s.id)
 
     def drop_replaced_spans(self) -> None:
         """Have running sequences drop spans that the cache has replaced: a sequence that is not part of the next step

@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 from kvstrata.engine.runner import PendingStep
 from kvstrata.engine.scheduler import (
-    MIN_BESIDE_TOKENS,
+    MIN_CHUNK_BESIDE_STREAMS,
     UNMEASURED,
     ChunkCost,
     PrefillSharing,
-    beside_tokens,
     chunk_tokens,
+    chunk_tokens_beside_streams,
 )
 from kvstrata.metrics import Metrics
 
@@ -128,7 +128,7 @@ class StepSpeeds:
         self.num_passes = 0  # passes with chunks
         self._last_read_s = 0.0
         self._did_background_work = False  # since the last decode step was read
-        self._beside = ChunkCosts(MIN_BESIDE_TOKENS)
+        self._beside = ChunkCosts(MIN_CHUNK_BESIDE_STREAMS)
         self.decode = TokenRate()
         self.prefill = TokenRate()
         self.alone = TokenRate()  # prefill without running streams
@@ -142,7 +142,7 @@ class StepSpeeds:
         """Return the size of the next chunk while no stream runs."""
         return self._fixed_chunk or chunk_tokens(self.alone.tokens_s, self._max_chunk)
 
-    def beside_tokens(self, num_streams: int) -> int:
+    def chunk_tokens_beside_streams(self, num_streams: int) -> int:
         """Return the size of the next chunk beside this many streams; 0: the next step takes no chunk."""
         if self._fixed_chunk:
             return self._fixed_chunk
@@ -151,7 +151,7 @@ class StepSpeeds:
         sharing = PrefillSharing(
             self._share, step_s, self.alone.tokens_s, beside.recent, beside.steps_since_chunk, self.pass_cost
         )
-        return beside_tokens(sharing, least=MIN_BESIDE_TOKENS, most=self._max_chunk)
+        return chunk_tokens_beside_streams(sharing, least=MIN_CHUNK_BESIDE_STREAMS, most=self._max_chunk)
 
     def note_background_work(self) -> None:
         """Keep the next decode step out of the usual times, because background work fell into its time."""

@@ -22,7 +22,7 @@ class CacheConfig:
     k: Codec | None = None  # codec of keys in new spans; None: raw
     v: Codec | None = None  # codec of values
     min_quantize_tokens: int = 256  # shorter sequences stay raw: a codec's overhead exceeds its gain
-    live: bool = False  # encode running sequences too
+    encodes_running: bool = False  # encode running sequences too
     first_raw_tokens: int = RawWindow.first_tokens  # of a running sequence: first tokens that stay raw
     recent_raw_tokens: int = RawWindow.recent_tokens  # of a running sequence: newest tokens that stay raw
     dynamic: bool = False  # precision steps down under memory pressure

@@ -102,9 +102,9 @@ class Evictor:
 
     def expire(self) -> None:
         """Evict the leaves that no request has used within their time to live."""
-        self.shrink_to(self._table.nbytes)
+        self.evict_to(self._table.nbytes)
 
-    def shrink_to(
+    def evict_to(
         self,
         limit_bytes: int,
         is_evictable: Callable[[Node[Entry]], bool] = lambda _: True,
@@ -112,7 +112,8 @@ class Evictor:
         spare_only: bool = False,
         until_s: float = math.inf,
     ) -> None:
-        """Evict expired leaves, then others until at most `limit_bytes` are held or only entries in use are left.
+        """Evict expired leaves, then others until at most `limit_bytes` are held or only entries in use are left. No
+        span steps down for it: `Reclaimer.shrink_to` decides what else is done.
 
         It stops at the first unexpired leaf that `is_evictable` refuses. With `spare_only` it evicts only leaves that
         the disk has, too, and superseded ones. `until_s`: see `evict_leaf`."""

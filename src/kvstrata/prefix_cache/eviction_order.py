@@ -17,37 +17,38 @@ K = TypeVar("K", bound=Hashable)
 class TimeQueue(Generic[K]):
     """Keys by time of use, with access to the oldest and the newest, in O(log n) for each operation.
 
-    Two heaps hold the items; outdated items are skipped when they reach the top. The heap for the newest exists from
-    the first call of `newest` on.
+    Two heaps hold items (time, start, version, key). Each `put` makes another item; only the one with the latest
+    version of its key counts, and the others are skipped when they reach the top. The heap for the newest, with all
+    numbers negated, exists from the first call of `newest` on.
     """
 
     def __init__(self) -> None:
-        self._current: dict[K, int] = {}  # number of the valid item of each key
+        self._versions: dict[K, int] = {}  # latest version of each key
         self._oldest: list[tuple[float, int, int, K]] = []
         self._newest: list[tuple[float, int, int, K]] | None = None
-        self._num_put = 0
+        self._last_version = 0
 
     def __len__(self) -> int:
-        return len(self._current)
+        return len(self._versions)
 
     def __contains__(self, key: K) -> bool:
-        return key in self._current
+        return key in self._versions
 
     def put(self, key: K, used_s: float, start: int) -> None:
         """Add a key or update its time. Of two keys with the same time, the one with the later start is older."""
-        self._num_put += 1
-        self._current[key] = self._num_put
-        heapq.heappush(self._oldest, (used_s, -start, self._num_put, key))
-        max_items = 64 + 4 * len(self._current)
+        self._last_version += 1
+        self._versions[key] = self._last_version
+        heapq.heappush(self._oldest, (used_s, -start, self._last_version, key))
+        max_items = 64 + 4 * len(self._versions)
         if len(self._oldest) > max_items:
             self._oldest = self._without_outdated(self._oldest, 1)
         if self._newest is not None:
-            heapq.heappush(self._newest, (-used_s, start, -self._num_put, key))
+            heapq.heappush(self._newest, (-used_s, start, -self._last_version, key))
             if len(self._newest) > max_items:
                 self._newest = self._without_outdated(self._newest, -1)
 
     def discard(self, key: K) -> None:
-        self._current.pop(key, None)
+        self._versions.pop(key, None)
 
     def oldest(self) -> K | None:
         return self._first(self._oldest, 1)
@@ -55,21 +56,20 @@ class TimeQueue(Generic[K]):
     def newest(self) -> K | None:
         if self._newest is None:
             current = self._without_outdated(self._oldest, 1)
-            self._newest = [(-used_s, -start, -number, key) for used_s, start, number, key in current]
+            self._newest = [(-used_s, -start, -version, key) for used_s, start, version, key in current]
             heapq.heapify(self._newest)
         return self._first(self._newest, -1)
 
     def _first(self, heap: list[tuple[float, int, int, K]], sign: int) -> K | None:
-        current = self._current
         while heap:
-            _, _, number, key = heap[0]
-            if current.get(key) == sign * number:
+            _, _, version, key = heap[0]
+            if self._versions.get(key) == sign * version:
                 return key
             heapq.heappop(heap)
         return None
 
     def _without_outdated(self, heap: list[tuple[float, int, int, K]], sign: int) -> list[tuple[float, int, int, K]]:
-        valid = [item for item in heap if self._current.get(item[3]) == sign * item[2]]
+        valid = [item for item in heap if self._versions.get(item[3]) == sign * item[2]]
         heapq.heapify(valid)
         return valid
 

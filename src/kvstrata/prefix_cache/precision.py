@@ -52,7 +52,7 @@ class PrecisionPolicy:
         """Return the plan that an entry should be under, or below; for a running entry, the plan of its sealed part."""
         if entry.target is not None:
             return entry.target.plan
-        if (entry.is_running or entry.num_leases) and not self.config.live:
+        if (entry.is_running or entry.num_leases) and not self.config.encodes_running:
             # The owner and the readers continue over the values that they began with.
             return self._raw
         is_long = entry.sequence_tokens >= self.config.min_quantize_tokens

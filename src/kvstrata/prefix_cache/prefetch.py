@@ -189,10 +189,10 @@ class Prefetcher:
         """Insert the last blocks of a load that has ended, and end it."""
         if not self._table.needs_checkpoints or (load.checkpoint is not None and load.is_complete):
             self._insert_batch(load)
-        self.abandon(load)
+        self.end_load(load)
 
-    def abandon(self, load: BlockLoad) -> None:
-        """End a load that is of no more use. Its inserted blocks stay cached until they are evicted."""
+    def end_load(self, load: BlockLoad) -> None:
+        """End a load, whether or not it is complete. Its inserted blocks stay cached until they are evicted."""
         _cancel_load(load)
         self._residency.forget(load)
         if load.lease is not None:
@@ -410,7 +410,7 @@ class Restorer:
         for layer in better:
             shrink(loaded, layer)
         more_bytes = sum(_nbytes(loaded.sealed(layer)) - _range_bytes(span, layer, start, end) for layer in better)
-        if more_bytes > self._reclaimer.left_bytes:
+        if more_bytes > self._reclaimer.free_bytes:
             self._counters["restores_without_room"] += 1
             self._finish_entry(entry)
             return

@@ -28,7 +28,12 @@ MOST_OVER = 1.5
 
 
 class Reclaimer:
-    """Keeps the cached bytes within their limit."""
+    """Keeps the cached bytes within their limit.
+
+    Three bounds apply. `limit_bytes` is the goal, which background work reaches. The tolerated bytes are at most
+    `MOST_OVER` times the memory for cached spans: work that holds up a step ends there. `hard_limit_bytes` holds when
+    a call returns, whatever is lost by it.
+    """
 
     def __init__(
         self,
@@ -50,9 +55,14 @@ class Reclaimer:
         self._awaits_disk = False  # whether the leaf that was tried last is on its way to the disk
 
     @property
-    def left_bytes(self) -> int:
-        """Bytes that can still be cached without an eviction."""
+    def free_bytes(self) -> int:
+        """Bytes that can be cached without an eviction."""
         return self.limit_bytes - self._table.nbytes
+
+    @property
+    def free_or_evictable_bytes(self) -> int:
+        """Bytes that can be cached if all evictable entries go."""
+        return self.limit_bytes - (self._table.nbytes - self._table.evictable_bytes)
 
     def step_down_early(self, used_bytes: int, limit_bytes: int) -> None:
         """Start stepping down ahead of need. `used_bytes` are the bytes of cached spans and running sequences, and
@@ -72,33 +82,32 @@ class Reclaimer:
         return self._table.nbytes <= min(limit_bytes, self._table.max_bytes)
 
     def fits_for_now(self, limit_bytes: int) -> bool:
-        """Whether the cached bytes are within what may be held for a moment, and never above `limit_bytes`, the memory
-        that there is."""
-        return self._table.nbytes <= self._most_for_now(limit_bytes)
+        """Whether the cached bytes are tolerated for now, where `limit_bytes` is the memory that there is."""
+        return self._table.nbytes <= self._tolerated_bytes_for(limit_bytes)
 
-    def _most_for_now(self, limit_bytes: int) -> float:
+    def _tolerated_bytes_for(self, limit_bytes: int) -> float:
         return min(limit_bytes, MOST_OVER * self._table.max_bytes)
 
     def reclaim_for_load(self, nbytes: int) -> bool:
         """Reclaim memory for blocks that a tier has read. Return whether they fit. While spans step down or a working
         disk is about to take them, the limit may be exceeded for a moment, as it may be by a request."""
-        most_bytes = int(self._most_for_now(self._memory_bytes)) - nbytes
-        shrunk = self.shrink_to(self.limit_bytes - nbytes, 0.0, most_bytes=most_bytes)
-        return self._table.nbytes <= (self.limit_bytes - nbytes if shrunk == "done" else most_bytes)
+        hard_limit_bytes = int(self._tolerated_bytes_for(self._memory_bytes)) - nbytes
+        shrunk = self.shrink_to(self.limit_bytes - nbytes, 0.0, hard_limit_bytes=hard_limit_bytes)
+        return self._table.nbytes <= (self.limit_bytes - nbytes if shrunk == "done" else hard_limit_bytes)
 
-    def shrink_to(self, limit_bytes: int, slice_s: float = math.inf, *, most_bytes: int | None = None) -> Shrunk:
-        """Step down and evict until at most `limit_bytes` are cached, or only entries in use are left.
+    def shrink_to(self, limit_bytes: int, slice_s: float = math.inf, *, hard_limit_bytes: int | None = None) -> Shrunk:
+        """Step down, offload and evict until at most `limit_bytes` are cached, or only entries in use are left.
 
         The order is: superseded leaves and leaves that the disk has, while they are worth least; step-downs; then other
         leaves, as the disk takes them. A leaf that a working disk is about to take stays until then, but at most
-        `most_bytes` are held in any case. The call works for about `slice_s` and stops once the cached bytes nearly
-        fit; background work does the rest. Afterwards the entries hold at most as many arrays as the machine allows:
-        jobs that change spans evict nothing."""
-        enough_bytes = self._most_for_now(limit_bytes)
+        `hard_limit_bytes` are held in any case. The call works for about `slice_s` and stops at the tolerated bytes;
+        background work does the rest. Afterwards the entries hold at most as many arrays as the machine allows: jobs
+        that change spans evict nothing."""
+        tolerated_bytes = self._tolerated_bytes_for(limit_bytes)
         limit_bytes = min(limit_bytes, self._table.max_bytes)
         until_s = time.monotonic() + slice_s
         self._offloader.offer_under_pressure(limit_bytes, self._table.max_bytes)
-        self._evictor.shrink_to(
+        self._evictor.evict_to(
             limit_bytes,
             lambda leaf: self._offloader.check_archived(leaf.payload) or self._offloader.is_superseded(leaf),
         )
@@ -106,30 +115,30 @@ class Reclaimer:
             self.step_down(self._table.nbytes - limit_bytes - self._transcoder.pending_bytes())
         # A waiting job, to trim or to encode a span, frees more than it takes.
         jobs = self._transcoder.jobs
-        while self._table.nbytes > enough_bytes and not jobs.is_idle and time.monotonic() < until_s:
+        while self._table.nbytes > tolerated_bytes and not jobs.is_idle and time.monotonic() < until_s:
             jobs.run(0)
-        shrunk = self._shrink_as_disk_takes(limit_bytes, enough_bytes, until_s)
-        if most_bytes is not None:
+        shrunk = self._shrink_as_disk_takes(limit_bytes, tolerated_bytes, until_s)
+        if hard_limit_bytes is not None:
             # Leaves that can be read again go before leaves that would be lost.
-            self._evictor.shrink_to(most_bytes, spare_only=True)
-            self._evictor.shrink_to(most_bytes, until_s=until_s)
+            self._evictor.evict_to(hard_limit_bytes, spare_only=True)
+            self._evictor.evict_to(hard_limit_bytes, until_s=until_s)
         self._evictor.shrink_arrays(until_s)
         if shrunk == "done":
             self._evictor.drop_counters.forget_new_entries()
         return shrunk
 
-    def _shrink_as_disk_takes(self, limit_bytes: int, enough_bytes: float, until_s: float) -> Shrunk:
+    def _shrink_as_disk_takes(self, limit_bytes: int, tolerated_bytes: float, until_s: float) -> Shrunk:
         if self._table.nbytes > limit_bytes and self._transcoder.pending_bytes() > 0:
             return "steps_down"
         self._awaits_disk = False
-        self._evictor.shrink_to(
-            limit_bytes, lambda leaf: self._write_and_check(leaf, enough_bytes, until_s), until_s=until_s
+        self._evictor.evict_to(
+            limit_bytes, lambda leaf: self._write_and_check(leaf, tolerated_bytes, until_s), until_s=until_s
         )
         return "awaits_disk" if self._awaits_disk else "done"
 
-    def _write_and_check(self, leaf: Node[Entry], enough_bytes: float, until_s: float) -> bool:
+    def _write_and_check(self, leaf: Node[Entry], tolerated_bytes: float, until_s: float) -> bool:
         """Write a leaf, and return whether it can be evicted now: not while the disk is about to take it."""
-        is_urgent = self._table.nbytes > enough_bytes
+        is_urgent = self._table.nbytes > tolerated_bytes
         self._awaits_disk = self._evictor.write_first(leaf, until_s if is_urgent else 0.0).waits
         return not self._awaits_disk
 

@@ -304,7 +304,7 @@ class Requantizer:
     ) -> Generator[None, None, Assessment]:
         """Assess the effect of a change, one entry in each step, on the entries that are cached at the first step.
         Changes nothing."""
-        disk, free_bytes = self._disk_usage(change.owner), self._reclaimer.left_bytes
+        disk, free_bytes = self._disk_usage(change.owner), self._reclaimer.free_bytes
         concerned = [entry for entry in self._table.entries if _is_in_scope(entry, change, sequence_entries)]
         # The free memory goes to the entries that were used last.
         entries = sorted(concerned, key=self._candidates.last_use_s, reverse=True)

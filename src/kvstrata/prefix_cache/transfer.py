@@ -229,9 +229,9 @@ class ConversationImport:
     def reclaim_memory(self, nbytes: int) -> Steps[None]:
         """Reclaim memory at once for arrays that the caller is about to read."""
         yield
-        if nbytes > self._reclaimer.left_bytes:
+        if nbytes > self._reclaimer.free_bytes:
             limit_bytes = self._reclaimer.limit_bytes - nbytes
-            self._reclaimer.shrink_to(limit_bytes, 0.0, most_bytes=limit_bytes)
+            self._reclaimer.shrink_to(limit_bytes, 0.0, hard_limit_bytes=limit_bytes)
 
     def add_span(self, progress: ImportProgress, span: Span) -> Steps[ImportResult]:
         """Insert all tokens at once. `span` begins at the first token."""
@@ -280,7 +280,7 @@ class ConversationImport:
     def _insert_span(self, progress: ImportProgress, span: Span) -> None:
         table, limit_bytes = self._inserter.table, self._reclaimer.limit_bytes
         nbytes = span.nbytes + sum(each.nbytes for each in progress.checkpoints.values())
-        self._reclaimer.shrink_to(limit_bytes - nbytes, 0.0, most_bytes=limit_bytes - nbytes)
+        self._reclaimer.shrink_to(limit_bytes - nbytes, 0.0, hard_limit_bytes=limit_bytes - nbytes)
         # A node may claim no token that its span lacks, so the tokens before the span must still be cached.
         has_prefix = table.tree.match(progress.root, progress.ids[: span.position]).num_tokens == span.position
         if not has_prefix or table.nbytes + nbytes > limit_bytes:

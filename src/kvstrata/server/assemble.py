@@ -263,7 +263,7 @@ def _storage(settings: Settings, total_memory_bytes: int) -> KvConfig:
         edge_layers=settings.kv_cache_edge_layers,
         edge=parse(settings.kv_cache_edge),
         min_quantize_tokens=settings.kv_cache_min_quantize_tokens,
-        live=settings.kv_cache_live,
+        encodes_running=settings.kv_cache_live,
         first_raw_tokens=settings.kv_cache_first_raw,
         recent_raw_tokens=settings.kv_cache_recent_raw,
         dynamic=settings.dynamic_cache,

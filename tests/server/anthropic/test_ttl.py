@@ -73,7 +73,7 @@ def evict_all(served: Served) -> None:
     def evict(core: EngineCore) -> None:
         while core.pacer.has_work:
             core.pacer.run_slice(1.0)
-        core.prefix_cache.evictor.shrink_to(0)
+        core.prefix_cache.evictor.evict_to(0)
         done.set()
 
     served.server.service.engine.ask(evict).result(60)
