@@ -32,6 +32,9 @@ FIRST_SLICE = 1 / 8
 
 MAX_GROWTH = 2.0
 
+# Slice while the engine is idle. After each slice the engine thread checks its inbox.
+IDLE_SLICE_S = 0.002
+
 
 class BackgroundPacer:
     """Pacing of background work: how long a slice takes between two steps, and when the work rests.
@@ -118,6 +121,10 @@ class BackgroundPacer:
     @property
     def _used_bytes(self) -> int:
         return self._memory.running_bytes + self._memory.cached_bytes
+
+    def run_idle(self) -> None:
+        """Run a slice while no sequence waits or runs."""
+        self.run_slice(IDLE_SLICE_S)
 
     def run_slice(self, slice_s: float) -> None:
         """Run background work for about `slice_s`."""
