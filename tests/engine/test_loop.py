@@ -62,14 +62,23 @@ def test_first_token_arrives_before_the_next_step_is_read() -> None:
     assert seen == [1, 1, 2, 3, 4]
 
 
+def watch_mixed_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of prompt chunks in each mixed pass."""
+    passes: list[int] = []
+    run = MixedPass.__init__
+
+    def watched(mixed: MixedPass, chunks: list[Any], *given: Any, **options: Any) -> None:
+        passes.append(len(chunks))
+        run(mixed, chunks, *given, **options)
+
+    monkeypatch.setattr(MixedPass, "__init__", watched)
+    return passes
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next"])
 def test_chunk_of_one_token_attends_like_longer_chunks(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Drive(tiny_loaded(architecture))
-    passes: list[int] = []
-    together = drive.core.runner.prefill_together
-    monkeypatch.setattr(
-        drive.core.runner, "prefill_together", lambda chunks: (passes.append(len(chunks)), together(chunks))
-    )
+    passes = watch_mixed_passes(monkeypatch)
     sampling = Sampling(temperature=0, num_logprobs=0)
     client = drive.submit(prompt(2), 6, sampling)
     drive.run()
@@ -81,16 +90,9 @@ def test_chunk_of_one_token_attends_like_longer_chunks(architecture: str, monkey
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
 def test_short_prompts_in_shared_passes_reply_as_alone(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where a pass costs as much as hundreds of tokens."""
-    passes: list[int] = []
-    run = MixedPass.__init__
-
-    def watched(mixed: MixedPass, chunks: list[Any], *given: Any, **options: Any) -> None:
-        passes.append(len(chunks))
-        run(mixed, chunks, *given, **options)
-
     drive = Drive(tiny_loaded(architecture))
     drive.core.speeds.pass_cost = PassCost(pass_tokens=120)
-    monkeypatch.setattr(MixedPass, "__init__", watched)
+    passes = watch_mixed_passes(monkeypatch)
     # Each ends with a pass that it shares: while no stream runs, and beside those that run then.
     lengths = [30, 50, 7, 90, 40, 25]
     clients = [drive.submit(prompt(length, seed=i), 8 + i) for i, length in enumerate(lengths)]
