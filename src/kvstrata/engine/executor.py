@@ -18,7 +18,7 @@ from kvstrata.engine.admission import Admission, MemoryAccount, Unservable
 from kvstrata.engine.background import BackgroundPacer
 from kvstrata.engine.budget import FULL_PRECISION, Budget, FormatCatalog
 from kvstrata.engine.prefix_lookup import PrefixLookup
-from kvstrata.engine.request import EngineState, Failed, Finished, FinishReason, Request
+from kvstrata.engine.request import EngineState, Failed, Finished, FinishReason, Request, TokenLogprob
 from kvstrata.engine.runner import BatchRow, ModelRunner, PendingStep
 from kvstrata.engine.scheduler import Chunk, StepPlan
 from kvstrata.engine.sequence import Sequence, SequenceTable
@@ -236,22 +236,28 @@ class StepExecutor:
                 if arrival in step.failures:
                     self._fail(running[arrival], Failed(_grammar_message(step.failures[arrival]), "grammar"))
                 else:
+                    token, logprobs = tokens[row], step.sampled.logprobs.get(row)
                     with running[arrival].contain_failure():
-                        self._accept_token(running[arrival], tokens[row], step, row)
+                        self.accept_tokens(running[arrival], [token], [logprobs.read(token) if logprobs else None])
         self._fail_contained()
 
-    def _accept_token(self, sequence: Sequence, token: int, step: PendingStep, row: int) -> None:
-        logprobs = step.sampled.logprobs.get(row)
+    def accept_tokens(self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprob | None]) -> None:
+        """Append tokens to a reply, today always one. Tokens after the one that ends the reply are dropped."""
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            self._accept_token(sequence, token, logprob)
+            if sequence.finish_reason is not None:
+                self._finish(sequence, sequence.finish_reason)
+                return
+
+    def _accept_token(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None:
         before_s = sequence.last_token_s
-        sequence.accept_token(token, logprobs.read(token) if logprobs else None, self._detokenizer_for)
+        sequence.accept_token(token, logprob, self._detokenizer_for)
         self._metrics.generation_tokens.inc()
         self._prefixes.commit_token(sequence)
         if sequence.last_token_s is not None and before_s is not None:
             self._metrics.inter_token_s.observe(sequence.last_token_s - before_s)
         elif sequence.last_token_s is not None:
             self._metrics.first_token_s.observe(sequence.last_token_s - sequence.submitted_s)
-        if sequence.finish_reason is not None:
-            self._finish(sequence, sequence.finish_reason)
 
     # End of a sequence: it leaves the tables first, then the client hears of it.
 
