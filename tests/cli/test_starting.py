@@ -22,8 +22,8 @@ from tests.models.conftest import write_model
 from tests.server.test_process import KVSTRATA
 from tests.tiny import tiny_config, tiny_module
 
-STAGES = ["libraries", "model files", "weights", "tokenizer", "fingerprint", "kernels", "probe", "memory", "tiers",
-          "speed", "template"]  # fmt: skip
+STAGES = ["libraries", "model files", "weights", "tokenizer", "fingerprint", "kernels", "probe", "memory", "speed",
+          "tiers", "template"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 import itertools
+import time
 
 import mlx.core as mx
 
 from kvstrata.engine.background import BackgroundPacer
 from kvstrata.engine.budget import Budget
-from kvstrata.engine.build import ServedModel, build_core
+from kvstrata.engine.build import OpenTiers, ServedModel, build_core
 from kvstrata.engine.cache_api import CacheApi
 from kvstrata.engine.config import EngineLimits, KvConfig
+from kvstrata.engine.memory_plan import MemoryPlan
 from kvstrata.engine.request import Event, Failed, Finished, PrefillProgress, Request, Sampling, TextDelta, TokenLogprob
 from kvstrata.engine.sequence import Sequence
 from kvstrata.layers.kinds import Layout
@@ -19,7 +21,6 @@ from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.tier_client import TierClient
-from kvstrata.text.detokenizer import Detokenizer
 from kvstrata.tier.base import Tier
 from kvstrata.tier.nothing import NoTier
 from tests.tiny import layout_of
@@ -62,6 +63,19 @@ class Client:
         return self.end
 
 
+class MovableClock:
+    """Monotonic clock that a test can advance."""
+
+    def __init__(self) -> None:
+        self._advanced_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self._advanced_s
+
+    def advance(self, seconds: float) -> None:
+        self._advanced_s += seconds
+
+
 class Drive:
     def __init__(
         self,
@@ -77,10 +91,12 @@ class Drive:
         limits = limits or EngineLimits()
         layout = layout or layout_of(loaded, limits.max_kv_size)
         cold = TierClient(tier or NoTier(), layout, post=lambda _: None, patience_s=patience_s)
-        self.budget = Budget(kv_bytes or 4 * GIB, layout.fixed_bytes, layout.token_bytes)
+        plan = MemoryPlan(8 * GIB, 0, 0, 0, 0, kv_bytes or 4 * GIB)
+        self.budget = Budget(plan.kv_bytes, layout.fixed_bytes, layout.token_bytes)
         self.metrics = Metrics()
-        served = ServedModel(loaded, layout, self.budget, limits, storage or KvConfig())
-        self.core = build_core(served, self.metrics, cold, lambda _: Detokenizer(loaded.tokenizer))
+        self.clock = MovableClock()
+        served = ServedModel(loaded, layout, plan, self.budget, limits, storage or KvConfig())
+        self.core = build_core(served, OpenTiers(cold), self.metrics, self.clock)
         # Steps overlap as on a GPU. Tests of a whole engine run it as this machine does.
         self.core.executor.overlaps = True
         self._numbers = itertools.count()

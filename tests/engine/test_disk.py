@@ -364,7 +364,7 @@ def test_long_match_loads_in_bounded_batches_beside_streams(
         first = answer(engine, "first", 4000)
     files = Watched()
     with engine_on(tmp_path, loaded, files=files, read_ahead_bytes=bound_bytes // 2) as engine:
-        cold = engine._thread.disk
+        cold = engine.ask(lambda core: core.prefix_cache.disk).result(60)
         files.look = lambda: cold.tier.usage().unused_bytes + cold.loader.unused_bytes
         decodes = threading.Event()
         other = Reply(lambda event: decodes.set() if isinstance(event, TextDelta) else None)

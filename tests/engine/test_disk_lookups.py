@@ -33,7 +33,7 @@ from tests.tiny import VOCAB, tiny_loaded
 
 
 def blocks_of(engine: Engine) -> DiskBlocks:
-    blocks = engine._thread.disk.tier.blocks
+    blocks = engine.ask(lambda core: core.prefix_cache.disk.tier.blocks).result(60)
     assert isinstance(blocks, DiskBlocks)
     return blocks
 
@@ -243,7 +243,7 @@ def make_computing_take(core: EngineCore, seconds: float) -> None:
 
 
 def disk_rates(engine: Engine) -> rates.Rates:
-    return engine._thread.disk.tier.rates
+    return engine.ask(lambda core: core.prefix_cache.disk.tier.rates).result(60)
 
 
 @pytest.mark.cache_faults

@@ -373,7 +373,9 @@ def test_engine_that_cannot_recover_answers_all_clients(monkeypatch: pytest.Monk
         may_answer.set()
         assert asked.result(60)
         assert all(isinstance(reply.wait(), Failed) for reply in replies)
-        engine._thread._thread.join(60)
+        until_s = time.monotonic() + 60
+        while engine.alive and time.monotonic() < until_s:
+            time.sleep(0.01)
         assert not engine.alive
         with pytest.raises(Unavailable, match="Restart"):
             engine.submit(request("late"), Reply().sink)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvstrata.backend import mlx_backend
 from kvstrata.codecs.registry import parse
 from kvstrata.disk.options import DiskOptions
-from kvstrata.engine import thread
+from kvstrata.engine import build
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.memory_plan import Forecast, Scratch, advise, expected_scratch, forecast, needs_live
@@ -41,13 +41,13 @@ NEAR = 0.1
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Scratch]:
     """Collects the scratch of every engine that starts."""
     seen: list[Scratch] = []
-    measure = thread.remembered_scratch
+    measure = build.remembered_scratch
 
     def remembered(*args: object) -> Scratch:
         seen.append(measure(*args))  # pyright: ignore[reportArgumentType]
         return seen[-1]
 
-    monkeypatch.setattr(thread, "remembered_scratch", remembered)
+    monkeypatch.setattr(build, "remembered_scratch", remembered)
     return seen
 
 

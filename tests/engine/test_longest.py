@@ -167,7 +167,7 @@ def peak_of_longest(storage: KvConfig, limit_bytes: int) -> tuple[int, int]:
     engine = Engine(loaded, limits, Metrics(), storage)
     engine.start()
     try:
-        budget = engine._thread.core.budget
+        budget = engine.ask(lambda core: core.budget).result(60)
         most = budget.most_tokens(budget.formats[-1])
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         before = mx.get_active_memory() - loaded.weight_bytes  # of other tests

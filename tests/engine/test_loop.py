@@ -11,6 +11,7 @@ import pytest
 from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.request import Sampling, TokenUsage
 from kvstrata.engine.scheduler import PassCost
+from kvstrata.engine.sequence import Sequence
 from kvstrata.layers.mixed import MixedPass
 from tests.engine.drive import GREEDY, Client, Drive
 from tests.tiny import VOCAB, tiny_loaded
@@ -62,14 +63,23 @@ def test_first_token_arrives_before_the_next_step_is_read() -> None:
     assert seen == [1, 1, 2, 3, 4]
 
 
+def watch_mixed_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of prompt chunks in each mixed pass."""
+    passes: list[int] = []
+    run = MixedPass.__init__
+
+    def watched(mixed: MixedPass, chunks: list[Any], *given: Any, **options: Any) -> None:
+        passes.append(len(chunks))
+        run(mixed, chunks, *given, **options)
+
+    monkeypatch.setattr(MixedPass, "__init__", watched)
+    return passes
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next"])
 def test_chunk_of_one_token_attends_like_longer_chunks(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Drive(tiny_loaded(architecture))
-    passes: list[int] = []
-    together = drive.core.runner.prefill_together
-    monkeypatch.setattr(
-        drive.core.runner, "prefill_together", lambda chunks: (passes.append(len(chunks)), together(chunks))
-    )
+    passes = watch_mixed_passes(monkeypatch)
     sampling = Sampling(temperature=0, num_logprobs=0)
     client = drive.submit(prompt(2), 6, sampling)
     drive.run()
@@ -81,16 +91,9 @@ def test_chunk_of_one_token_attends_like_longer_chunks(architecture: str, monkey
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
 def test_short_prompts_in_shared_passes_reply_as_alone(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where a pass costs as much as hundreds of tokens."""
-    passes: list[int] = []
-    run = MixedPass.__init__
-
-    def watched(mixed: MixedPass, chunks: list[Any], *given: Any, **options: Any) -> None:
-        passes.append(len(chunks))
-        run(mixed, chunks, *given, **options)
-
     drive = Drive(tiny_loaded(architecture))
     drive.core.speeds.pass_cost = PassCost(pass_tokens=120)
-    monkeypatch.setattr(MixedPass, "__init__", watched)
+    passes = watch_mixed_passes(monkeypatch)
     # Each ends with a pass that it shares: while no stream runs, and beside those that run then.
     lengths = [30, 50, 7, 90, 40, 25]
     clients = [drive.submit(prompt(length, seed=i), 8 + i) for i, length in enumerate(lengths)]
@@ -261,3 +264,45 @@ def test_cancel_ends_waiting_and_running_requests() -> None:
     drive.run()
     assert running.finished.reason == waiting.finished.reason == "cancelled"
     assert waiting.finished.usage.completion_tokens == 0
+
+
+def step_to_first_token(drive: Drive, client: Client) -> Sequence:
+    """Run steps until the first token, which no pending step follows."""
+    while not client.ids:
+        drive.core.executor.step()
+    (sequence,) = drive.core.sequences.all
+    return sequence
+
+
+def test_accept_tokens_drops_those_after_a_stop_token() -> None:
+    first, *others = range(5, VOCAB)
+    drive = Drive(tiny_loaded("llama"))
+    sampling = Sampling(temperature=0, logit_bias=((first, 100.0),))
+    client = drive.submit(prompt(9), 12, sampling, stop_ids=frozenset({others[2]}))
+    sequence = step_to_first_token(drive, client)
+    drive.core.executor.accept_tokens(sequence, others[:4], [None] * 4)
+    assert client.finished.reason == "stop"
+    assert client.finished.ids == (first, *others[:3])
+    assert client.ids == [first, *others[:2]]
+    assert drive.core.executor.is_idle
+
+
+def test_accept_tokens_ends_at_the_limit_of_the_reply() -> None:
+    drive = Drive(tiny_loaded("llama"))
+    client = drive.submit(prompt(9), 3)
+    sequence = step_to_first_token(drive, client)
+    drive.core.executor.accept_tokens(sequence, [5, 6, 7], [None] * 3)
+    assert client.finished.reason == "length"
+    assert client.ids[1:] == [5, 6]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_next"])
+def test_reply_continues_after_several_tokens_at_once(architecture: str) -> None:
+    expected = alone(architecture, prompt(9), 12, GREEDY)
+    drive = Drive(tiny_loaded(architecture))
+    client = drive.submit(prompt(9), 12)
+    sequence = step_to_first_token(drive, client)
+    sequence.num_launched += 3
+    drive.core.executor.accept_tokens(sequence, expected.ids[1:4], [None] * 3)
+    drive.run()
+    assert client.ids == expected.ids

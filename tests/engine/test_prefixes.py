@@ -460,13 +460,14 @@ def test_other_salt_has_no_hit() -> None:
     assert cached(serve(drive, prompt(200), salt="a")) == 199
 
 
-def test_expired_prefix_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expired_prefix_is_no_hit() -> None:
     drive = Drive(tiny_loaded("llama"), storage=KvConfig(ttl_s=60))
     serve(drive, prompt(200))
-    now_s = drive.prefix_cache.candidates._clock()
-    monkeypatch.setattr(drive.prefix_cache.candidates, "_clock", lambda: now_s + 59)
+    drive.clock.advance(40)
     assert cached(serve(drive, prompt(200))) == 199
-    monkeypatch.setattr(drive.prefix_cache.candidates, "_clock", lambda: now_s + 59 + 61)
+    drive.clock.advance(40)
+    assert cached(serve(drive, prompt(200))) == 199
+    drive.clock.advance(61)
     late = serve(drive, prompt(200))
     assert cached(late) == 0
     assert len(late.ids) == 4

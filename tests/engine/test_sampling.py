@@ -6,7 +6,6 @@ import dataclasses
 import io
 import re
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -18,7 +17,7 @@ from hypothesis.extra.numpy import arrays
 
 from kvstrata.engine import sampling as sampling_module
 from kvstrata.engine.request import Sampling
-from kvstrata.engine.runner import PendingStep, step_inputs
+from kvstrata.engine.runner import BatchRow, PendingStep, step_inputs
 from kvstrata.engine.sampling import Sampler, sample
 
 VOCAB = 40
@@ -263,7 +262,8 @@ def test_step_inputs_of_a_changed_batch_use_no_kernel_that_is_compiled_late() ->
         mx.array(np.eye(3, VOCAB, dtype=np.float32)), [Sampler(Sampling(temperature=0), (), VOCAB) for _ in range(3)]
     )
     before = PendingStep((1, 2, 3), sampled, began_s=0.0)
-    rows: Any = [SimpleNamespace(id=id_, token=token) for id_, token in ((3, None), (4, 7), (1, None))]
+    cache: Any = None  # step_inputs reads no cache
+    rows = [BatchRow(id_, cache, tokens) for id_, tokens in ((3, ()), (4, (7,)), (1, ()))]
     tokens = step_inputs(rows, before)
     used = operations(tokens)
     assert "Concatenate" in used

@@ -229,9 +229,8 @@ def test_number_of_cached_arrays_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(build, "max_arrays", lambda: 40)
     m = sixteen("llama", "bfloat16", 0)
     drive = drive_with(m, "llama")
-    began_s = drive.prefix_cache.candidates._clock()
     for i in range(30):
-        monkeypatch.setattr(drive.prefix_cache.candidates, "_clock", lambda now_s=began_s + i: now_s)
+        drive.clock.advance(1)
         # An eviction by bytes would only shorten the long spans.
         ask(drive, (i, *(m.ids * 9)[: 600 if i % 10 == 0 else 20]))
         assert drive.prefix_cache.table.num_arrays <= 30

@@ -14,6 +14,7 @@ from kvstrata.server.conversation.telling import Telling
 from kvstrata.server.openai.ask import read_chat
 from kvstrata.server.openai.endpoints import chat_wire
 from kvstrata.server.service import Service
+from kvstrata.text.detokenizer import Detokenizer
 
 SCOPE = {"type": "http", "state": {}}
 
@@ -44,7 +45,7 @@ def play_ids(service: Service, ids: Iterable[int], **asked: Any) -> Played:
     events: list[Event] = []
     sequence = Sequence(job.requests[0], events.append, job.requests[0].max_tokens, 0)
     for id in ids:
-        sequence.accept_token(id, None, service.engine._thread.make_detokenizer)
+        sequence.accept_token(id, None, lambda _: Detokenizer(service.loaded.tokenizer))
         if sequence.finish_reason:
             break
     assert sequence.finish_reason

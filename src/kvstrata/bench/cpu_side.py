@@ -55,7 +55,7 @@ class Side:
                 id=i,
                 cache=self._prefilled(prompt[:-1], len(prompt) + num_tokens),
                 sampler=Sampler(sampling, prompt, self._loaded.vocab_size),
-                token=prompt[-1],
+                tokens=prompt[-1:],
             )
             for i, prompt in enumerate(prompts)
         ]
@@ -82,7 +82,7 @@ class Side:
 
     def _steps(self, rows: Sequence[BatchRow], num_tokens: int) -> list[list[int]]:
         """One step is always in flight while the one before is read, as in the engine."""
-        later = [BatchRow(row.id, row.cache, row.sampler, None) for row in rows]
+        later = [BatchRow(row.id, row.cache, (), row.sampler) for row in rows]
         flying: PendingStep = self._runner.launch(rows, None)
         found = []
         for _ in range(num_tokens - 1):

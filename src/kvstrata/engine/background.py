@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 from kvstrata.engine.admission import MemoryAccount
 from kvstrata.engine.runner import ModelRunner
@@ -31,6 +32,17 @@ REST_FACTOR_UNDER_PRESSURE = 1.0  # while memory fills up
 FIRST_SLICE = 1 / 8
 
 MAX_GROWTH = 2.0
+
+# Slice while the engine is idle. After each slice the engine thread checks its inbox.
+IDLE_SLICE_S = 0.002
+
+
+@dataclass(frozen=True)
+class BackgroundSlice:
+    """Time for background work between two steps. `is_awaited`: no rest follows."""
+
+    seconds: float
+    is_awaited: bool
 
 
 class BackgroundPacer:
@@ -80,23 +92,28 @@ class BackgroundPacer:
         self._failures.attempt_or_break("slices", lambda: self._run_between_steps(is_awaited=is_awaited), None)
 
     def _run_between_steps(self, *, is_awaited: bool) -> None:
-        if is_awaited and not self._sequences.has_streams:
-            self.run_slice(CHUNK_S)
+        began_s = self._clock()
+        next_slice = self._next_slice(began_s, is_awaited=is_awaited)
+        if next_slice is None:
             return
+        self.run_slice(next_slice.seconds)
+        if not next_slice.is_awaited:
+            ended_s = self._clock()
+            rest_factor = REST_FACTOR_UNDER_PRESSURE if self._is_memory_short else REST_FACTOR
+            self._rests_until_s = ended_s + rest_factor * (ended_s - began_s)
+
+    def _next_slice(self, now_s: float, *, is_awaited: bool) -> BackgroundSlice | None:
+        """Return the next slice between two steps. None: the work rests."""
+        if is_awaited and not self._sequences.has_streams:
+            return BackgroundSlice(CHUNK_S, is_awaited=True)
         if is_awaited or self._requantizer.is_running:
             self._awaited_slice_s = self._next_awaited_slice_s(max(self._slice_s, self._speeds.step_s))
-            self.run_slice(self._awaited_slice_s)
-            return
+            return BackgroundSlice(self._awaited_slice_s, is_awaited=True)
         self._awaited_slice_s = 0.0
-        began_s = self._clock()
         may_rest = self._sequences.has_streams and not self._prefix_cache.has_awaited_work
-        if may_rest and began_s < self._rests_until_s:
-            return
-        self.run_slice(self._slice_s)
-        ended_s = self._clock()
-        self._rests_until_s = ended_s + (REST_FACTOR_UNDER_PRESSURE if self._is_memory_short else REST_FACTOR) * (
-            ended_s - began_s
-        )
+        if may_rest and now_s < self._rests_until_s:
+            return None
+        return BackgroundSlice(self._slice_s, is_awaited=False)
 
     def _next_awaited_slice_s(self, max_s: float) -> float:
         """Return the length of the next slice that a client waits for. A step that reads changed spans is planned
@@ -118,6 +135,10 @@ class BackgroundPacer:
     @property
     def _used_bytes(self) -> int:
         return self._memory.running_bytes + self._memory.cached_bytes
+
+    def run_idle(self) -> None:
+        """Run a slice while no sequence waits or runs."""
+        self.run_slice(IDLE_SLICE_S)
 
     def run_slice(self, slice_s: float) -> None:
         """Run background work for about `slice_s`."""

@@ -1,30 +1,40 @@
-"""Startup: open tiers, construct the prefix cache and the engine core."""
+"""Startup: probe the model, plan memory, open tiers, construct the engine core."""
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
-from kvstrata.backend import max_arrays
+import mlx.core as mx
+
+from kvstrata.attention import cpu
+from kvstrata.backend import device, max_arrays
+from kvstrata.backend.heap import map_large_buffers
+from kvstrata.backend.stages import begin
 from kvstrata.codecs.registry import parse
 from kvstrata.disk.files import Files
 from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
 from kvstrata.engine.admission import Admission, MemoryAccount
 from kvstrata.engine.background import BackgroundPacer
-from kvstrata.engine.budget import Budget, FormatCatalog
-from kvstrata.engine.config import EngineLimits, KvConfig
+from kvstrata.engine.budget import Budget, FormatCatalog, least_token_bytes, sealed_pairs
+from kvstrata.engine.config import EngineLimits, KvConfig, TierConfig
 from kvstrata.engine.executor import EngineCore, StepExecutor
+from kvstrata.engine.memory_plan import DEFAULT_SHARE, MemoryPlan, make_budget, plan_memory
 from kvstrata.engine.prefix_lookup import PrefixLookup
-from kvstrata.engine.profiling import max_chunk
+from kvstrata.engine.profiling import PassShape, max_chunk, measure_prefill, remembered_scratch, warm_up_kernels
 from kvstrata.engine.request import Request
 from kvstrata.engine.runner import ModelRunner
+from kvstrata.engine.scheduler import UNMEASURED, PassCost
 from kvstrata.engine.sequence import SequenceTable
 from kvstrata.engine.speeds import StepSpeeds
 from kvstrata.layers.kinds import Layout
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.probe import probe
 from kvstrata.prefix_cache.config import CacheLimits
 from kvstrata.prefix_cache.entry_table import CacheListener
 from kvstrata.prefix_cache.keys import Identity, chain
@@ -36,6 +46,7 @@ from kvstrata.remote.tier import RemoteTier
 from kvstrata.spans.contents import tally
 from kvstrata.spans.plan import edges_of, make_plan
 from kvstrata.text.detokenizer import Detokenizer
+from kvstrata.text.special import SpecialTokens, special_tokens
 from kvstrata.tier.block import BLOCK_TOKENS
 
 # Share of the arrays that a machine allows, for cached spans. The rest is for weights, running sequences and passes.
@@ -47,28 +58,116 @@ READ_AHEAD_SHARE = 8
 # Size limit of a shared block, as a multiple of what a model computes for its tokens: codecs add scales and means.
 BLOCK_MARGIN = 2
 
+# Prompt ids that the first word of a plain completion's text may depend on.
+CONTEXT_IDS = 8
+
+Clock = Callable[[], float]
+
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Served model, and the limits within which it runs."""
+    """Served model, the limits within which it runs, and measurements of the start."""
 
     loaded: LoadedModel
     layout: Layout
+    memory_plan: MemoryPlan
     budget: Budget
     limits: EngineLimits
     kv_config: KvConfig
+    pass_cost: PassCost = UNMEASURED
+
+    @property
+    def context_tokens(self) -> int:
+        """Longest context of a request."""
+        return self.limits.longest_context(self.loaded.context_tokens)
 
     @property
     def chunk_tokens(self) -> int:
         """Size of the largest prompt chunk."""
         return self.limits.prefill_chunk_tokens or max_chunk()
 
+    @cached_property
+    def _special_tokens(self) -> SpecialTokens:
+        return special_tokens(self.loaded.tokenizer)
 
-def open_disk_tier(served: ServedModel, disk: DiskOptions | None, files: Files | None, post: Post) -> TierClient:
-    """Open the disk tier. `files`: how the disk's files are read and written; None: as the system does.
+    def make_detokenizer(self, request: Request) -> Detokenizer:
+        """Return a detokenizer for the reply to this request."""
+        context = request.prompt[-CONTEXT_IDS:] if request.continues_prompt else ()
+        return Detokenizer(self.loaded.tokenizer, context, special=self._special_tokens)
 
-    Raise ConfigError if the folder cannot be used.
+
+@dataclass(frozen=True)
+class OpenTiers:
+    """Tiers below memory, and a listener for changes of the cache."""
+
+    disk: TierClient
+    shared: SharedTierClient | None = None
+    listener: CacheListener | None = None
+
+
+def prepare_model(loaded: LoadedModel, limits: EngineLimits, kv_config: KvConfig) -> ServedModel:
+    """Probe a model, measure its passes, and plan memory. Sets MLX's memory limits.
+
+    Raise ModelError for a model that cannot run, ConfigError for a memory limit that is too small.
     """
+    map_large_buffers()
+    if limits.wired_bytes:
+        mx.set_wired_limit(limits.wired_bytes)
+    begin("kernels", "Loading kernels (compiled at the first start)")
+    cpu.warm_up()
+    begin("probe", "Trying how the model can be batched")
+    layout = probe(loaded.module, limits.max_kv_size)
+    warm_up_kernels(layout)
+    limit_bytes = limits.memory_bytes or _default_limit_bytes()
+    runner = ModelRunner(loaded.module, layout)
+    token_bytes = least_token_bytes(layout, kv_config)
+    context_tokens = limits.longest_context(loaded.context_tokens)
+    most_tokens = (limit_bytes - loaded.weight_bytes) // max(1, token_bytes)
+    shape = PassShape(
+        rows=limits.max_running,
+        vocab_size=loaded.vocab_size,
+        max_context_tokens=int(min(most_tokens, context_tokens)),
+        chunk_tokens=limits.prefill_chunk_tokens or max_chunk(),
+        pairs=sealed_pairs(layout, kv_config),
+    )
+    begin("memory", "Measuring what forward passes take (remembered for the next start)")
+    plan = plan_memory(
+        limit_bytes,
+        loaded.weight_bytes,
+        remembered_scratch(loaded, runner, shape),
+        token_bytes=token_bytes,
+        context_tokens=context_tokens,
+        backend=device().backend,
+    )
+    budget = make_budget(layout, plan)
+    mx.set_cache_limit(plan.allocator_cache_bytes)
+    mx.set_memory_limit(plan.run_ahead_bytes)
+    begin("speed", "Timing a short prompt")
+    pass_cost = measure_prefill(runner, min(shape.chunk_tokens, shape.max_context_tokens))
+    return ServedModel(loaded, layout, plan, budget, limits, kv_config, pass_cost)
+
+
+def _default_limit_bytes() -> int:
+    machine = device()
+    return min(int(machine.memory_bytes * DEFAULT_SHARE), machine.working_set_bytes)
+
+
+def open_tiers(served: ServedModel, tiers: TierConfig, post: Post) -> OpenTiers:
+    """Open the tiers. `post` has the engine thread run a function.
+
+    Raise ConfigError for a tier that cannot be used.
+    """
+    begin("tiers", "Opening the disk cache" if tiers.disk else "Making the cache")
+    disk = _open_disk_tier(served, tiers.disk, tiers.files, post)
+    try:
+        return OpenTiers(disk, _open_shared_tier(served, tiers.remote, post), tiers.listener)
+    except BaseException:
+        disk.tier.close()
+        raise
+
+
+def _open_disk_tier(served: ServedModel, disk: DiskOptions | None, files: Files | None, post: Post) -> TierClient:
+    """Open the disk tier. `files`: how the disk's files are read and written; None: as the system does."""
     if disk is None or any(spec.kind == "foreign" for spec in served.layout.flat()):
         return without_tier(served.layout)
     pinned: set[bytes] = set()
@@ -79,9 +178,7 @@ def open_disk_tier(served: ServedModel, disk: DiskOptions | None, files: Files |
     return TierClient(tier, served.layout, post=post, pinned=pinned, patience_s=disk.wait_s)
 
 
-def open_shared_tier(
-    served: ServedModel, remote: RemoteOptions | None, backend: str, post: Post
-) -> SharedTierClient | None:
+def _open_shared_tier(served: ServedModel, remote: RemoteOptions | None, post: Post) -> SharedTierClient | None:
     """Open the tier that other servers share.
 
     Raise ConfigError if its server cannot be used, or if the model's layers cannot be cached in its precision.
@@ -93,44 +190,42 @@ def open_shared_tier(
     ahead_bytes = min(remote.read_ahead_bytes, served.budget.total_bytes // READ_AHEAD_SHARE // 2)
     largest_bytes = BLOCK_MARGIN * (BLOCK_TOKENS * served.layout.token_bytes + served.layout.fixed_bytes)
     options = dataclasses.replace(remote, read_ahead_bytes=ahead_bytes, max_block_bytes=largest_bytes)
-    tier = RemoteTier(options, chain=chain, backend=backend)
+    tier = RemoteTier(options, chain=chain, backend=device().backend)
     return SharedTierClient(TierClient(tier, served.layout, post=post, patience_s=0.0), tier, plan)
 
 
 def build_core(
     served: ServedModel,
+    tiers: OpenTiers,
     metrics: Metrics,
-    disk: TierClient,
-    detokenizer_for: Callable[[Request], Detokenizer],
-    shared: SharedTierClient | None = None,
-    listener: CacheListener | None = None,
+    clock: Clock = time.monotonic,
     *,
-    runner: ModelRunner | None = None,
-    speeds: StepSpeeds | None = None,
+    replaced: EngineCore | None = None,
 ) -> EngineCore:
-    """Construct the engine core with an empty cache. `runner` and `speeds` come from the core that this one replaces,
-    if its model works; None: new ones.
+    """Construct the engine core with an empty cache. Decisions that depend on time read `clock`.
 
+    `replaced`: a core with a broken cache, whose runner and speeds are still good; None: new ones.
     Raise ConfigError for a precision that the model's layers cannot be cached in.
     """
-    limits, storage = served.limits, served.kv_config
-    catalog = FormatCatalog(served.layout, storage, served.chunk_tokens)
+    limits, kv_config, disk = served.limits, served.kv_config, tiers.disk
+    catalog = FormatCatalog(served.layout, kv_config, served.chunk_tokens)
     prefix_cache = PrefixCache(
         served.layout,
         identity_of(served),
-        storage,
+        kv_config,
         _cache_limits(served),
         catalog.plan_of,
         disk=disk,
-        shared=shared,
-        listener=listener,
+        shared=tiers.shared,
+        listener=tiers.listener,
+        clock=clock,
     )
-    runner, sequences = runner or ModelRunner(served.loaded.module, served.layout), SequenceTable()
-    if speeds is None:
-        speeds = StepSpeeds(
-            metrics, share=limits.prefill_share, max_chunk=max_chunk(), fixed_chunk=limits.prefill_chunk_tokens
-        )
-    prefixes = PrefixLookup(prefix_cache, runner, checkpoint_every_tokens=storage.checkpoint_every_tokens)
+    sequences = SequenceTable()
+    if replaced is not None:
+        runner, speeds = replaced.runner, replaced.speeds
+    else:
+        runner, speeds = ModelRunner(served.loaded.module, served.layout), _new_speeds(served, metrics)
+    prefixes = PrefixLookup(prefix_cache, runner, checkpoint_every_tokens=kv_config.checkpoint_every_tokens)
     memory = MemoryAccount(
         served.budget.with_formats(catalog, prefix_cache.requantizer.target),
         *(sequences.running, prefix_cache.table, prefixes),
@@ -142,13 +237,25 @@ def build_core(
         max_running=limits.max_running,
         max_batched_context=_max_batched_context(served),
         mixes=runner.mixes,
+        clock=clock,
     )
-    pacer = BackgroundPacer(prefix_cache, sequences, memory, speeds, runner, slice_s=limits.slice_s)
+    pacer = BackgroundPacer(prefix_cache, sequences, memory, speeds, runner, slice_s=limits.slice_s, clock=clock)
     executor = StepExecutor(
-        *(sequences, admission, prefixes, runner, speeds, pacer, metrics, detokenizer_for),
+        *(sequences, admission, prefixes, runner, speeds, pacer, metrics, served.make_detokenizer),
         vocab_size=served.loaded.vocab_size,
     )
     return EngineCore(prefix_cache, sequences, runner, speeds, prefixes, admission, pacer, executor, catalog)
+
+
+def _new_speeds(served: ServedModel, metrics: Metrics) -> StepSpeeds:
+    limits = served.limits
+    return StepSpeeds(
+        metrics,
+        share=limits.prefill_share,
+        max_chunk=max_chunk(),
+        fixed_chunk=limits.prefill_chunk_tokens,
+        pass_cost=served.pass_cost,
+    )
 
 
 def _max_batched_context(served: ServedModel) -> int:
@@ -156,8 +263,7 @@ def _max_batched_context(served: ServedModel) -> int:
     several chunks take no more if they read no more than one sequence may. Each would take a window of its own."""
     if any(spec.kind != "full" for spec in served.layout.flat()):
         return 0
-    context_tokens = served.limits.context_tokens or served.loaded.context_tokens
-    return min(context_tokens, served.loaded.context_tokens, served.budget.most_tokens())
+    return min(served.context_tokens, served.budget.most_tokens())
 
 
 def identity_of(served: ServedModel) -> Identity:

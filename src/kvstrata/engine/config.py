@@ -38,6 +38,10 @@ class EngineLimits:
         """Most requests that run or wait at once."""
         return self.max_running + self.max_waiting
 
+    def longest_context(self, model_tokens: int) -> int:
+        """Return the longest context that is served of a model with a context of `model_tokens`."""
+        return min(self.context_tokens or model_tokens, model_tokens)
+
 
 def half_of_places(num_places: int) -> int:
     """Return half of the places, rounded up, so that an owner that comes later still gets one."""

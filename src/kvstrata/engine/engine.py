@@ -120,7 +120,7 @@ class Engine:
 
     @property
     def context_tokens(self) -> int:
-        return self._thread.context_tokens
+        return self._thread.served.context_tokens
 
     @property
     def identity(self) -> Identity:
@@ -150,7 +150,7 @@ class Engine:
             "kv_bytes_per_token": budget.token_bytes,
             "kv_bytes_per_sequence": budget.fixed_bytes,
             "kv_budget_bytes": budget.total_bytes,
-            "memory": dataclasses.asdict(self._thread.memory_plan),
+            "memory": dataclasses.asdict(served.memory_plan),
             "context_tokens": self.context_tokens,
             "max_running": self._limits.max_running,
             "max_waiting": self._limits.max_waiting,

@@ -18,8 +18,8 @@ from kvstrata.engine.admission import Admission, MemoryAccount, Unservable
 from kvstrata.engine.background import BackgroundPacer
 from kvstrata.engine.budget import FULL_PRECISION, Budget, FormatCatalog
 from kvstrata.engine.prefix_lookup import PrefixLookup
-from kvstrata.engine.request import EngineState, Failed, Finished, FinishReason, Request
-from kvstrata.engine.runner import BatchRow, GrammarState, ModelRunner, PendingStep, PromptChunk
+from kvstrata.engine.request import EngineState, Failed, Finished, FinishReason, Request, TokenLogprob
+from kvstrata.engine.runner import BatchRow, ModelRunner, PendingStep
 from kvstrata.engine.scheduler import Chunk, StepPlan
 from kvstrata.engine.sequence import Sequence, SequenceTable
 from kvstrata.engine.speeds import StepSpeeds
@@ -147,11 +147,11 @@ class StepExecutor:
 
     def _run_plan(self, plan: StepPlan) -> list[PendingStep]:
         """Run the passes of a step. Return the steps that are over, so that their tokens can be read."""
-        chunks = [self._prompt_chunk(chunk) for chunk in plan.prefill]
+        chunks = [self._chunk_row(chunk) for chunk in plan.prefill]
         if chunks and not plan.is_mixed:
             self._prefill(chunks)
+        rows = self._decode_rows(plan.decode)
         riding = chunks if plan.is_mixed else []
-        rows = self._batch_rows(plan.decode)
         if riding and not rows:
             self._prefill(riding)
             riding = []
@@ -172,25 +172,21 @@ class StepExecutor:
         before, self._pending = self._pending, launched
         return [before] if before is not None else []
 
-    def _prompt_chunk(self, chunk: Chunk) -> PromptChunk:
+    def _chunk_row(self, chunk: Chunk) -> BatchRow:
         sequence = self._sequences.running[chunk.id]
         assert sequence.cache is not None
         start = sequence.cache.num_tokens
-        return PromptChunk(chunk.id, sequence.cache, sequence.tokens[start : start + chunk.num_tokens])
+        return BatchRow(chunk.id, sequence.cache, sequence.tokens[start : start + chunk.num_tokens])
 
-    def _prefill(self, chunks: list[PromptChunk]) -> None:
+    def _prefill(self, chunks: list[BatchRow]) -> None:
         has_streams = self._sequences.has_streams
         began_s = time.perf_counter()
         num_tokens = sum(len(chunk.tokens) for chunk in chunks)
-        if len(chunks) > 1 or (num_tokens == 1 and self._runner.mixes):
-            # One token alone would attend as a stream does: on CUDA by kernels that MLX compiles then, for seconds.
-            self._runner.prefill_together(chunks)
-        else:
-            self._runner.prefill(chunks[0].cache, chunks[0].tokens)
+        self._runner.prefill_chunks(chunks)
         self._speeds.count_chunk(num_tokens, time.perf_counter() - began_s, has_streams=has_streams)
         self._commit_chunks(chunks)
 
-    def _commit_chunks(self, chunks: list[PromptChunk]) -> None:
+    def _commit_chunks(self, chunks: list[BatchRow]) -> None:
         for chunk in chunks:
             sequence = self._sequences.running[chunk.id]
             with sequence.contain_failure():
@@ -198,30 +194,29 @@ class StepExecutor:
             self._metrics.prefill_tokens.inc(len(chunk.tokens))
             sequence.report_prefill()
 
-    def _batch_rows(self, arrivals: tuple[int, ...]) -> list[BatchRow]:
+    def _decode_rows(self, arrivals: tuple[int, ...]) -> list[BatchRow]:
         """Return the rows of a decode step. A grammar that fails ends its own request."""
         rows: list[BatchRow] = []
         for arrival in arrivals:
             sequence = self._sequences.running[arrival]
             with sequence.contain_failure():
-                rows.append(self._batch_row(sequence))
+                rows.append(self._decode_row(sequence))
         return rows
 
-    def _batch_row(self, sequence: Sequence) -> BatchRow:
+    def _decode_row(self, sequence: Sequence) -> BatchRow:
         assert sequence.cache is not None
         if sequence.prefill_left:
             # Refuse to decode before prefill has finished; the row would overwrite an uncomputed position.
             raise RuntimeError(f"{sequence.prefill_left} tokens of a prompt are not computed: it cannot decode yet")
         is_known = sequence.num_launched == sequence.num_generated
-        token = sequence.tokens[-1] if is_known else None
+        tokens = sequence.tokens[-1:] if is_known else ()
         sampler, matcher = sequence.sampler(self._vocab_size), sequence.matcher()
-        grammar = None if matcher is None else GrammarState(matcher, sequence.num_generated)
-        return BatchRow(sequence.id, sequence.cache, sampler, token, grammar)
+        return BatchRow(sequence.id, sequence.cache, tokens, sampler, matcher, sequence.num_generated)
 
-    def _launch(self, rows: list[BatchRow], riding: list[PromptChunk]) -> PendingStep | None:
+    def _launch(self, rows: list[BatchRow], riding: list[BatchRow]) -> PendingStep | None:
         if not rows:
             return None
-        launched = self._runner.launch(rows, self._pending, riding)
+        launched = self._runner.launch([*riding, *rows], self._pending)
         for row in rows:
             self._sequences.running[row.id].num_launched += 1
         return launched
@@ -241,22 +236,28 @@ class StepExecutor:
                 if arrival in step.failures:
                     self._fail(running[arrival], Failed(_grammar_message(step.failures[arrival]), "grammar"))
                 else:
+                    token, logprobs = tokens[row], step.sampled.logprobs.get(row)
                     with running[arrival].contain_failure():
-                        self._accept_token(running[arrival], tokens[row], step, row)
+                        self.accept_tokens(running[arrival], [token], [logprobs.read(token) if logprobs else None])
         self._fail_contained()
 
-    def _accept_token(self, sequence: Sequence, token: int, step: PendingStep, row: int) -> None:
-        logprobs = step.sampled.logprobs.get(row)
+    def accept_tokens(self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprob | None]) -> None:
+        """Append tokens to a reply, today always one. Tokens after the one that ends the reply are dropped."""
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            self._accept_token(sequence, token, logprob)
+            if sequence.finish_reason is not None:
+                self._finish(sequence, sequence.finish_reason)
+                return
+
+    def _accept_token(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None:
         before_s = sequence.last_token_s
-        sequence.accept_token(token, logprobs.read(token) if logprobs else None, self._detokenizer_for)
+        sequence.accept_token(token, logprob, self._detokenizer_for)
         self._metrics.generation_tokens.inc()
         self._prefixes.commit_token(sequence)
         if sequence.last_token_s is not None and before_s is not None:
             self._metrics.inter_token_s.observe(sequence.last_token_s - before_s)
         elif sequence.last_token_s is not None:
             self._metrics.first_token_s.observe(sequence.last_token_s - sequence.submitted_s)
-        if sequence.finish_reason is not None:
-            self._finish(sequence, sequence.finish_reason)
 
     # End of a sequence: it leaves the tables first, then the client hears of it.
 

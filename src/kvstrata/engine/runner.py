@@ -35,36 +35,20 @@ MAX_TRACED_ROWS = 32
 
 
 @dataclass(frozen=True)
-class GrammarState:
-    """Grammar of a row. `num_known`: reply tokens before the pending one, all of which the matcher has consumed."""
-
-    matcher: Matcher
-    num_known: int
-
-
-@dataclass(frozen=True)
 class BatchRow:
-    """A sequence in a step. `token`: its next input; None: the token that the pending step samples."""
+    """A sequence in a pass. A row without a sampler is a prompt chunk; a row with a sampler decodes one token."""
 
     id: int
     cache: SequenceCache
-    sampler: Sampler
-    token: int | None
-    grammar: GrammarState | None = None  # None: every token is allowed
-
-
-@dataclass(frozen=True)
-class PromptChunk:
-    """Next tokens of a sequence's prompt."""
-
-    id: int
-    cache: SequenceCache
-    tokens: list[int]
+    tokens: Sequence[int]  # its inputs; empty: the token that the pending step samples
+    sampler: Sampler | None = None  # None: a prompt chunk, nothing is sampled
+    matcher: Matcher | None = None  # None: every token is allowed
+    num_known: int = 0  # reply tokens before the pending one, all of which the matcher has consumed
 
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A launched step that the host has not read. `ids`: sequences of its rows."""
+    """A launched step that the host has not read. `ids`: sequences of its rows that decode."""
 
     ids: tuple[int, ...]
     sampled: Sampled
@@ -98,14 +82,21 @@ class ModelRunner:
     def new_cache(self, capacity: int, prefix: Prefix | None = None, raw_tokens: int | None = None) -> SequenceCache:
         return SequenceCache(self._layout, self._model, capacity, prefix, raw_tokens)
 
+    def prefill_chunks(self, chunks: Sequence[BatchRow]) -> None:
+        """Compute KV for prompt chunks. Several share a pass, which needs a runner that `mixes`."""
+        if len(chunks) > 1 or (self.mixes and len(chunks[0].tokens) == 1):
+            # One token alone would attend as a stream does: on CUDA by kernels that MLX compiles then, for seconds.
+            self._prefill_together(chunks)
+        else:
+            self.prefill(chunks[0].cache, chunks[0].tokens)
+
     def prefill(self, cache: SequenceCache, tokens: Sequence[int]) -> None:
         """Compute KV for `tokens`. MLX is lazy and no code reads the logits, so the output layer never runs."""
         self._model(mx.array([tokens]), cache=PromptCaches(cache.caches()))
         cache.end_pass(len(tokens))
         mx.eval(cache.arrays())
 
-    def prefill_together(self, chunks: Sequence[PromptChunk]) -> None:
-        """Compute KV for chunks of several sequences in one pass. Needs a runner that `mixes`."""
+    def _prefill_together(self, chunks: Sequence[BatchRow]) -> None:
         mixed = MixedPass([(chunk.cache, len(chunk.tokens)) for chunk in chunks], None)
         self._model(mx.array([token for chunk in chunks for token in chunk.tokens])[:, None], cache=mixed.begin())
         mixed.end()
@@ -116,20 +107,22 @@ class ModelRunner:
         """Whether one pass may have several chunks, and chunks beside rows that decode."""
         return self._layout.mixes
 
-    def launch(
-        self, rows: Sequence[BatchRow], pending: PendingStep | None, chunks: Sequence[PromptChunk] = ()
-    ) -> PendingStep:
-        """Start a step: one token for every row. `chunks` share its pass, which needs a runner that `mixes`."""
+    def launch(self, rows: Sequence[BatchRow], pending: PendingStep | None) -> PendingStep:
+        """Start a step: one token for every row that decodes. Prompt chunks come first; they share the pass, which
+        needs a runner that `mixes`."""
         began_s = time.perf_counter()
+        samplers = [row.sampler for row in rows if row.sampler is not None]
+        num_chunks = len(rows) - len(samplers)
+        chunks, rows = rows[:num_chunks], rows[num_chunks:]
         tokens = step_inputs(rows, pending)
         logits = self._forward_mixed(rows, tokens, chunks) if chunks else self._forward(rows, tokens)
         written = [chunk.cache.arrays() for chunk in chunks]
         allowed = Allowed()
-        if any(row.grammar is not None for row in rows):
+        if any(row.matcher is not None for row in rows):
             mx.async_eval(logits, self._state_arrays(rows), written)
             allowed = self._allowed_tokens(rows, pending, vocab_size=logits.shape[-1])
-        sampled = sample(logits, [row.sampler for row in rows], allowed.tokens)
-        changed = [array for row in rows for array in row.sampler.arrays()]
+        sampled = sample(logits, samplers, allowed.tokens)
+        changed = [array for sampler in samplers for array in sampler.arrays()]
         mx.async_eval(sampled.arrays(), changed, self._state_arrays(rows), written)
         num_prompt_tokens = sum(len(chunk.tokens) for chunk in chunks)
         failures = {rows[index].id: reason for index, reason in allowed.failures.items()}
@@ -137,17 +130,17 @@ class ModelRunner:
 
     def _allowed_tokens(self, rows: Sequence[BatchRow], pending: PendingStep | None, vocab_size: int) -> Allowed:
         """Return the tokens that the grammars allow next. Waits for the pending step where a grammar needs it."""
-        needs_pending = any(row.grammar is not None and row.token is None for row in rows)
+        needs_pending = any(row.matcher is not None and not row.tokens for row in rows)
         tokens = dict(zip(pending.ids, pending.sampled.read(), strict=True)) if pending and needs_pending else {}
         matchers: list[Matcher | None] = [None] * len(rows)
         failures: dict[int, str] = {}
         for index, row in enumerate(rows):
-            if row.grammar is None:
+            if row.matcher is None:
                 continue
             try:
-                if row.token is None:
-                    row.grammar.matcher.consume(row.grammar.num_known, tokens[row.id])
-                matchers[index] = row.grammar.matcher
+                if not row.tokens:
+                    row.matcher.consume(row.num_known, tokens[row.id])
+                matchers[index] = row.matcher
             except Exception as error:
                 log.exception("A grammar failed")
                 failures[index] = shortened(repr(error))
@@ -220,7 +213,7 @@ class ModelRunner:
         return logits[:, -1]
 
     def _forward_mixed(
-        self, rows: Sequence[BatchRow], tokens: mx.array, chunks: Sequence[PromptChunk]
+        self, rows: Sequence[BatchRow], tokens: mx.array, chunks: Sequence[BatchRow]
     ) -> mx.array:  # -> [rows, vocab]
         sizes = [(chunk.cache, len(chunk.tokens)) for chunk in chunks]
         mixed = MixedPass(sizes, self._batch_of(rows), is_planned=self._layout.compiles)
@@ -248,13 +241,13 @@ class ModelRunner:
 
 def step_inputs(rows: Sequence[BatchRow], pending: PendingStep | None) -> mx.array:  # [rows]
     """Return the next input of each row: a known token, or the token that the pending step samples."""
-    if pending is not None and tuple(row.id for row in rows) == pending.ids and all(row.token is None for row in rows):
+    if pending is not None and tuple(row.id for row in rows) == pending.ids and not any(row.tokens for row in rows):
         return pending.sampled.tokens
     index_of = {id_: index for index, id_ in enumerate(pending.ids)} if pending else {}
     tokens = []
     for row in rows:
-        if row.token is not None:
-            tokens.append(mx.array([row.token], mx.int32))
+        if row.tokens:
+            tokens.append(mx.array(list(row.tokens), mx.int32))
         else:
             assert pending is not None
             # A slice instead of an index: for an index MLX gathers, on CUDA with a kernel that it first compiles.

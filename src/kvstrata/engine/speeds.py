@@ -12,6 +12,7 @@ from kvstrata.engine.scheduler import (
     MIN_CHUNK_BESIDE_STREAMS,
     UNMEASURED,
     ChunkCost,
+    PassCost,
     PrefillSharing,
     chunk_tokens,
     chunk_tokens_beside_streams,
@@ -107,7 +108,7 @@ class StepSpeeds:
     """Measured speeds of all passes and steps, and the sizes of prompt chunks that follow from them.
 
     `share`: most of the time that prompts may take while streams run. `max_chunk`: largest chunk. `fixed_chunk`: size
-    of all chunks; None: chosen from the speeds.
+    of all chunks; None: chosen from the speeds. `pass_cost`: as measured at startup.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class StepSpeeds:
         share: float,
         max_chunk: int,
         fixed_chunk: int | None = None,
+        pass_cost: PassCost = UNMEASURED,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._metrics = metrics
@@ -124,7 +126,7 @@ class StepSpeeds:
         self._max_chunk = max_chunk
         self._fixed_chunk = fixed_chunk
         self._clock = clock
-        self.pass_cost = UNMEASURED  # until the startup profile is complete
+        self.pass_cost = pass_cost
         self.num_passes = 0  # passes with chunks
         self._last_read_s = 0.0
         self._did_background_work = False  # since the last decode step was read
@@ -132,6 +134,9 @@ class StepSpeeds:
         self.decode = TokenRate()
         self.prefill = TokenRate()
         self.alone = TokenRate()  # prefill without running streams
+        if pass_cost.tokens_s:
+            # The first request already needs a prefill speed: it decides whether a read from the disk pays.
+            self.alone.add_work(1, 1 / pass_cost.tokens_s)
 
     @property
     def step_s(self) -> float:

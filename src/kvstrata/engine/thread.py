@@ -15,45 +15,25 @@ from typing import Any, TypeVar, assert_never
 
 import mlx.core as mx
 
-from kvstrata.attention import cpu
-from kvstrata.backend import device
 from kvstrata.backend.allocator import limits_restored
-from kvstrata.backend.heap import map_large_buffers, trim_heap
-from kvstrata.backend.stages import begin
+from kvstrata.backend.heap import trim_heap
 from kvstrata.backend.streams import streams
-from kvstrata.engine.budget import least_token_bytes, sealed_pairs
-from kvstrata.engine.build import ServedModel, build_core, open_disk_tier, open_shared_tier
+from kvstrata.engine.build import OpenTiers, ServedModel, build_core, open_tiers, prepare_model
 from kvstrata.engine.config import EngineLimits, KvConfig, TierConfig
 from kvstrata.engine.executor import EngineCore
-from kvstrata.engine.memory_plan import DEFAULT_SHARE, MemoryPlan, make_budget, plan_memory
-from kvstrata.engine.profiling import PassShape, max_chunk, measure_prefill, remembered_scratch, warm_up_kernels
-from kvstrata.engine.request import EngineState, FinishReason, Request
-from kvstrata.engine.runner import ModelRunner
-from kvstrata.engine.scheduler import PassCost
+from kvstrata.engine.request import EngineState, FinishReason
 from kvstrata.engine.sequence import ENGINE_FAILED, Sequence
 from kvstrata.errors import Unavailable
-from kvstrata.layers.kinds import Layout
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.models.probe import probe
-from kvstrata.prefix_cache.sharing import SharedTierClient
-from kvstrata.prefix_cache.tier_client import TierClient
-from kvstrata.text.detokenizer import Detokenizer
-from kvstrata.text.special import special_tokens
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Prompt ids that the first word of a plain completion's text may depend on.
-CONTEXT_IDS = 8
-
 # Idle time until freed memory goes back to the system. On a GPU few other programs could use that memory, and people
 # read a reply for a while before they send the next message.
 KEEPS_FREED_S = 300.0 if mx.cuda.is_available() else 5.0
-
-# Slice of background work while the engine is idle. After each slice the thread checks its inbox.
-IDLE_SLICE_S = 0.002
 
 
 @dataclass(frozen=True)
@@ -105,7 +85,6 @@ class EngineThread:
         self._metrics = metrics
         self._kv_config = kv_config
         self._tiers = tiers
-        self._special = special_tokens(loaded.tokenizer)
         self._inbox: queue.SimpleQueue[EngineCommand] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="kvstrata-engine", daemon=True)
         self._ready = threading.Event()
@@ -118,11 +97,8 @@ class EngineThread:
         self.state = EngineState()
         # The thread sets these before start() returns.
         self.served: ServedModel
-        self.memory_plan: MemoryPlan
-        self.disk: TierClient
-        self.shared: SharedTierClient | None
         self.core: EngineCore
-        self._pass_cost: PassCost
+        self._open_tiers: OpenTiers
 
     # Called by other threads.
 
@@ -137,10 +113,6 @@ class EngineThread:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
-
-    @property
-    def context_tokens(self) -> int:
-        return min(self._limits.context_tokens or self._loaded.context_tokens, self._loaded.context_tokens)
 
     def post(self, command: EngineCommand) -> bool:
         """Have a command run between two steps. False: the thread has stopped and runs no more commands."""
@@ -211,83 +183,21 @@ class EngineThread:
             prefix_cache.sharing.flush(remote.flush_s)
 
     def _set_up(self) -> None:
-        """Probe the model, plan memory, open the tiers and build the engine core."""
-        map_large_buffers()
-        if self._limits.wired_bytes:
-            mx.set_wired_limit(self._limits.wired_bytes)
-        begin("kernels", "Loading kernels (compiled at the first start)")
-        cpu.warm_up()
-        begin("probe", "Trying how the model can be batched")
-        layout = probe(self._loaded.module, self._limits.max_kv_size)
-        warm_up_kernels(layout)
-        limit_bytes = self._limits.memory_bytes or _default_limit_bytes()
-        runner = ModelRunner(self._loaded.module, layout)
-        shape = self._pass_shape(layout, limit_bytes)
-        begin("memory", "Measuring what forward passes take (remembered for the next start)")
-        self.memory_plan = plan_memory(
-            limit_bytes,
-            self._loaded.weight_bytes,
-            remembered_scratch(self._loaded, runner, shape),
-            token_bytes=least_token_bytes(layout, self._kv_config),
-            context_tokens=self.context_tokens,
-            backend=device().backend,
-        )
-        budget = make_budget(layout, self.memory_plan)
-        self.served = ServedModel(self._loaded, layout, budget, self._limits, self._kv_config)
-        mx.set_cache_limit(self.memory_plan.allocator_cache_bytes)
-        mx.set_memory_limit(self.memory_plan.run_ahead_bytes)
-        begin("tiers", "Opening the disk cache" if self._tiers.disk else "Making the cache")
-        self.disk = open_disk_tier(self.served, self._tiers.disk, self._tiers.files, self._post_tier_event)
-        self.shared = self._open_shared_tier()
-        begin("speed", "Timing a short prompt")
-        self._pass_cost = measure_prefill(runner, min(shape.chunk_tokens, shape.max_context_tokens))
+        self.served = prepare_model(self._loaded, self._limits, self._kv_config)
+        self._open_tiers = open_tiers(self.served, self._tiers, lambda handle: self._inbox.put(TierEvent(handle)))
         self.core = self._build_core()
         # Recovery traces no steps: the fault of a step may come back in tracing, and would end the thread.
         self.core.runner.trace_steps(self._limits.max_running)
         self.state = self.core.state()
 
-    def _post_tier_event(self, handle: Callable[[], None]) -> None:
-        self._inbox.put(TierEvent(handle))
-
-    def _open_shared_tier(self) -> SharedTierClient | None:
-        try:
-            return open_shared_tier(self.served, self._tiers.remote, device().backend, self._post_tier_event)
-        except BaseException:
-            self.disk.tier.close()
-            raise
-
-    def _pass_shape(self, layout: Layout, limit_bytes: int) -> PassShape:
-        """Return the largest passes that memory and the settings allow."""
-        free_bytes = limit_bytes - self._loaded.weight_bytes
-        most_tokens = free_bytes // max(1, least_token_bytes(layout, self._kv_config))
-        return PassShape(
-            rows=self._limits.max_running,
-            vocab_size=self._loaded.vocab_size,
-            max_context_tokens=int(min(most_tokens, self.context_tokens)),
-            chunk_tokens=self._limits.prefill_chunk_tokens or max_chunk(),
-            pairs=sealed_pairs(layout, self._kv_config),
-        )
-
-    def _build_core(self, failed: EngineCore | None = None) -> EngineCore:
-        """Build an engine core. `failed`: a core with a broken cache, whose runner and speeds are still good."""
-        parts = (self.served, self._metrics, self.disk, self.make_detokenizer, self.shared, self._tiers.listener)
-        if failed is not None:
-            return build_core(*parts, runner=failed.runner, speeds=failed.speeds)
-        core = build_core(*parts)
-        # The first request already needs a prefill speed: it decides whether a read from the disk pays.
-        core.speeds.alone.add_work(1, 1 / self._pass_cost.tokens_s)
-        core.speeds.pass_cost = self._pass_cost
-        return core
-
-    def make_detokenizer(self, request: Request) -> Detokenizer:
-        """Return a detokenizer for the reply to this request."""
-        context = request.prompt[-CONTEXT_IDS:] if request.continues_prompt else ()
-        return Detokenizer(self._loaded.tokenizer, context, special=self._special)
+    def _build_core(self, replaced: EngineCore | None = None) -> EngineCore:
+        return build_core(self.served, self._open_tiers, self._metrics, replaced=replaced)
 
     def _run_once(self) -> None:
         """Run the commands that have arrived, then a step."""
         try:
-            self._receive()
+            for command in self._receive():
+                self._run_command(command)
             if not self._stopping and not self.core.executor.is_idle and not self.core.has_broken_cache:
                 self._frees_at_s = None
                 self.core.executor.step()
@@ -317,26 +227,35 @@ class EngineThread:
             "The cache in memory was emptied, because an operation failed half-way (the error before this one). "
             "Requests go on without it. Please report the error."
         )
-        failed, self.core = self.core, self._build_core(self.core)
+        failed, self.core = self.core, self._build_core(replaced=self.core)
         self.core.take_over(failed)
 
-    def _receive(self) -> None:
-        """Run the commands that have arrived. An idle engine works in the background, then waits for a command."""
+    def _receive(self) -> Iterator[EngineCommand]:
+        """Yield the commands that have arrived, one by one. While nothing can run, wait for the first.
+
+        All that other threads want of the engine core comes through here, and in this order.
+        """
+        first = self._wait_while_idle()
+        if first is not None:
+            yield first
+        while not self._inbox.empty() and not self.core.has_broken_cache:
+            yield self._inbox.get()
+
+    def _wait_while_idle(self) -> EngineCommand | None:
+        """While no step can run, work in the background, then wait for a command. None: a step can run, commands have
+        arrived, or the wait is over."""
         core = self.core
         while core.executor.is_idle and core.pacer.has_work and self._inbox.empty():
-            core.pacer.run_slice(IDLE_SLICE_S)
-        if core.has_broken_cache:
-            return
-        if core.executor.is_idle and self._inbox.empty():
+            core.pacer.run_idle()
+        if core.has_broken_cache or not self._inbox.empty():
+            return None
+        if core.executor.is_idle:
             self.state = core.state()
-            self._rest()
-        elif core.executor.is_stalled and self._inbox.empty():
-            self._run_command(self._wait_for_command(core.admission.seconds_to_wait()))
-        while not self._inbox.empty() and not self.core.has_broken_cache:
-            self._run_command(self._inbox.get())
+            return self._rest()
+        return self._wait_for_command(core.admission.seconds_to_wait()) if core.executor.is_stalled else None
 
-    def _rest(self) -> None:
-        """Wait for a command, or until cached entries expire, and run or expire them.
+    def _rest(self) -> EngineCommand | None:
+        """Wait for a command, or until cached entries expire. Drop expired entries, and return the command.
 
         MLX keeps freed memory for a while, because the next turn of a chat takes the same again.
         """
@@ -350,21 +269,19 @@ class EngineThread:
             self.state = self.core.state()
         expires_s, frees_s = self.core.pacer.seconds_to_expiry(), self._frees_at_s - now_s
         command = self._wait_for_command(min(expires_s, frees_s))
-        if command is not None:
-            self._run_command(command)
-        elif expires_s <= frees_s:
+        expires = command is None and expires_s <= frees_s
+        if expires:
             self.core.pacer.expire()
-        else:
-            return
-        if self._frees_at_s == math.inf:
+        if (command is not None or expires) and self._frees_at_s == math.inf:
             self._frees_at_s = None
+        return command
 
     def _wait_for_command(self, seconds: float) -> EngineCommand | None:
         with contextlib.suppress(queue.Empty):
             return self._inbox.get(timeout=min(seconds, threading.TIMEOUT_MAX))
         return None
 
-    def _run_command(self, command: EngineCommand | None) -> None:
+    def _run_command(self, command: EngineCommand) -> None:
         match command:
             case Submit(sequence):
                 self.core.executor.enqueue_sequence(sequence)
@@ -376,8 +293,6 @@ class EngineThread:
                 handle()
             case Stop():
                 self._stopping = True
-            case None:
-                pass
             case _:
                 assert_never(command)
 
@@ -400,8 +315,3 @@ def _logging(work: str) -> Iterator[None]:
         yield
     except Exception:
         log.exception("%s failed while the engine recovered or stopped", work)
-
-
-def _default_limit_bytes() -> int:
-    machine = device()
-    return min(int(machine.memory_bytes * DEFAULT_SHARE), machine.working_set_bytes)

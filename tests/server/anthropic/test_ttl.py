@@ -133,7 +133,7 @@ def test_the_next_turn_takes_the_place_of_the_last(caller: Caller) -> None:
 def test_a_term_ends_though_nobody_asks(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cache_control.TTLS_S, "5m", 0.5)
     caller.ask(user(text(LONG, {"type": "ephemeral", "ttl": "5m"})))
-    pins = caller.served.server.service.engine._thread.core.prefix_cache.pins
+    pins = caller.served.server.service.engine.ask(lambda core: core.prefix_cache.pins).result(10)
     assert len(pins)
     until_s = time.monotonic() + 10
     while len(pins) and time.monotonic() < until_s:
