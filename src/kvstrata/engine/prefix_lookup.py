@@ -24,7 +24,7 @@ from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.prefix_cache.entries import CachedPrefix, Entry, Lease
 from kvstrata.prefix_cache.insertion import Insertion
-from kvstrata.prefix_cache.keys import TokenIds
+from kvstrata.prefix_cache.keys import num_common
 from kvstrata.prefix_cache.matching import NO_PREFIX
 from kvstrata.prefix_cache.pins import Term
 from kvstrata.prefix_cache.precision import PrecisionTarget
@@ -166,7 +166,7 @@ class PrefixLookup:
             return 0
         common_tokens = self._states[sequence.arrival].common_tokens
         if other.arrival not in common_tokens:
-            common_tokens[other.arrival] = _common_length(sequence.ids()[:-1], other.ids()[:-1])
+            common_tokens[other.arrival] = num_common(sequence.ids()[:-1], other.ids()[:-1])
         return common_tokens[other.arrival]
 
     # Loads from tiers.
@@ -265,6 +265,9 @@ class PrefixLookup:
             return False
         state.cached = None
         state.withdraw_lookup()
+        is_first = sequence.cached_tokens is None
+        if is_first:
+            self._failures.attempt("lookups", lambda: self._begin_turn(sequence), None)
         lease = self._failures.attempt("lookups", lambda: self._lease_prefix(sequence), Lease(ReuseClass.FRESH))
         capacity = capacity_for(lease.num_tokens)
         if not capacity:
@@ -278,10 +281,28 @@ class PrefixLookup:
         cache = sequence.cache = self._runner.new_cache(capacity, lease.prefix, sequence.kv_format.raw_tokens)
         insertion = self._failures.attempt("commits", lambda: self._open_insertion(sequence, lease, cache), None)
         state.insertion = self._prefix_cache.insert_detached(lease) if insertion is None else insertion
-        if sequence.cached_tokens is None:
+        if is_first:
             sequence.cached_tokens = lease.num_tokens
             self._failures.attempt("lookups", lambda: self._explain_start(sequence), None)
         return True
+
+    def _begin_turn(self, sequence: Sequence) -> None:
+        """Note for the client where the prompt diverges from its conversation's last turn, and supersede the branch
+        that it leaves behind."""
+        request, conversations = sequence.request, self._prefix_cache.conversations
+        if request.is_first_choice:
+            ids = sequence.ids()
+            sequence.divergence = conversations.divergence(
+                request.salt, request.session, request.conversation_digest, ids
+            )
+            conversations.begin_turn(request.salt, request.session, ids)
+
+    def _end_turn(self, sequence: Sequence) -> None:
+        request = sequence.request
+        if request.is_first_choice and sequence.cached_tokens is not None:
+            self._prefix_cache.conversations.end_turn(
+                request.salt, request.session, request.conversation_digest, sequence.ids(), len(request.prompt)
+            )
 
     def _lease_prefix(self, sequence: Sequence) -> Lease:
         request, reused_end = sequence.request, self._states[sequence.arrival].reused_end
@@ -384,8 +405,10 @@ class PrefixLookup:
         self._drop_load(state)
         if outcome == "preempted":
             state.ask_tiers_again()
-        elif outcome == "ended" and sequence.cache is not None:
-            self._failures.attempt("commits", lambda: self._pin_prompt(sequence), None)
+        elif outcome == "ended":
+            self._failures.attempt("commits", lambda: self._end_turn(sequence), None)
+            if sequence.cache is not None:
+                self._failures.attempt("commits", lambda: self._pin_prompt(sequence), None)
 
     def take_over(self, failed: PrefixLookup, sequences: SequenceTable) -> None:
         """Continue with the sequences of a core whose entry table has failed. Running sequences keep the KV that they
@@ -460,12 +483,6 @@ def _round_up_to_block(num_tokens: int) -> int:
 def _is_late(load: BlockLoad, prefill_tokens_s: float) -> bool:
     """Whether to give a load up. Blocks that came and are not inserted yet may be all that it lacks."""
     return time.monotonic() >= load.deadline_s(prefill_tokens_s) and not load.has_arrived
-
-
-def _common_length(a: TokenIds, b: TokenIds) -> int:
-    length = min(len(a), len(b))
-    differ = np.flatnonzero(a[:length] != b[:length])
-    return int(differ[0]) if len(differ) else length
 
 
 def _pin_name(request: Request) -> str:

@@ -14,7 +14,7 @@ from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 from typing_extensions import TypedDict
 
-from kvstrata.engine.cache_api import ConversationSnapshot, RememberedConversation
+from kvstrata.engine.cache_api import ConversationSnapshot, RememberedConversation, TrackedConversation
 from kvstrata.errors import ConversationNotFound, InvalidRequest
 from kvstrata.server.auth import owner_in
 from kvstrata.server.cache import EXPLAIN_S, ask_cache, whose
@@ -166,7 +166,8 @@ async def _look(service: Service, owner: str | None) -> Looked:
     strata = ConversationSnapshot(owner)
     while not (await ask_cache(service, lambda cache: cache.list_conversations(strata, SLICE_S))).is_done:
         await asyncio.sleep(PAUSE_S)
-    drawing = await to_thread.run_sync(_drawing, service, owner, strata)
+    tracked = await ask_cache(service, lambda cache: cache.newest_conversations(owner, MAX_SESSIONS))
+    drawing = await to_thread.run_sync(_drawing, strata, tracked)
     return Looked(drawing, strata.has_more)
 
 
@@ -221,11 +222,10 @@ def _slice(asked: list[RememberedConversation]) -> int:
 # In a worker thread.
 
 
-def _drawing(service: Service, owner: str | None, strata: ConversationSnapshot) -> Drawing:
-    drawing, now_s = Drawing(strata.runs), time.time()
-    for session in service.sessions.newest(owner, MAX_SESSIONS):
-        for line in session.lines:
-            drawing.add(RememberedConversation(session.salt, line.ids), session.key, now_s - session.last_use_s)
+def _drawing(strata: ConversationSnapshot, tracked: list[TrackedConversation]) -> Drawing:
+    drawing = Drawing(strata.runs)
+    for each in tracked:
+        drawing.add(RememberedConversation(each.salt, each.ids), each.session, each.unused_s)
     return drawing
 
 
