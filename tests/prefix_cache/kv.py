@@ -186,11 +186,19 @@ class Run:
     """Sequence: its lease, the tokens that it computes, and their insertion."""
 
     def __init__(
-        self, cache: PrefixCache, tokens: Sequence[int], salt: str = "", *, room: int = 0, session: str = ""
+        self,
+        cache: PrefixCache,
+        tokens: Sequence[int],
+        salt: str = "",
+        *,
+        room: int = 0,
+        session: str = "",
+        digest: bytes = b"",
     ) -> None:
         self.tokens = tuple(tokens)
         self.salt = salt
         self.session = session
+        self._digest = digest
         self._conversations = cache.conversations
         self._num_prompt = len(self.tokens)
         self._conversations.begin_turn(salt, session, as_ids(self.tokens))
@@ -220,7 +228,7 @@ class Run:
     def end(self) -> None:
         self.seal()
         self.filing.close()
-        self._conversations.end_turn(self.salt, self.session, b"", as_ids(self.tokens), self._num_prompt)
+        self._conversations.end_turn(self.salt, self.session, self._digest, as_ids(self.tokens), self._num_prompt)
 
     def check(self, at_least: int = 8) -> None:
         for i, layer in enumerate(self.cache.flat):
