@@ -196,7 +196,9 @@ class ConversationTracker:
         """Return the conversations of the sessions that were used last, under an owner's salts or under all (None)."""
         self.expire()
         now_s = self._clock()
-        own = ((key, tracked) for key, tracked in reversed(self._sessions.items()) if owner in (None, tracked.owner))
+        own = reversed(self._sessions.items())
+        if owner is not None:
+            own = (each for each in own if each[1].owner == owner)
         return [
             TrackedConversation(salt, session, conversation.ids, now_s - tracked.used_s)
             for (salt, session), tracked in islice(own, max_sessions)
