@@ -15,8 +15,8 @@ SOURCES = Path(__file__).parent.parent / "src" / "kvstrata"
 PACKAGES = ("engine", "prefix_cache")
 OPENINGS = {"What", "Who", "Whose", "Which", "Where", "Of", "One", "Those", "That", "Its", "So"}
 
-# Instances of other classes that have attributes of the same name: conversations, loads, prefix states, the policy.
-OTHER_OWNERS = {"self", "conversation", "load", "state", "self._precision"}
+# Instances of other classes that have attributes of the same name: loads, prefix states, the policy.
+OTHER_OWNERS = {"self", "load", "state", "self._precision"}
 
 
 @cache

@@ -108,7 +108,10 @@ def exported(request: pytest.FixtureRequest) -> Iterator[tuple[Served, bytes]]:
         complete(served, PROMPT)
         session = served.server.service.sessions.find("chat-1", None)
         assert session is not None
-        export = served.server.service.engine.transfer.begin_export(ExportedConversation(session.ids, ""))
+        engine, key = served.server.service.engine, session.key
+        longest = engine.ask_cache(lambda cache: cache.longest_conversation("", key)).result(60)
+        assert longest is not None
+        export = engine.transfer.begin_export(ExportedConversation(longest.ids, ""))
         content = b"".join(map(bytes, export.pieces()))
         export.close()
         served.ask("/cache/clear", tier="all")

@@ -38,6 +38,7 @@ class Machine:
             evictor=None,
             candidates=None,
             pins=None,
+            conversations=None,
             requantizer=self.requantizer,
             failures=new_cache().failures,
         )

@@ -20,7 +20,7 @@ from kvstrata.prefix_cache.config import CacheConfig, CacheLimits
 from kvstrata.prefix_cache.entries import Lease
 from kvstrata.prefix_cache.entry_table import CacheListener
 from kvstrata.prefix_cache.insertion import Insertion
-from kvstrata.prefix_cache.keys import Identity, TokenIds
+from kvstrata.prefix_cache.keys import Identity, TokenIds, as_ids
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.spans.marks import take_mark
 from kvstrata.spans.plan import make_plan
@@ -185,10 +185,22 @@ class Run:
     """Sequence: its lease, the tokens that it computes, and their insertion."""
 
     def __init__(
-        self, cache: PrefixCache, tokens: Sequence[int], salt: str = "", *, room: int = 0, session: str = ""
+        self,
+        cache: PrefixCache,
+        tokens: Sequence[int],
+        salt: str = "",
+        *,
+        room: int = 0,
+        session: str = "",
+        digest: bytes = b"",
     ) -> None:
         self.tokens = tuple(tokens)
         self.salt = salt
+        self.session = session
+        self._digest = digest
+        self._conversations = cache.conversations
+        self._num_prompt = len(self.tokens)
+        self._conversations.begin_turn(salt, session, as_ids(self.tokens))
         lease = cache.lease(self.tokens[:-1], salt, session=session)
         self.cache = SequenceCache(cache.matcher.layout, None, len(self.tokens) - lease.num_tokens + room, lease.prefix)
         self._needs_marks = cache.needs_checkpoints
@@ -215,6 +227,7 @@ class Run:
     def end(self) -> None:
         self.seal()
         self.filing.close()
+        self._conversations.end_turn(self.salt, self.session, self._digest, as_ids(self.tokens), self._num_prompt)
 
     def check(self, at_least: int = 8) -> None:
         for i, layer in enumerate(self.cache.flat):

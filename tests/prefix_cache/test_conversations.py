@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.prefix_cache.conversations import MAX_CONVERSATIONS, REPLY_START_TOKENS, ConversationTracker
-from kvstrata.prefix_cache.entries import Conversation
+from kvstrata.prefix_cache.conversations import MAX_CONVERSATIONS, REPLY_START_TOKENS
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from tests.prefix_cache.disk import reachable, store_on, written
 from tests.prefix_cache.kv import TOKEN_BYTES, Clock, Run, new_cache, settle, store_tokens
@@ -118,14 +117,6 @@ def test_pinned_superseded_tokens_stay_until_unpinned() -> None:
     cache.pins.unpin(PROMPT + THINKING, "")
     cache.evictor.evict_to(cache.table.nbytes - 1)
     assert cached_tokens(cache, PROMPT + THINKING) < len(PROMPT + THINKING)
-
-
-def test_tracker_bounds_number_of_sessions() -> None:
-    cache = new_cache()
-    tracker = ConversationTracker(cache.table, cache.candidates, max_sessions=10)
-    for number in range(100):
-        tracker.end_turn(b"root", f"session {number}", Conversation(5), (), 5)
-    assert len(tracker) == 10
 
 
 @pytest.mark.parametrize(("num_later", "num_superseded"), [(MAX_CONVERSATIONS - 1, 60), (MAX_CONVERSATIONS, 0)])

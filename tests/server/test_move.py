@@ -16,8 +16,10 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 from typer.testing import CliRunner
 
 from kvstrata.cli import app
+from kvstrata.engine.cache_api import as_ids
 from kvstrata.errors import KvstrataError
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.server.sessions.names import Name
 from tests.server.conftest import Served, running
 from tests.tiny import VOCAB, tiny_loaded, tiny_module
 
@@ -102,18 +104,17 @@ def test_what_only_the_disk_has_is_exported_too(tmp_path: Path) -> None:
         here.ask("/cache/clear", tier="hot")
         assert stored(here)[0] == 0
         # A clear forgets the ids of sessions too: they are known again by the next request, of which nothing is kept.
-        here.server.service.sessions.adopt(*_session_of(PROMPT, reply))
+        _adopt(here, [*PROMPT, *reply])
         content = exported(here).content
     with running(loaded) as there:
         assert imported(there, content).json()["tokens"] >= len(PROMPT)
         assert complete(there, [*PROMPT, *reply, *QUESTION])[1] >= len(PROMPT)
 
 
-def _session_of(prompt: list[int], reply: list[int]) -> Any:
-    from kvstrata.engine.cache_api import as_ids
-    from kvstrata.server.sessions.names import Name
-
-    return "", Name("prompt_cache_key", "chat-1", bytes(32)), as_ids([*prompt, *reply]), len(prompt)
+def _adopt(served: Served, tokens: list[int]) -> None:
+    service, name = served.server.service, Name("prompt_cache_key", "chat-1", bytes(32))
+    key, ids = service.sessions.adopt("", name).key, as_ids(tokens)
+    service.engine.ask_cache(lambda cache: cache.adopt_conversation("", key, name.digest, ids, len(PROMPT))).result(60)
 
 
 def test_keys_are_kept_apart() -> None:

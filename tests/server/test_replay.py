@@ -14,6 +14,7 @@ from typing import Any
 import anthropic
 import pytest
 
+from kvstrata.engine.cache_api import TokenIds
 from kvstrata.server.replay.carrier import ReplyCarrier
 from kvstrata.server.replay.noting import Noting
 from kvstrata.server.sessions.session import Session
@@ -219,8 +220,8 @@ def test_an_imported_reply_that_says_something_else_is_not_put_back(monkeypatch:
     case = CASES["qwen3"]
     give = ReplyCarrier.give
 
-    def forged(carrier: ReplyCarrier, session: Session) -> list[Any]:
-        (told,) = give(carrier, session)
+    def forged(carrier: ReplyCarrier, session: Session, ids_of_session: TokenIds) -> list[Any]:
+        (told,) = give(carrier, session, ids_of_session)
         ids = array("i", base64.b64decode(told["ids"]))
         ids[-2] += 1
         return [{**told, "ids": base64.b64encode(ids.tobytes()).decode()}]

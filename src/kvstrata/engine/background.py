@@ -67,6 +67,7 @@ class BackgroundPacer:
         self._evictor = prefix_cache.evictor
         self._candidates = prefix_cache.candidates
         self._pins = prefix_cache.pins
+        self._conversations = prefix_cache.conversations
         self._requantizer = prefix_cache.requantizer
         self._failures = prefix_cache.failures
         self._sequences = sequences
@@ -181,15 +182,17 @@ class BackgroundPacer:
             self._reclaimer.shrink_to(limit_bytes - self._memory.largest_growth_bytes(), 0.0)
 
     def expire(self) -> None:
-        """Drop pins and entries whose time is over."""
+        """Drop pins, entries and conversations whose time is over."""
         self._failures.attempt_or_break("reclaims", self._expire, None)
 
     def _expire(self) -> None:
         self._pins.expire()
         self._evictor.expire()
+        self._conversations.expire()
 
     def seconds_to_expiry(self) -> float:
-        """Return the time until the next pin or entry expires, unless something comes."""
+        """Return the time until the next pin, entry or session expires, unless something comes."""
+        expiring = (self._candidates, self._pins, self._conversations)
         return self._failures.attempt_or_break(
-            "reclaims", lambda: min(self._candidates.seconds_to_expiry(), self._pins.seconds_to_expiry()), math.inf
+            "reclaims", lambda: min(each.seconds_to_expiry() for each in expiring), math.inf
         )

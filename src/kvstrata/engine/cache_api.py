@@ -27,8 +27,8 @@ from kvstrata.prefix_cache.conversation_list import (
     ListedConversation,
     RememberedConversation,
     SessionCounts,
-    TrackedConversation,
 )
+from kvstrata.prefix_cache.conversations import Conversation, PromptDivergence, TrackedConversation
 from kvstrata.prefix_cache.entries import Entry
 from kvstrata.prefix_cache.eviction import Cleared, DropResult
 from kvstrata.prefix_cache.jobs import Steps, run_to_end
@@ -213,7 +213,23 @@ class CacheApi:
 
     def count_sessions(self, counts: SessionCounts, slice_s: float) -> CountedSlice:
         """Count the next slice of `counts`. One slice at a time: wait for its answer before the next call."""
-        return counts.advance(self._cache.matcher, self._cache.disk, slice_s)
+        return counts.advance(self._cache.conversations, self._cache.matcher, self._cache.disk, slice_s)
+
+    def divergence(self, salt: str, session: str, digest: bytes, ids: TokenIds) -> PromptDivergence | None:
+        """Return where a prompt of a session diverges from the last turn: see `ConversationTracker.divergence`."""
+        return self._cache.conversations.divergence(salt, session, digest, ids)
+
+    def longest_conversation(self, salt: str, session: str) -> Conversation | None:
+        """Return the longest conversation of a session. None: it has none, or they were forgotten."""
+        return self._cache.conversations.longest(salt, session)
+
+    def newest_conversations(self, owner: str | None, max_sessions: int) -> list[TrackedConversation]:
+        """Return the conversations of the sessions that were used last, under an owner's salts or under all (None)."""
+        return self._cache.conversations.newest(owner, max_sessions)
+
+    def adopt_conversation(self, salt: str, session: str, digest: bytes, ids: TokenIds, num_prompt: int) -> None:
+        """Track a conversation of a session that was served elsewhere."""
+        self._cache.conversations.end_turn(salt, session, digest, ids, num_prompt)
 
     def list_conversations(self, snapshot: ConversationSnapshot, slice_s: float) -> ConversationSnapshot:
         """Add the next slice to `snapshot`. One slice at a time: wait for its answer before the next call."""
@@ -247,9 +263,12 @@ class CacheApi:
     # The whole cache.
 
     def clear(self, salt: str | None, tier: Tier, *, owner: str | None) -> ClearedCache:
-        """Drop what no request uses under a salt (None: all salts of the owner), in one tier or in all."""
+        """Drop what no request uses under a salt (None: all salts of the owner), in one tier or in all. Unless only the
+        disk is cleared, conversations are forgotten, too."""
         self._require_tier(tier, param="tier")
         self._require_sharing()
+        if tier != "disk":
+            self._cache.conversations.forget(salt, owner)
         cleared = self._cache.evictor.clear(salt, tier, owner=owner)
         tiers = self.usage(owner).tiers.items()
         return ClearedCache(cleared, sum(usage.nbytes for name, usage in tiers if tier in ("all", name)))
@@ -311,6 +330,7 @@ __all__ = [
     "Cleared",
     "ClearedCache",
     "Codec",
+    "Conversation",
     "ConversationListing",
     "ConversationPart",
     "ConversationSnapshot",
@@ -321,6 +341,7 @@ __all__ = [
     "OnDisk",
     "PartUsage",
     "PrecisionChange",
+    "PromptDivergence",
     "RememberedConversation",
     "RequantizedCache",
     "Scope",

@@ -24,7 +24,7 @@ from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.prefix_cache.entries import CachedPrefix, Entry, Lease, PrecisionTarget
 from kvstrata.prefix_cache.insertion import Insertion
-from kvstrata.prefix_cache.keys import TokenIds
+from kvstrata.prefix_cache.keys import num_common
 from kvstrata.prefix_cache.matching import NO_PREFIX
 from kvstrata.prefix_cache.pins import Term
 from kvstrata.prefix_cache.prefetch import Prefetcher, TierOffer, TierOffers
@@ -187,7 +187,7 @@ class _PrefixState:
         if self._sequence.request.salt != other.request.salt:
             return 0
         if other.id not in self._common_tokens:
-            self._common_tokens[other.id] = _common_length(self._sequence.lookup_ids, other.lookup_ids)
+            self._common_tokens[other.id] = num_common(self._sequence.lookup_ids, other.lookup_ids)
         return self._common_tokens[other.id]
 
     def pause_at_blocks(self) -> None:
@@ -315,7 +315,9 @@ class PrefixLookup:
             return False
         if self.awaits_encoding(sequence):
             return False
-        request = sequence.request
+        request, is_first = sequence.request, sequence.cached_tokens is None
+        if is_first:
+            self._failures.attempt("lookups", lambda: self._begin_turn(sequence), None)
         lease = self._failures.attempt(
             "lookups",
             lambda: self._prefix_cache.lease(sequence.lookup_ids, request.salt, state.reused_end, request.session),
@@ -332,10 +334,28 @@ class PrefixLookup:
         cache = sequence.cache = self._runner.new_cache(capacity, lease.prefix, sequence.kv_format.raw_tokens)
         insertion = self._failures.attempt("commits", lambda: self._open_insertion(sequence, lease, cache), None)
         state.insertion = self._prefix_cache.insert_detached(lease) if insertion is None else insertion
-        if sequence.cached_tokens is None:
+        if is_first:
             sequence.cached_tokens = lease.num_tokens
             self._failures.attempt("lookups", lambda: self._explain_start(sequence), None)
         return True
+
+    def _begin_turn(self, sequence: Sequence) -> None:
+        """Note for the client where the prompt diverges from its conversation's last turn, and supersede the branch
+        that it leaves behind."""
+        request, conversations = sequence.request, self._prefix_cache.conversations
+        if request.is_first_choice:
+            ids = sequence.ids()
+            sequence.divergence = conversations.divergence(
+                request.salt, request.session, request.conversation_digest, ids
+            )
+            conversations.begin_turn(request.salt, request.session, ids)
+
+    def _end_turn(self, sequence: Sequence) -> None:
+        request = sequence.request
+        if request.is_first_choice and sequence.cached_tokens is not None:
+            self._prefix_cache.conversations.end_turn(
+                request.salt, request.session, request.conversation_digest, sequence.ids(), len(request.prompt)
+            )
 
     def _open_insertion(self, sequence: Sequence, lease: Lease, cache: SequenceCache) -> Insertion:
         insertion = self._prefix_cache.insert(lease, cache, sequence.request.salt, sequence.request.resume_at)
@@ -424,8 +444,10 @@ class PrefixLookup:
         self._end_fetch(state.fetch)
         if outcome == "preempted":
             state.fetch.ask_again()
-        elif outcome == "ended" and sequence.cache is not None:
-            self._failures.attempt("commits", lambda: self._pin_prompt(sequence), None)
+        elif outcome == "ended":
+            self._failures.attempt("commits", lambda: self._end_turn(sequence), None)
+            if sequence.cache is not None:
+                self._failures.attempt("commits", lambda: self._pin_prompt(sequence), None)
 
     def take_over(self, failed: PrefixLookup, sequences: SequenceTable) -> None:
         """Continue with the sequences of a core whose entry table has failed. Running sequences keep the KV that they
@@ -505,12 +527,6 @@ def _seal_segments(cache: SequenceCache, kv_format: KvFormat, num_tokens: int, w
     end = cache.num_tokens - window.recent_tokens
     recent = window.recent_tokens + end % GROUP_TOKENS
     cache.seal(kv_format.plan.pairs, RawWindow(window.first_tokens, recent))
-
-
-def _common_length(a: TokenIds, b: TokenIds) -> int:
-    length = min(len(a), len(b))
-    differ = np.flatnonzero(a[:length] != b[:length])
-    return int(differ[0]) if len(differ) else length
 
 
 def _pin_term(request: Request, pin: PinRequest, max_bytes: int) -> Term:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvstrata.grammar.grammars import Grammar
+from kvstrata.prefix_cache.conversations import PromptDivergence
 from kvstrata.prefix_cache.keys import TokenIds
 from kvstrata.sizes import Size
 
@@ -64,6 +65,8 @@ class Request:
     open_ended: bool = False  # the client gave no max_tokens: memory may allow fewer
     salt: str = ""  # requests with different salts never share KV
     session: str = ""  # requests of one session and salt belong together; empty: none
+    conversation_digest: bytes = b""  # of how the session's conversation began; empty: not known
+    is_first_choice: bool = True  # False: another reply to a prompt; only the first is its conversation's turn
     resume_at: tuple[int, ...] = ()  # positions in the prompt where later requests are likely to diverge
     pin: PinRequest | None = None
     grammar: Grammar | None = None  # of the reply; the id that ends it must be in `stop_ids`
@@ -99,6 +102,7 @@ class PrefillProgress:
     num_cached: int = 0  # of `num_done`: not computed for this request
     miss_reason: str = ""  # why no more tokens were cached; empty: all that can be cached were
     unpinned_reason: str = ""  # why the prompt will not be pinned; empty: it will be, or no pin was requested
+    divergence: PromptDivergence | None = None  # from its conversation's last turn; None: it continues that turn
 
 
 @dataclass(frozen=True)

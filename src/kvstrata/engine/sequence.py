@@ -25,6 +25,7 @@ from kvstrata.engine.request import (
 from kvstrata.engine.sampling import Sampler
 from kvstrata.grammar.matcher import Matcher
 from kvstrata.layers.sequence import SequenceCache
+from kvstrata.prefix_cache.conversations import PromptDivergence
 from kvstrata.prefix_cache.keys import TokenIds
 from kvstrata.text.detokenizer import Detokenizer
 from kvstrata.text.stop import StopMatcher
@@ -50,6 +51,7 @@ class Sequence:
         )
         self.miss_reason = ""  # why no more of the prompt is cached
         self.unpinned_reason = ""  # why the prompt is not pinned as requested
+        self.divergence: PromptDivergence | None = None  # from the last turn of its conversation
         self._ids = np.empty(0, np.int32) if request.prompt_ids is None else request.prompt_ids
         self._sampler: Sampler | None = None
         self._matcher: Matcher | None = None
@@ -134,9 +136,15 @@ class Sequence:
     def report_prefill(self) -> None:
         """Send the progress of prefill, unless the reply has begun: a preempted sequence has sent it before."""
         if not self.num_generated:
-            prompt_tokens, cached_tokens = len(self.request.prompt), self.cached_tokens or 0
             self.emit(
-                PrefillProgress(self.num_computed, prompt_tokens, cached_tokens, self.miss_reason, self.unpinned_reason)
+                PrefillProgress(
+                    self.num_computed,
+                    len(self.request.prompt),
+                    self.cached_tokens or 0,
+                    self.miss_reason,
+                    self.unpinned_reason,
+                    self.divergence,
+                )
             )
 
     def end(self, event: Finished | Failed) -> None:

@@ -217,7 +217,7 @@ class EngineThread:
         with _logging("Ending the requests of a failed step"):
             failed.fail_all(ENGINE_FAILED)
         self.core = self._build_core()
-        with _logging("Taking over counters and pins"):
+        with _logging("Taking over counters, pins and conversations"):
             self.core.prefix_cache.take_over(failed.prefix_cache)
         mx.clear_cache()
 

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from blake3 import blake3
 
+from kvstrata.prefix_cache.conversations import ConversationTracker, TrackedConversation
 from kvstrata.prefix_cache.entries import CachedPrefix, Entry
 from kvstrata.prefix_cache.entry_table import EntryTable, EvictionCandidates
 from kvstrata.prefix_cache.keys import TokenIds
@@ -27,6 +28,8 @@ from kvstrata.prefix_cache.tier_client import TierClient, TierRun
 from kvstrata.prefix_cache.usage import PrecisionRun, precision_of, precision_runs
 from kvstrata.spans.span import Span
 from kvstrata.tier.lookups import Lookup, answered
+
+NO_IDS: TokenIds = np.empty(0, np.int32)
 
 # Conversations of one slice, at most: the caller formats them on the event loop, which takes time too.
 MAX_COUNTED = 32
@@ -54,7 +57,7 @@ ID_CHARS = 32
 
 @dataclass(frozen=True, eq=False)
 class RememberedConversation:
-    """A conversation as the server remembers it."""
+    """Tokens of a conversation, wherever its KV is."""
 
     salt: str
     ids: TokenIds
@@ -62,8 +65,9 @@ class RememberedConversation:
 
 @dataclass(frozen=True)
 class CachedConversation:
-    """The cached prefix of a conversation in memory."""
+    """The longest conversation of a session, and its cached prefix in memory."""
 
+    num_ids: int  # of its prompt and reply; 0: the session has none, or they were forgotten
     tokens: int  # that a request can resume from
     k: Mapping[str, int]  # tokens by the precision of their keys
     v: Mapping[str, int]
@@ -74,7 +78,7 @@ class CachedConversation:
 class CountedSlice:
     """The result of one slice of `SessionCounts`."""
 
-    conversations: tuple[CachedConversation, ...]  # the next ones, in order
+    conversations: tuple[CachedConversation, ...]  # of the next sessions, in order
     on_disk: Lookup[tuple[int, ...]]  # their tokens on the disk; empty: there is no disk, or it did not answer
     is_last: bool
 
@@ -83,49 +87,58 @@ class CountedSlice:
 class _PartialCount:
     """The conversation that is being counted."""
 
+    root: bytes
+    ids: TokenIds
     end: int = 0  # position up to which the precision was counted
     k: Counter[str] = field(default_factory=Counter)
     v: Counter[str] = field(default_factory=Counter)
 
 
 class SessionCounts:
-    """The cached tokens of given conversations, counted in slices. One thread at a time may use it."""
+    """The cached tokens of given sessions, counted in slices. One thread at a time may use it.
 
-    def __init__(
-        self, conversations: Sequence[RememberedConversation], clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._conversations = conversations
+    `sessions`: salt and name of each.
+    """
+
+    def __init__(self, sessions: Sequence[tuple[str, str]], clock: Callable[[], float] = time.perf_counter) -> None:
+        self._sessions = sessions
         self._clock = clock
         self._num_done = 0
-        self._partial = _PartialCount()
+        self._partial: _PartialCount | None = None  # None: the next session is not begun
         # Conversations share roots and spans, and computing these takes longer than all the rest.
         self._roots: dict[str, bytes] = {}  # by salt
         self._precisions: WeakKeyDictionary[Span, tuple[int, tuple[str, str]]] = WeakKeyDictionary()  # with its version
 
-    def advance(self, matcher: PrefixMatcher, disk: TierClient, slice_s: float) -> CountedSlice:
+    def advance(
+        self, tracker: ConversationTracker, matcher: PrefixMatcher, disk: TierClient, slice_s: float
+    ) -> CountedSlice:
         """Count for about `slice_s`, at least one step."""
         until_s = self._clock() + slice_s
         counted: list[CachedConversation] = []
         looked_up: list[tuple[bytes, TokenIds]] = []
         num_lookup_tokens = 0
-        while self._num_done < len(self._conversations):
-            conversation = self._conversations[self._num_done]
-            root = self._root_of(conversation.salt, matcher)
-            cached = self._count_prefix(matcher.find_under(root, conversation.ids), until_s)
+        while self._num_done < len(self._sessions):
+            partial = self._partial = self._partial or self._begin_count(tracker, matcher)
+            cached = self._count_prefix(partial, matcher.find_under(partial.root, partial.ids), until_s)
             if cached is not None:
                 counted.append(cached)
-                looked_up.append((root, conversation.ids))
-                num_lookup_tokens += len(conversation.ids) if disk.has_tier else 0
+                looked_up.append((partial.root, partial.ids))
+                num_lookup_tokens += len(partial.ids) if disk.has_tier else 0
                 self._num_done += 1
-                self._partial = _PartialCount()
+                self._partial = None
             if len(counted) == MAX_COUNTED or num_lookup_tokens > MAX_LOOKUP_TOKENS or self._clock() >= until_s:
                 break
-        is_last = self._num_done == len(self._conversations)
+        is_last = self._num_done == len(self._sessions)
         return CountedSlice(tuple(counted), disk.count_usable(looked_up) if looked_up else answered(()), is_last)
 
-    def _count_prefix(self, prefix: CachedPrefix, until_s: float) -> CachedConversation | None:
+    def _begin_count(self, tracker: ConversationTracker, matcher: PrefixMatcher) -> _PartialCount:
+        salt, session = self._sessions[self._num_done]
+        longest = tracker.longest(salt, session)
+        return _PartialCount(self._root_of(salt, matcher), NO_IDS if longest is None else longest.ids)
+
+    def _count_prefix(self, partial: _PartialCount, prefix: CachedPrefix, until_s: float) -> CachedConversation | None:
         """Count the precisions of a cached prefix. None: the slice ended before the last run."""
-        partial, ranges = self._partial, ranges_of(prefix)
+        ranges = ranges_of(prefix)
         for run in ranges:
             if run.end > partial.end:
                 k, v = self._precision_of(run.span)
@@ -136,7 +149,7 @@ class SessionCounts:
                 if run is not ranges[-1] and self._clock() >= until_s:
                     return None
         is_pinned = any(entry.is_pinned for entry in prefix.entries)
-        return CachedConversation(prefix.num_tokens, dict(partial.k), dict(partial.v), is_pinned)
+        return CachedConversation(len(partial.ids), prefix.num_tokens, dict(partial.k), dict(partial.v), is_pinned)
 
     def _precision_of(self, span: Span) -> tuple[str, str]:
         version, precision = self._precisions.get(span, (-1, ("", "")))
@@ -258,16 +271,6 @@ def _is_read_to_its_end(node: Node[Entry]) -> bool:
     """
     entry = node.payload
     return entry.num_leases > 0 and node.is_leaf and len(entry.nodes) == 1
-
-
-@dataclass(frozen=True, eq=False)
-class TrackedConversation:
-    """Tokens of a conversation, and how long its session was not used."""
-
-    salt: str
-    session: str
-    ids: TokenIds  # prompt and reply
-    unused_s: float
 
 
 # A node of a listing: its tokens are in memory (a run), or only tracked.

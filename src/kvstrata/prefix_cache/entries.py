@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -106,23 +105,6 @@ class Entry:
 
 
 @dataclass(eq=False)
-class Conversation:
-    """Conversation of a session: the path of its last prompt and reply. Keeps no node alive."""
-
-    first_end: int  # of its first prompt
-    end: int = 0  # of its last prompt and reply
-    nodes: tuple[weakref.ref[Node[Entry]], ...] = ()  # on the path to that end
-
-    def path(self) -> tuple[Node[Entry], ...]:
-        """Return the nodes on the way to its end that are still cached."""
-        for known in reversed(self.nodes):
-            node = known()
-            if node is not None and node in node.payload.nodes:
-                return node.path()
-        return ()
-
-
-@dataclass(eq=False)
 class Lease:
     """Lease on the cached prefix of a request: its entries are not evicted until `release`. They may be transcoded."""
 
@@ -135,7 +117,6 @@ class Lease:
     entries: set[Entry] = field(default_factory=set)
     is_open: bool = True
     session: str = ""  # of the request
-    conversation: Conversation | None = None  # of the session, that the request continues
 
     def readers(self, span: Span) -> int:
         """Return the number of sequences that hold a span of this lease."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from kvstrata.prefix_cache.conversations import ConversationTracker
 from kvstrata.prefix_cache.entries import Entry, Lease
 from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.eviction import DropCounters
 from kvstrata.prefix_cache.keys import Tokens, as_ids
 from kvstrata.prefix_cache.pins import Pins
 from kvstrata.prefix_cache.precision import StepDownPolicy
-from kvstrata.prefix_cache.radix_tree import Node
 from kvstrata.prefix_cache.transcode import Transcoder
 from kvstrata.prefix_cache.worth import ReuseClass
 from kvstrata.spans.marks import Mark
@@ -56,7 +54,6 @@ class Inserter:
         table: EntryTable,
         leases: Leases,
         pins: Pins,
-        conversations: ConversationTracker,
         step_down_policy: StepDownPolicy,
         transcoder: Transcoder,
         drops: DropCounters,
@@ -64,7 +61,6 @@ class Inserter:
     ) -> None:
         self.table = table
         self.leases = leases
-        self.conversations = conversations
         self.step_down_policy = step_down_policy
         self.transcoder = transcoder
         self._pins = pins
@@ -104,7 +100,6 @@ class Insertion:
     def __init__(self, inserter: Inserter, entry: Entry, lease: Lease, resume_at: Sequence[int] = ()) -> None:
         self._inserter = inserter
         self._resume_at = resume_at
-        self._path: tuple[Node[Entry], ...] = ()  # of all committed tokens
         self._is_detached = False
         self.entry = entry
         self.lease = lease  # on the prefix of the sequence, and on entries of others that its tokens are part of
@@ -127,7 +122,7 @@ class Insertion:
     def _insert(self, ids: Tokens, checkpoint: Mark | None) -> None:
         entry, inserter = self.entry, self._inserter
         entry.span.num_tokens = len(ids) - entry.span.position
-        path = self._path = inserter.table.insert_entry(entry, as_ids(ids))
+        path = inserter.table.insert_entry(entry, as_ids(ids))
         inserter.table.record_reuse(path, self.lease.reused_end)
         inserter.transcoder.review(entry)
         # Another sequence may have inserted some of these tokens meanwhile: the parents of ours must stay.
@@ -158,11 +153,6 @@ class Insertion:
             self._inserter.finish_owner(self.entry)
         finally:
             self._inserter.leases.release(self.lease)
-        if self.lease.conversation is not None and self._path:
-            end = self.entry.span.position + self.entry.span.num_tokens
-            self._inserter.conversations.end_turn(
-                self.entry.root_key, self.lease.session, self.lease.conversation, self._path, end
-            )
 
 
 class DetachedInsertion(Insertion):

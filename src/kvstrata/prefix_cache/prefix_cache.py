@@ -106,7 +106,7 @@ class PrefixCache:
         # Uses of entries, and eviction.
         self.leases = Leases(self.table, self.transcoder)
         self.pins = Pins(self.table, self.matcher, self.disk, self.counters, clock)
-        self.conversations = ConversationTracker(self.table, self.candidates)
+        self.conversations = ConversationTracker(self.table, self.candidates, self.matcher, config.ttl_s, clock)
         # Not a method of this cache: the reference would keep a failed one alive until the next garbage collection.
         self._history = RequestHistory(reuse, partial(_watched_tokens, limits.max_bytes, precision))
         self.evictor = Evictor(self.table, self.matcher, self.disk, self.offloader, self.transcoder, self.failures)
@@ -120,7 +120,6 @@ class PrefixCache:
             self.table,
             self.leases,
             self.pins,
-            self.conversations,
             self.step_down_policy,
             self.transcoder,
             self.evictor.drop_counters,
@@ -157,7 +156,6 @@ class PrefixCache:
         `reused_end`: the lease's value when the same request was opened before; None: the request is new.
         """
         prompt, root = as_ids(ids), self.matcher.root_of(salt)
-        conversation = self.conversations.begin_turn(root, session, prompt)
         prefix = self.matcher.find(prompt, salt)
         known_tokens = self._history.known_tokens(root, prompt)
         reuse_class = reuse_class_of(known_tokens, len(prompt))
@@ -169,7 +167,6 @@ class PrefixCache:
             reused_end=reused_end,
             uncounted_prompt=uncounted,
             session=session,
-            conversation=conversation,
         )
         if prefix.num_tokens:
             lease.num_tokens, lease.ranges = prefix.num_tokens, ranges_of(prefix)
@@ -301,10 +298,11 @@ class PrefixCache:
     # The end.
 
     def take_over(self, failed: PrefixCache) -> None:
-        """Replace a failed cache: adopt its counters, its pins and its target precision, and drop its entries, in
-        whatever state they are."""
+        """Replace a failed cache: adopt its counters, its pins, its conversations and its target precision, and drop
+        its entries, in whatever state they are."""
         self.counters.update(failed.counters)
         self.pins.take_over(failed.pins)
+        self.conversations.take_over(failed.conversations)
         self.requantizer.take_over(failed.requantizer)
         clearers = (
             failed.table.abandon,

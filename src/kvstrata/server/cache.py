@@ -24,6 +24,7 @@ from kvstrata.engine.cache_api import (
     Explanation,
     PrecisionChange,
     TokenIds,
+    as_ids,
     parse_precision,
 )
 from kvstrata.errors import ConfigError, InvalidRequest, SessionNotFound, Unavailable
@@ -53,6 +54,7 @@ from kvstrata.server.forgetting import forget_texts
 from kvstrata.server.openai.ask import job_of_chat, job_of_completion
 from kvstrata.server.openai.schema import ChatAsked, CompletionAsked
 from kvstrata.server.service import Service, service_of
+from kvstrata.server.sessions.registry import Visit
 from kvstrata.server.sessions.session import Parted, Session
 from kvstrata.sizes import Size
 from kvstrata.text.tokens import ids_text
@@ -77,7 +79,7 @@ class Prompt:
     key_salt: str  # the caller's without cache_salt
     made: ChatPrompt | None = None  # of a chat
     session: Session | None = None  # that it belongs to
-    parted: Parted | None = None  # where it parts from that one's last prompt
+    visit: Visit | None = None  # of that session; None: the prompt is what the session remembers
 
 
 @router.get("/usage", summary="What is held, where and at which precision", responses=answers(401, 503))
@@ -123,7 +125,7 @@ async def cancel_requantize(request: Request) -> ProgressAnswer:
 async def explain(request: Request) -> ExplainAnswer:
     service = service_of(request)
     prompt = await _prompt(request)
-    explained = await _explain(service, prompt)
+    explained, parted = await _explain(service, prompt), await _parted(service, prompt)
     at = explained.at_token
     return explain_answer(
         explained,
@@ -131,7 +133,7 @@ async def explain(request: Request) -> ExplainAnswer:
         after=_text(service, prompt.tokens[at : at + AROUND_TOKENS]),
         instead=[_text(service, run) for run in explained.instead],
         made=prompt.made,
-        session=session_found(prompt.session, prompt.parted),
+        session=session_found(prompt.session, parted),
     )
 
 
@@ -222,6 +224,14 @@ async def _explain_under(service: Service, ids: TokenIds, salt: str) -> Explanat
     return await ask_cache(service, lambda cache: cache.explain(ids, salt, lookup.answer, shared.answer))
 
 
+async def _parted(service: Service, prompt: Prompt) -> Parted | None:
+    visit = prompt.visit
+    if visit is None:
+        return None
+    key, digest = visit.key, visit.name.digest
+    return visit.parted(await ask_cache(service, lambda cache: cache.divergence(prompt.salt, key, digest, prompt.ids)))
+
+
 def _quota_bytes(held: CacheUsage, owner: str | None, pin_quota: Size) -> int | None:
     """What an owner may pin; None: there is no limit."""
     return None if owner is None or not held.can_share else pin_quota.of(held.hot_budget_bytes)
@@ -265,18 +275,21 @@ def read_prompt(service: Service, body: bytes, scope: Scope) -> Prompt:
         )
     else:
         job = job_of_chat(service, validated(ChatAsked, request, service.max_items), scope)
-    visit, tokens = job.visits[0], job.requests[0].prompt
-    return Prompt(tokens, visit.ids, visit.salt, salt_of(scope, None), job.prompt, visit.session, visit.parted)
+    visit, asked_for = job.visits[0], job.requests[0]
+    ids = as_ids(asked_for.prompt) if asked_for.prompt_ids is None else asked_for.prompt_ids
+    return Prompt(asked_for.prompt, ids, visit.salt, salt_of(scope, None), job.prompt, visit.session, visit)
 
 
 def _remembered(service: Service, id: str, owner: str | None) -> Prompt:
+    """Runs on a worker thread, which waits for the engine."""
     session = find_session(service, id, owner)
-    if not len(session.ids):
+    longest = service.engine.ask_cache(lambda cache: cache.longest_conversation(session.salt, session.key)).result()
+    if longest is None:
         raise SessionNotFound(
             f"What was sent in session '{session.id}' is not remembered any more. Send the prompt itself.",
             param="session",
         )
-    return Prompt(tuple(session.ids.tolist()), session.ids, session.salt, session.owner, session=session)
+    return Prompt(tuple(longest.ids.tolist()), longest.ids, session.salt, session.owner, session=session)
 
 
 def find_session(service: Service, id: str, owner: str | None) -> Session:

@@ -19,7 +19,6 @@ from kvstrata.engine.cache_api import (
     ConversationSnapshot,
     ListedConversation,
     RememberedConversation,
-    TrackedConversation,
 )
 from kvstrata.errors import ConversationNotFound, InvalidRequest
 from kvstrata.server.auth import owner_in
@@ -164,17 +163,8 @@ async def _make_listing(service: Service, owner: str | None) -> ConversationList
     snapshot = ConversationSnapshot(owner)
     while not (await ask_cache(service, lambda cache: cache.list_conversations(snapshot, SLICE_S))).is_done:
         await asyncio.sleep(PAUSE_S)
-    return await to_thread.run_sync(lambda: ConversationListing(snapshot, _remembered(service, owner)))
-
-
-def _remembered(service: Service, owner: str | None) -> list[TrackedConversation]:
-    """Return the conversations of the sessions that were used last. Runs in a worker thread."""
-    now_s = time.time()
-    return [
-        TrackedConversation(session.salt, session.key, line.ids, now_s - session.last_use_s)
-        for session in service.sessions.newest(owner, MAX_SESSIONS)
-        for line in session.lines
-    ]
+    tracked = await ask_cache(service, lambda cache: cache.newest_conversations(owner, MAX_SESSIONS))
+    return await to_thread.run_sync(ConversationListing, snapshot, tracked)
 
 
 async def _find(service: Service, owner: str | None, id: str) -> RememberedConversation:

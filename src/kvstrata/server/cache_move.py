@@ -20,13 +20,15 @@ from starlette.types import Receive, Scope, Send
 from typing_extensions import TypedDict
 
 from kvstrata.engine.bundle_transfer import BundleExport, ExportedConversation, FileFormat, ImportedConversation
+from kvstrata.engine.cache_api import Conversation
 from kvstrata.errors import InvalidRequest, SessionNotFound, Unavailable
 from kvstrata.server.auth import owner_in, salt_of
+from kvstrata.server.cache import ask_cache
 from kvstrata.server.errors import answers
 from kvstrata.server.prompt_of import ids_of_prompt
 from kvstrata.server.service import Service, service_of
 from kvstrata.server.sessions.names import FIRST_TOKENS, Name, name_of_text
-from kvstrata.server.sessions.session import Line, RecognisedBy, Session
+from kvstrata.server.sessions.session import RecognisedBy, Session
 from kvstrata.sizes import human_bytes
 
 router = APIRouter(prefix="/cache", tags=["Cache"])
@@ -69,14 +71,14 @@ async def export(request: Request, id: str) -> StreamingResponse:
     if form not in ("kvstrata", "mlx"):
         raise InvalidRequest(f"format: '{form[:40]}' is not one of kvstrata and mlx.", param="format")
     session = service.sessions.find(id, owner_in(request.scope))
-    line = max(session.lines, key=lambda each: len(each.ids), default=None) if session else None
-    if session is None or line is None:
+    longest = await _longest(service, session) if session else None
+    if session is None or longest is None:
         raise SessionNotFound(
             f"No session '{id[:80]}' is known here, or its tokens were forgotten. GET /cache/sessions lists those that "
             "are."
         )
     with service.door.pass_through():
-        exporting = await to_thread.run_sync(_begin_export, service, session, line, form)
+        exporting = await to_thread.run_sync(_begin_export, service, session, longest, form)
     return ExportResponse(service, exporting)
 
 
@@ -100,6 +102,10 @@ async def take_in(request: Request) -> ImportAnswer:
         size_bytes = await _receive(request, file, grow)
         taken, session = await to_thread.run_sync(_take_in, service, file, size_bytes, salt)
     return {"session": session.id, "tokens": len(taken.ids), "new_tokens": taken.num_new, "bytes": size_bytes}
+
+
+async def _longest(service: Service, session: Session) -> Conversation | None:
+    return await ask_cache(service, lambda cache: cache.longest_conversation(session.salt, session.key))
 
 
 class ExportResponse(StreamingResponse):
@@ -127,20 +133,20 @@ async def _pieces(service: Service, exporting: BundleExport) -> AsyncIterator[me
 # In a worker thread.
 
 
-def _begin_export(service: Service, session: Session, line: Line, form: FileFormat) -> BundleExport:
-    return service.engine.transfer.begin_export(_conversation(service, session, line), form)
+def _begin_export(service: Service, session: Session, longest: Conversation, form: FileFormat) -> BundleExport:
+    return service.engine.transfer.begin_export(_conversation(service, session, longest), form)
 
 
-def _conversation(service: Service, session: Session, line: Line) -> ExportedConversation:
+def _conversation(service: Service, session: Session, longest: Conversation) -> ExportedConversation:
     """Nothing of the salt or the key goes along."""
     named = {
         "id": session.id,
         "recognised_by": session.recognised_by,
-        "digest": line.digest.hex(),
-        "num_prompt": str(line.num_prompt),
+        "digest": longest.digest.hex(),
+        "num_prompt": str(longest.num_prompt),
     }
-    sections = {carrier.name: carrier.give(session) for carrier in service.carriers}
-    return ExportedConversation(line.ids, session.salt, named, sections)
+    sections = {carrier.name: carrier.give(session, longest.ids) for carrier in service.carriers}
+    return ExportedConversation(longest.ids, session.salt, named, sections)
 
 
 def _take_in(service: Service, file: BinaryIO, size_bytes: int, salt: str) -> tuple[ImportedConversation, Session]:
@@ -162,7 +168,11 @@ def _known_again(service: Service, taken: ImportedConversation, salt: str) -> Se
         is_derived = by in ("first message", "first tokens")
         name = Name(by, given="" if is_derived else told.get("id", ""), digest=bytes.fromhex(digest))
     num_prompt = int(number) if number.isascii() and number.isdigit() and len(number) < 10 else len(taken.ids)
-    return service.sessions.adopt(salt, name, taken.ids, min(num_prompt, len(taken.ids)))
+    session, num_prompt = service.sessions.adopt(salt, name), min(num_prompt, len(taken.ids))
+    service.engine.ask_cache(
+        lambda cache: cache.adopt_conversation(salt, session.key, name.digest, taken.ids, num_prompt)
+    ).result()
+    return session
 
 
 async def _receive(request: Request, file: BinaryIO, grow: Callable[[int], None]) -> int:

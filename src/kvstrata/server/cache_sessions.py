@@ -17,7 +17,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 from typing_extensions import TypedDict
 
-from kvstrata.engine.cache_api import CachedConversation, RememberedConversation, SessionCounts
+from kvstrata.engine.cache_api import CachedConversation, SessionCounts
 from kvstrata.errors import InvalidRequest
 from kvstrata.server.auth import owner_in
 from kvstrata.server.cache import EXPLAIN_S, ask_cache, find_session, require_engine, whose
@@ -126,7 +126,7 @@ async def _written(service: Service, head: dict[str, Any], sessions: Sequence[Se
 
 async def _counted(service: Service, sessions: Sequence[Session]) -> AsyncIterator[list[SessionAnswer]]:
     """A slice at a time. While the engine or the disk answers, others have the interpreter."""
-    census = SessionCounts([RememberedConversation(session.salt, session.ids) for session in sessions])
+    census = SessionCounts([(session.salt, session.key) for session in sessions])
     num_done = 0
     while num_done < len(sessions):
         counted = await ask_cache(service, lambda cache: cache.count_sessions(census, SLICE_S))
@@ -152,7 +152,7 @@ def _answer(session: Session, holding: CachedConversation, disk_tokens: int | No
         "prompt_tokens": session.prompt_tokens,
         "cached_tokens": session.cached_tokens,
         "hit_rate": session.hit_rate,
-        "tokens": len(session.ids),
+        "tokens": holding.num_ids,
         "held": {"hot": holding.tokens, **({} if disk_tokens is None else {"disk": disk_tokens})},
         "precision": {"k": dict(holding.k), "v": dict(holding.v)},
         "pinned": holding.is_pinned,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from kvstrata.engine.cache_api import TokenIds
 from kvstrata.server.sessions.session import Session
 
 Section = Sequence[Mapping[str, Any]]  # JSON objects
@@ -16,8 +17,8 @@ class Carrier(Protocol):
         """Of its section in the file, such as `replies`."""
         ...
 
-    def give(self, session: Session) -> Section:
-        """What is to be written of a session."""
+    def give(self, session: Session, ids: TokenIds) -> Section:
+        """What is to be written of a session. `ids`: of the conversation that is exported."""
         ...
 
     def take(self, session: Session, section: Section) -> None:

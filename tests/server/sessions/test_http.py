@@ -45,6 +45,19 @@ def test_two_prompts_of_one_request_are_two_sessions(fresh: Served) -> None:
     assert [s["prompt_tokens"] for s in listed["sessions"]] == [70, 70]
 
 
+def test_several_choices_are_one_turn_of_the_first(fresh: Served) -> None:
+    fields = {"prompt_cache_key": "choices", "n": 3, "temperature": 1, "seed": 5}
+    fresh.ask("/v1/completions", prompt=LONG, max_tokens=4, **fields).raise_for_status()
+    found = session(fresh, "choices")
+    assert (found["requests"], found["tokens"], found["parted"]) == (1, 404, None)
+    # The answer to several choices says where the prompt diverged, too.
+    changed = [*LONG[:100], 1, *LONG[101:]]
+    response = fresh.ask("/v1/completions", prompt=changed, max_tokens=4, **fields)
+    assert "at=100; was=" in response.headers[MISS]
+    found = session(fresh, "choices")
+    assert (found["requests"], found["parted"]["at"], found["parted"]["request"]) == (2, 100, 2)
+
+
 def test_a_session_can_be_pinned_and_explained_by_its_id(fresh: Served) -> None:
     complete(fresh, LONG, prompt_cache_key="kept")
     complete(fresh, LONG[::-1], prompt_cache_key="not-kept")

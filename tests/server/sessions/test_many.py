@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstrata.engine.cache_api import as_ids
+from kvstrata.engine.cache_api import CacheApi, TokenIds, as_ids
 from kvstrata.engine.request import TokenUsage
 from kvstrata.prefix_cache.conversation_list import MAX_COUNTED, CountedSlice, SessionCounts
 from kvstrata.server.cache_sessions import SLICE_S
@@ -29,12 +29,20 @@ def crowded() -> Iterator[Served]:
         for prompt in STORED:
             complete(served, prompt)
         sessions = served.server.service.sessions
+        tracked: list[tuple[str, TokenIds]] = []
         for number in range(NUM_SESSIONS):
             name = Name("prompt_cache_key", f"crowd-{number}", b"")
             prompt = STORED[number % len(STORED)] if number % 3 else [0, *STORED[0]]
-            visit = sessions.visit("", name, as_ids([*prompt, 2, 3, number % VOCAB]), lambda _: "")
-            visit.learn(TokenUsage(len(prompt), number % 2, 1), [5])
+            visit = sessions.visit("", name, lambda _: "")
+            visit.learn(TokenUsage(len(prompt), number % 2, 1), None)
+            tracked.append((visit.key, as_ids([*prompt, 2, 3, number % VOCAB, 5])))
         assert len(sessions) == NUM_SESSIONS
+
+        def track(cache: CacheApi) -> None:
+            for key, ids in tracked:
+                cache.adopt_conversation("", key, b"", ids, len(ids) - 1)
+
+        served.server.service.engine.ask_cache(track).result(60)
         yield served
 
 

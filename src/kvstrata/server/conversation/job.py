@@ -118,16 +118,19 @@ def _visiting(service: Service, job: Job, names: Sequence[Name]) -> Job:
     prompts = [as_ids(request.prompt) for request in firsts]
     text_of = partial(ids_text, service.loaded.tokenizer)
     visits = tuple(
-        service.sessions.visit(request.salt, name, ids, text_of)
-        for request, name, ids in zip(firsts, names, prompts, strict=True)
+        service.sessions.visit(request.salt, name, text_of) for request, name in zip(firsts, names, strict=True)
     )
     requests = [
-        replace(request, session=visits[place // job.n].key, prompt_ids=prompts[place // job.n])
+        replace(
+            request,
+            session=visits[place // job.n].key,
+            conversation_digest=visits[place // job.n].name.digest,
+            is_first_choice=place % job.n == 0,
+            prompt_ids=prompts[place // job.n],
+        )
         for place, request in enumerate(job.requests)
     ]
-    parted = visits[0].parted if len(visits) == 1 else None
-    notes = {**(parted.notes if parted else {}), **job.notes}
-    return replace(job, requests=tuple(requests), visits=visits, notes=notes)
+    return replace(job, requests=tuple(requests), visits=visits)
 
 
 def _ignored(grammar: Grammar | None) -> dict[str, str]:

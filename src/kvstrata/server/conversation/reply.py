@@ -76,9 +76,8 @@ class Reply(Response):
     def _asked(self) -> Asked:
         job = self._job
         prompt_tokens = sum(len(request.prompt) for request in job.requests[:: job.n])
-        only = job.visits[0] if len(job.visits) == 1 else None
-        session, parted = (only.key, only.parted) if only else ("", None)
-        return Asked(prompt_tokens, job.n, self._is_stream, session, parted, job.requests[0].salt)
+        session = job.visits[0].key if len(job.visits) == 1 else ""
+        return Asked(prompt_tokens, job.n, self._is_stream, session, job.requests[0].salt)
 
     def _count_prompt(self) -> None:
         if (made := self._job.prompt) is not None:

@@ -17,6 +17,7 @@ from kvstrata.server.conversation.job import Job
 from kvstrata.server.conversation.miss import MISS, miss_value
 from kvstrata.server.conversation.wire import Begun, Ended, ServerEvent, Wire
 from kvstrata.server.journal.trace import Trace
+from kvstrata.server.sessions.session import Parted
 from kvstrata.text.events import CallEnded, ReplyEvent
 
 CACHED = "x-kvstrata-cached-tokens"
@@ -39,12 +40,14 @@ class Telling:
         self._ended: list[int] = []  # replies that are not remembered yet
         self._misses: dict[int, str] = {}  # why not more of each prompt was cached
         self._unpinned = ""  # why it is not pinned as asked
+        self._parted: dict[int, Parted | None] = {}  # by prompt: where it diverged from its session's last one
 
     def told(self, arrival: Arrival) -> list[ServerEvent]:
         index, event = arrival.index, arrival.event
         self._trace.note(index, event)
         if isinstance(event, PrefillProgress):
             self._misses.setdefault(index, event.miss_reason)
+            self._note_divergence(index, event)
             self._unpinned = event.unpinned_reason or self._unpinned
         elif isinstance(event, TextDelta) and index not in self._complete:
             if self._job.noting is not None:
@@ -78,6 +81,7 @@ class Telling:
         """Known where there is one prompt and its first event is about it. Otherwise the usage tells, at the end."""
         first = arrivals[0].event if arrivals else None
         if isinstance(first, PrefillProgress) and len(self._job.requests) == 1:
+            self._note_divergence(0, first)
             return {
                 CACHED: str(first.num_cached),
                 MISS: miss_value(first.miss_reason, self._notes(first.unpinned_reason)),
@@ -91,8 +95,18 @@ class Telling:
             MISS: miss_value(",".join(dict.fromkeys(firsts)), self._notes(self._unpinned)),
         }
 
+    def _note_divergence(self, index: int, progress: PrefillProgress) -> None:
+        """Note where a prompt diverged, from the first event of its first choice."""
+        place, choice = divmod(index, self._job.n)
+        if not self._job.visits or choice or place in self._parted:
+            return
+        self._parted[place] = self._job.visits[place].parted(progress.divergence)
+        if len(self._job.visits) == 1 and self._trace.asked is not None:
+            self._trace.asked.parted = self._parted[place]
+
     def _notes(self, unpinned: str) -> dict[str, str]:
-        return {**self._job.notes, **({"pin": unpinned} if unpinned else {})}
+        parted = self._parted.get(0) if len(self._job.visits) == 1 else None
+        return {**(parted.notes if parted else {}), **self._job.notes, **({"pin": unpinned} if unpinned else {})}
 
     def usage(self) -> TokenUsage:
         """Of all replies. A prompt counts once, however many choices it has."""
@@ -119,7 +133,8 @@ class Telling:
     def _end(self, index: int, finished: Finished) -> list[ServerEvent]:
         self._usages[index] = finished.usage
         if self._job.visits and index % self._job.n == 0:
-            self._job.visits[index // self._job.n].learn(finished.usage, finished.ids)
+            place = index // self._job.n
+            self._job.visits[place].learn(finished.usage, self._parted.get(place))
         if index in self._complete:
             # Whatever the model went on with before the engine heard of it.
             self._ended.append(index)

@@ -28,8 +28,8 @@ class Asked:
     n: int = 1
     is_stream: bool = False
     session: str = ""  # its key
-    parted: Parted | None = None
     salt: str = ""
+    parted: Parted | None = None  # known when its prompt is begun
 
 
 @dataclass

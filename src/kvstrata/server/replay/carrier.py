@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from kvstrata.engine.cache_api import TokenIds
 from kvstrata.server.replay.memory import ReplyMemory
 from kvstrata.server.replay.record import Record, record_of
 from kvstrata.server.sessions.session import Session
@@ -21,9 +22,9 @@ class ReplyCarrier:
         self._memory = memory
         self._vocab_size = vocab_size
 
-    def give(self, session: Session) -> list[Mapping[str, Any]]:
-        """Those whose tokens stand in what the session holds, with their thinking or without."""
-        held = np.asarray(session.ids, dtype="<i4").tobytes()
+    def give(self, session: Session, ids: TokenIds) -> list[Mapping[str, Any]]:
+        """Those whose tokens stand in the conversation, with their thinking or without."""
+        held = np.asarray(ids, dtype="<i4").tobytes()
 
         def is_within(record: Record) -> bool:
             ids = np.array(record.ids[record.visible_from or 0 :], dtype="<i4").tobytes()
