@@ -93,7 +93,7 @@ def test_the_same_block_at_another_position_does_not_match() -> None:
         ("llama", 128, "affine:6"),
         ("llama", 256, "affine:5"),
         ("gemma3_text", 16, "planes:8"),
-        ("gemma3_text", 16, "rotated:3"),
+        ("gemma3_text", 64, "affine:4"),
         ("qwen3_next", 16, "planes:8"),
     ],
 )

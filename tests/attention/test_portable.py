@@ -254,7 +254,6 @@ def test_parts_that_the_kernel_does_not_read() -> None:
 
     assert of(PlanesCodec(8), 64) is not None
     assert of(parse("affine:8"), 64) is None
-    assert of(parse("rotated:4"), 64) is None
     assert of(PlanesCodec(8), 288) is None
     # Metal gets arrays of fewer than 8 entries in another way: here the scales of 2 heads and 3 tokens.
     assert of(PlanesCodec(8), 64, 3) is None

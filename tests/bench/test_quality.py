@@ -212,7 +212,7 @@ def test_a_plan_by_layer_is_like_planes_alone() -> None:
         layers.LayerLoss(i, side, bits, 1 / bits, 0, 1) for i in range(4) for side in ("k", "v") for bits in (8, 4)
     ]
     with pytest.raises(ConfigError, match="planes"):
-        layers.plan_by_layer(subject.layout, losses, make_plan(subject.layout, parse("rotated:4"), parse("rotated:4")))
+        layers.plan_by_layer(subject.layout, losses, make_plan(subject.layout, parse("affine:4"), parse("affine:4")))
     by_layer = layers.plan_by_layer(
         subject.layout, losses, make_plan(subject.layout, parse("planes:4"), parse("planes:4"))
     )

@@ -12,7 +12,7 @@ from kvstrata.codecs.turns import Turn, make_turn
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 AFFINE = tuple(f"affine:{bits}{group}" for bits in (8, 6, 5, 4, 3, 2) for group in ("", ":g32", ":g128"))
-NAMES = ("raw", *AFFINE, "rotated:4", "rotated:3", "rotated:2", "planes:8", "planes:4", "planes:2")
+NAMES = ("raw", *AFFINE, "planes:8", "planes:4", "planes:2")
 TURNING = tuple(f"planes:{bits} {kind}" for bits in (8, 4, 2) for kind in ("halves", "neighbours", "last"))
 
 # All dims turn, or the first ones, or the last ones; as two halves or as neighbours.

@@ -40,7 +40,8 @@ def test_words_of_llama_cpp(word: str, name: str) -> None:
         ("raw:8", "raw has no bits"),
         ("planes:8:g64", "only affine has groups"),
         ("planes:6", "planes has 8, 4 or 2 bits, not 6"),
-        ("rotated:8", "rotated has 4, 3 or 2 bits, not 8"),
+        ("rotated:3", "no codec rotated any more. Use planes:4"),
+        ("rotated:2", "Use planes:2"),
         ("affine:7", "affine has 8, 6, 5, 4, 3 or 2 bits, not 7"),
         ("affine:8:g16", "groups of 32, 64 or 128, not 16"),
     ],
@@ -59,7 +60,7 @@ def test_affine_takes_the_group_that_divides() -> None:
         parse_for("affine:8", 80)
 
 
-@pytest.mark.parametrize("name", ["rotated:4", "planes:8"])
+@pytest.mark.parametrize("name", ["planes:2", "planes:8"])
 def test_a_head_dim_that_cannot_be_rotated_is_refused(name: str) -> None:
     with pytest.raises(UnsupportedCodec, match="needs a head_dim that 16 divides, not 72"):
         parse_for(name, 72)

@@ -16,7 +16,7 @@ from tests.codecs.arrays import keys, relative_error, same_bits
 
 pytestmark = pytest.mark.usefixtures("as_on_metal")
 
-PRECISIONS = ("planes:8", "planes:4", "planes:2", "rotated:4", "affine:4")
+PRECISIONS = ("planes:8", "planes:4", "planes:2", "affine:4")
 MOST = 3.0  # times what is read and written
 
 

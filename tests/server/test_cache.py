@@ -254,7 +254,7 @@ def test_a_running_request_is_seen_with_its_parts(fresh: Served) -> None:
         ("/cache/requantize", {}, "k", "planes:4"),
         ("/cache/requantize", {"k": "planes:5"}, "k", "planes"),
         ("/cache/requantize", {"v": "q6_k"}, "v", "affine:8"),
-        ("/cache/requantize", {"ctk": "wat"}, "ctk", "rotated:4"),
+        ("/cache/requantize", {"ctk": "wat"}, "ctk", "affine:8"),
         ("/cache/requantize", {"k": "raw", "ctk": "q8_0"}, "ctk", "different"),
         ("/cache/requantize", {"k": "affine:8:g128"}, None, "head_dim"),
         ("/cache/requantize", {"k": "raw", "scope": "everything"}, "scope", "'all'"),

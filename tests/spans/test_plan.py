@@ -57,7 +57,7 @@ def test_keys_and_values_of_different_sizes_choose_their_own_groups() -> None:
         ("affine:4", "planes:4", "do not divide head_dim 80"),
         ("planes:4", "affine:8:g128", "do not divide head_dim 80"),
         ("planes:3", "planes:4", "8, 4 or 2 bits"),
-        ("rotated:8", "planes:4", "4, 3 or 2 bits"),
+        ("rotated:4", "planes:4", "Use planes:4"),
         ("planes:4", "zip:4", "Unknown precision"),
         ("raw:4", "planes:4", "raw has no bits"),
     ],

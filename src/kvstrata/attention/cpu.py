@@ -152,7 +152,7 @@ def _is_on_disk() -> bool:
     """Whether codecs' kernels were compiled since their text was changed, as far as one of them shows."""
     from kvstrata.codecs import cpu_kernels as codec_kernels
 
-    last = codec_kernels.look_up
+    last = codec_kernels.mix_planes
     changed_s = Path(str(codec_kernels.__file__)).stat().st_mtime
     kept = Path(str(last.stats.cache_path)).glob(f"*.{last.__name__}-*.nbi")
     return any(path.stat().st_mtime >= changed_s for path in kept)

@@ -16,7 +16,7 @@ import mlx.core as mx
 from kvstrata.bench.driver import Figure, Progress, in_turns, lay_out, silent
 from kvstrata.codecs.registry import parse_for
 
-CODECS = ("planes:8", "planes:4", "planes:2", "affine:8", "affine:4", "rotated:4")
+CODECS = ("planes:8", "planes:4", "planes:2", "affine:8", "affine:4")
 KV_HEADS, DIM = 8, 128
 CALLS = 4  # in one go: a single one is too short for a GPU's clock
 

@@ -17,7 +17,7 @@ from kvstrata.bench.driver import MIB, Figure, lay_out, seconds
 from kvstrata.codecs.base import Codec, Planes
 from kvstrata.codecs.registry import parse_for
 
-CODECS = ("raw", "affine:8", "planes:8", "affine:4", "rotated:4", "planes:4", "planes:2")
+CODECS = ("raw", "affine:8", "planes:8", "affine:4", "planes:4", "planes:2")
 QUERIES = 8
 TIMES = 3  # the best is reported
 

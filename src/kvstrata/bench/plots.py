@@ -10,7 +10,7 @@ from kvstrata.bench.layers import LayerLoss
 from kvstrata.bench.quality import Quality
 from kvstrata.errors import ConfigError
 
-COLOURS = {"planes": "#0b6e4f", "affine": "#b5651d", "rotated": "#4a5899"}
+COLOURS = {"planes": "#0b6e4f", "affine": "#b5651d"}
 SHADES = {8: "#9bd3bf", 4: "#0b6e4f", 2: "#06382a"}  # by bits: the darker, the fewer
 
 

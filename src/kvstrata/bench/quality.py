@@ -38,7 +38,6 @@ PAIRS: tuple[Pair, ...] = (
     ("affine:8", "affine:4"),
     ("planes:8", "planes:4"),
     ("affine:4", "affine:4"),
-    ("rotated:4", "rotated:4"),
     ("planes:4", "planes:4"),
 )
 

@@ -29,11 +29,11 @@ ONE = 1  # a new buffer begins with one token
 TIMED_TOKENS, TIMED_KV_HEADS = 8192, 8
 OFFSET = 6.0  # of keys: what they have in common is far larger than what differs
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
-PRECISIONS = ("raw", "planes:8", "planes:4", "planes:2", "affine:8", "rotated:4")
+PRECISIONS = ("raw", "planes:8", "planes:4", "planes:2", "affine:8")
 # Of the largest value of the output, which is rounded to the model's dtype.
 ALLOWED = {"float32": 2e-3, "bfloat16": 1.2e-2, "float16": 4e-3}
 # What a precision may lose of keys and values, as a share of their spread.
-LOSES = {"raw": 1e-2, "planes:8": 0.02, "planes:4": 0.2, "planes:2": 0.7, "affine:8": 0.03, "rotated:4": 0.2}
+LOSES = {"raw": 1e-2, "planes:8": 0.02, "planes:4": 0.2, "planes:2": 0.7, "affine:8": 0.03}
 
 
 @dataclass(frozen=True)

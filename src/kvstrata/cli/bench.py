@@ -22,7 +22,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-KV_CACHE_CODECS = ("raw", "affine:8", "planes:8", "affine:4", "rotated:4", "planes:4", "planes:2")
+KV_CACHE_CODECS = ("raw", "affine:8", "planes:8", "affine:4", "planes:4", "planes:2")
 MAX_BATCH = 16  # what the engine runs at once by default
 
 

@@ -41,7 +41,6 @@ def warm_up() -> None:
     decode_planes(arrays, 8, turns.Means(x, segments, 0, None))
     score_planes(x, arrays, 8)
     mix_planes(weights, arrays, 8, segments)
-    look_up(*encode_rotated(x, np.zeros(4, np.float32)), np.zeros(4, np.float32), 64)
 
 
 def are_computed(arrays: Sequence[mx.array]) -> bool:
@@ -182,34 +181,6 @@ def mix_planes(p: mx.array, arrays: Mapping[str, mx.array], bits: int, segments:
     starts = np.cumsum((0, *segments[:-1]))
     shares = mx.array(np.add.reduceat(weights, starts, axis=2).reshape(*p.shape[:-1], -1))
     return rotate_back(natural) + shares @ arrays["means"].astype(mx.float32)
-
-
-def encode_rotated(x: mx.array, table: np.ndarray) -> tuple[mx.array, mx.array]:
-    """float32 [..., tokens, dim] -> a stream of bits as uint8 [..., tokens, bytes], and norms [..., tokens, 1]
-
-    Odd values are dealt with here.
-    """
-    from kvstrata.codecs import cpu_kernels
-
-    mx.eval(x)
-    flat = np.ascontiguousarray(x).reshape(-1, x.shape[-1])
-    bits = len(table).bit_length() - 1
-    octets = np.empty((flat.shape[0], flat.shape[1] * bits // 8), np.uint8)
-    norms = np.empty(flat.shape[0], np.float32)
-    cpu_kernels.encode_rotated(flat, *rotation_of(flat.shape[1]), table, octets, norms)
-    return _to_mlx(octets, x.shape[:-1]), _to_mlx(norms[:, None], x.shape[:-1])
-
-
-def look_up(stream: mx.array, norms: mx.array, table: np.ndarray, dim: int) -> mx.array:
-    """uint8 [..., tokens, bytes], [..., tokens, 1] -> norm * table[code], float32 [..., tokens, dim]"""
-    from kvstrata.codecs import cpu_kernels
-
-    mx.eval(stream, norms)
-    octets = np.asarray(stream).reshape(-1, stream.shape[-1])
-    out = np.empty((octets.shape[0], dim), np.float32)
-    bits = len(table).bit_length() - 1
-    cpu_kernels.look_up(octets, np.asarray(norms).astype(np.float32).reshape(-1), table, bits, out)
-    return _to_mlx(out, stream.shape[:-1])
 
 
 def _views(arrays: Mapping[str, mx.array], bits: int) -> tuple[Codes, np.ndarray]:

@@ -15,7 +15,6 @@ from kvstrata.codecs.cpu_blocks import (
     GROUP,
     from_codes,
     mix_block,
-    rotate,
     score_block,
     stages_of,
     step_of,
@@ -26,9 +25,6 @@ from kvstrata.codecs.cpu_blocks import (
 # Numba keeps what it compiled by the text of this file alone. This names the text of the modules that it is made of, so
 # that a change there is one here; a test says what it has to be.
 BUILT_ON = "7f80627c2d92e9eb"
-
-_LARGEST = np.float32(65504)
-_SMALLEST_NORM = np.float32(1e-30)  # of a vector that is not taken as zero
 
 
 @njit(fastmath=True, nogil=True, cache=True, parallel=True, error_model="numpy")
@@ -96,68 +92,3 @@ def mix_planes(p, top, following, low, scales, bits, partial):
             num_tokens = min(BLOCK, end - t)
             unpack_block(top, following, low, row * tokens + t, num_tokens, width, bits, codes)
             mix_block(weights, t - first, codes, 0, num_tokens, dim, partial, piece * queries * dim)
-
-
-@njit(fastmath=True, nogil=True, cache=True, parallel=True, error_model="numpy")
-def look_up(octets, norms, table, bits, out):
-    """octets [vectors, bytes], a stream of bits; out [vectors, dim]"""
-    vectors, dim = out.shape
-    mask = (np.uint32(1) << np.uint32(bits)) - np.uint32(1)
-    for v in prange(vectors):
-        for group in range(dim // 8):
-            word = np.uint32(0)
-            for k in range(bits):
-                word |= np.uint32(octets[v, group * bits + k]) << np.uint32(8 * k)
-            for k in range(8):
-                out[v, group * 8 + k] = table[(word >> np.uint32(k * bits)) & mask] * norms[v]
-
-
-@njit
-def _clean(x, v, out):
-    """As `base.finite`. NaN is known by its bits: under fastmath no comparison finds it."""
-    for d in range(len(out)):
-        value = x[v, d]
-        magnitude = np.float32(value).view(np.uint32) & np.uint32(0x7FFFFFFF)
-        value = _LARGEST if value > _LARGEST else -_LARGEST if value < -_LARGEST else value
-        out[d] = np.float32(0) if magnitude > np.uint32(0x7F800000) else value
-
-
-@njit(fastmath=True, nogil=True, cache=True, parallel=True, error_model="numpy")
-def encode_rotated(x, signs, block, table, octets, norms):
-    """x [vectors, dim], with anything in it -> octets [vectors, bytes], a stream of bits, and norms [vectors]"""
-    vectors, dim = x.shape
-    width, bits = dim // 4, octets.shape[1] * 8 // dim
-    boundaries = (table[1:] + table[:-1]) / np.float32(2)
-    for piece in prange((vectors + CHUNK - 1) // CHUNK):
-        clean, y, other = np.empty(dim, np.float32), np.empty(dim, np.float32), np.empty(dim, np.float32)
-        codes = np.empty(dim, np.int32)
-        for v in range(piece * CHUNK, min((piece + 1) * CHUNK, vectors)):
-            _clean(x, v, clean)
-            norm = np.float32(0)
-            for d in range(dim):
-                norm += clean[d] * clean[d]
-            norm = np.sqrt(norm)
-            rotate(clean, signs, block, y, other)
-            _look_for(y, np.float32(np.sqrt(dim)) / max(norm, _SMALLEST_NORM), boundaries, codes)
-            chosen = np.float32(0)
-            for group in range(dim // 8):
-                word = np.uint32(0)
-                for k in range(8):
-                    d = group * 8 + k
-                    code = codes[d % 4 * width + d // 4]
-                    chosen += table[code] * table[code]
-                    word |= np.uint32(code) << np.uint32(k * bits)
-                for k in range(bits):
-                    octets[v, group * bits + k] = (word >> np.uint32(8 * k)) & np.uint32(255)
-            norms[v] = norm / np.sqrt(chosen)
-
-
-@njit(fastmath=True)
-def _look_for(y, factor, boundaries, codes):
-    """codes[d] = the number of boundaries below y[d] * factor. They lie halfway between two centroids."""
-    for d in range(len(y)):
-        y[d] *= factor
-        codes[d] = 0
-    for boundary in boundaries:
-        for d in range(len(y)):
-            codes[d] += np.int32(y[d] > boundary)

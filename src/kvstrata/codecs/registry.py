@@ -1,6 +1,6 @@
 """Names of precisions, and specs, to codecs.
 
-    raw | affine:B[:gG] | rotated:B | planes:B      as in the settings; `affine:8` has groups of 64
+    raw | affine:B[:gG] | planes:B      as in the settings; `affine:8` has groups of 64
     f16, bf16 = raw, q8_0 = planes:8, q4_0 = planes:4      llama.cpp's words
 
 Going on disk: `codec.spec()` and `planes.where()` are JSON, `planes.arrays` the bytes; `planes_from` puts them together
@@ -19,15 +19,14 @@ from kvstrata.codecs.affine import DEFAULT_GROUP, AffineCodec
 from kvstrata.codecs.base import Codec, MismatchedPlanes, Planes, UnsupportedCodec
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
-from kvstrata.codecs.rotated import RotatedCodec
 from kvstrata.codecs.turns import Turn, turn_from
 
-NAMES = "raw, affine:8 (or 6, 5, 4, 3, 2; :g32 or :g128), rotated:4 (3, 2), planes:8 (4, 2)"
+NAMES = "raw, affine:8 (or 6, 5, 4, 3, 2; :g32 or :g128), planes:8 (4, 2)"
 LLAMA_CPP = {"f16": "raw", "bf16": "raw", "q8_0": "planes:8", "q4_0": "planes:4"}
 
-_NAME = re.compile(r"(raw|affine|rotated|planes)(?::(\d+))?(?::g(\d+))?")
-_FIELDS = {"raw": (), "affine": ("bits", "group"), "rotated": ("bits",), "planes": ("bits",)}
-_VERSIONS = {"raw": (1,), "affine": (1,), "rotated": (1,), "planes": (1, 2)}
+_NAME = re.compile(r"(raw|affine|planes)(?::(\d+))?(?::g(\d+))?")
+_FIELDS = {"raw": (), "affine": ("bits", "group"), "planes": ("bits",)}
+_VERSIONS = {"raw": (1,), "affine": (1,), "planes": (1, 2)}
 
 
 def parse(name: str) -> Codec:
@@ -37,7 +36,7 @@ def parse(name: str) -> Codec:
         return RawCodec()
     if family == "affine":
         return AffineCodec(bits, group or DEFAULT_GROUP)
-    return RotatedCodec(bits) if family == "rotated" else PlanesCodec(bits)
+    return PlanesCodec(bits)
 
 
 def parse_for(name: str, head_dim: int) -> Codec:
@@ -71,7 +70,7 @@ def from_spec(spec: Mapping[str, Any]) -> Codec:
             raise UnsupportedCodec(f"A spec of {family} needs {name!r} as a whole number, not {value!r}.")
     if (family, version) == ("planes", 2):
         return PlanesCodec(spec["bits"], _turn_from(spec.get("turn")))
-    types = {"raw": RawCodec, "affine": AffineCodec, "rotated": RotatedCodec, "planes": PlanesCodec}
+    types = {"raw": RawCodec, "affine": AffineCodec, "planes": PlanesCodec}
     return types[family](**fields)
 
 
@@ -94,6 +93,9 @@ def planes_from(spec: Mapping[str, Any], where: Mapping[str, Any], arrays: Mappi
 
 def _parts(name: str) -> tuple[str, int, int | None]:
     found = _NAME.fullmatch(LLAMA_CPP.get(name, name))
+    if found is None and name.partition(":")[0] == "rotated":
+        nearest = "planes:2" if name == "rotated:2" else "planes:4"
+        raise UnsupportedCodec(f"{name!r}: there is no codec rotated any more. Use {nearest}, which loses less.")
     if found is None:
         raise UnsupportedCodec(f"Unknown precision {name!r}. Use one of: {NAMES}; or f16, bf16, q8_0, q4_0.")
     family, bits, group = found.groups()

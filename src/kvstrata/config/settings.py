@@ -280,11 +280,11 @@ class Settings(BaseSettings):
         panel="KV cache", unit="bits", is_common=True,
     )  # fmt: skip
     kv_cache_k: str | None = setting(
-        None, "Precision of stored keys: raw, planes:8|4|2, affine:8|6|5|4|3|2[:gGROUP], rotated:4|3|2",
+        None, "Precision of stored keys: raw, planes:8|4|2, affine:8|6|5|4|3|2[:gGROUP]",
         panel="KV cache", unit="precision",
     )  # fmt: skip
     kv_cache_v: str | None = setting(
-        None, "Precision of stored values: raw, planes:8|4|2, affine:8|6|5|4|3|2[:gGROUP], rotated:4|3|2",
+        None, "Precision of stored values: raw, planes:8|4|2, affine:8|6|5|4|3|2[:gGROUP]",
         panel="KV cache", unit="precision",
     )  # fmt: skip
     kv_cache_group_size: GroupSize | None = setting(

@@ -4,7 +4,6 @@ export const NAMES = [
   "raw",
   "planes:8", "planes:4", "planes:2",
   "affine:8", "affine:6", "affine:5", "affine:4", "affine:3", "affine:2",
-  "rotated:4", "rotated:3", "rotated:2",
 ];
 export const RUNNING = "running";
 export const OTHER = "other";
