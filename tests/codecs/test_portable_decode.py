@@ -43,7 +43,7 @@ def stock(stretches: Sequence[Stretch], dtype: mx.Dtype = mx.float32) -> np.ndar
 
 def check(stretches: Sequence[Stretch], dtype: mx.Dtype = mx.float32, num_launches: int = 1) -> None:
     run = Plain()
-    assert portable_decode.takes(stretches, dtype)
+    assert portable_decode.takes_stretches(stretches, dtype)
     found = portable_decode.join(stretches, dtype, "plain", run)
     assert found.dtype == dtype
     wanted = stock(stretches, dtype)
@@ -121,13 +121,13 @@ def test_lanes_in_another_order_find_the_same() -> None:
 
 def test_what_is_not_taken() -> None:
     coded, raw = Stretch(planes(4, 20, 1, turn="halves"), 0, 20), Stretch(keys(HEADS, 20, 64), 0, 20)
-    assert portable_decode.takes([coded, raw], mx.float32)
+    assert portable_decode.takes_stretches([coded, raw], mx.float32)
     # Raw vectors of another type or size; keys that turn in two ways; what the kernel does not know.
-    assert not portable_decode.takes([coded, raw], mx.bfloat16)
-    assert not portable_decode.takes([coded, Stretch(keys(HEADS, 20, 80), 0, 20)], mx.float32)
-    assert not portable_decode.takes([coded, Stretch(planes(4, 20, 1, turn="last"), 0, 20)], mx.float32)
-    assert not portable_decode.takes([Stretch(keys(HEADS, 20, 288), 0, 20)], mx.float32)
-    assert not portable_decode.takes([Stretch(keys(HEADS, 20, 72), 0, 20)], mx.float32)
+    assert not portable_decode.takes_stretches([coded, raw], mx.bfloat16)
+    assert not portable_decode.takes_stretches([coded, Stretch(keys(HEADS, 20, 80), 0, 20)], mx.float32)
+    assert not portable_decode.takes_stretches([coded, Stretch(planes(4, 20, 1, turn="last"), 0, 20)], mx.float32)
+    assert not portable_decode.takes_stretches([Stretch(keys(HEADS, 20, 288), 0, 20)], mx.float32)
+    assert not portable_decode.takes_stretches([Stretch(keys(HEADS, 20, 72), 0, 20)], mx.float32)
     with paths.as_on_metal():
         few = PlanesCodec(4).encode(keys(1, 4, 64))
-    assert not portable_decode.takes([Stretch(few, 0, 4)], mx.float32)
+    assert not portable_decode.takes_stretches([Stretch(few, 0, 4)], mx.float32)

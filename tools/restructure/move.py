@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 COLLISIONS: list[str] = []
+BACKENDS = ("cpu", "cuda", "metal")
 ROOTS = {"kvstrata": Path("src/kvstrata"), "tests": Path("tests")}
 
 
@@ -154,6 +155,12 @@ class Table:
         return self.target.get(module, module), new_name
 
 
+def local_name(module: str) -> str:
+    """Return the name under which files import a module of a back-end: `cuda_step` for `attention.cuda.step`."""
+    *_, folder, last = module.split(".")
+    return f"{folder}_{last}" if folder in BACKENDS else last
+
+
 def rewritten_import(node: ast.ImportFrom, table: Table, here: str) -> tuple[list[str], dict[str, str]]:
     """Return import lines of a `from` import after the move, and names that its file must use in place of others.
     Nothing is imported from `here`."""
@@ -164,9 +171,12 @@ def rewritten_import(node: ast.ImportFrom, table: Table, here: str) -> tuple[lis
         if submodule in table.target:
             new = table.target[submodule]
             package, _, last = new.rpartition(".")
-            if last != alias.name and not alias.asname:
-                uses[alias.name] = last
-            groups[package].append(f"{last} as {alias.asname}" if alias.asname else last)
+            local = alias.asname or local_name(new)
+            if local != alias.name and not alias.asname:
+                uses[alias.name] = local
+            entry = f"{last} as {local}" if local != last else last
+            if entry not in groups[package]:
+                groups[package].append(entry)
             continue
         module, name = table.place(node.module or "", alias.name)
         local = alias.asname or alias.name

@@ -23,6 +23,7 @@ from kvstrata.codecs.cuda_codes import FUSED_DIMS, RAW_BITS
 from kvstrata.codecs.planes import HELD, PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.segments import segments_of
+from kvstrata.codecs.trials import relative_error
 from kvstrata.codecs.turns import Turn, make_turn
 
 _HEADS, _GROUP, _SCALE = 2, 2, 0.1
@@ -39,7 +40,7 @@ def step_works(dtype: mx.Dtype, k_dim: int, v_dim: int) -> bool:
     if paths.active() != "cuda" or dtype not in RAW_DTYPES or not {k_dim, v_dim} <= {*FUSED_DIMS}:
         return False
     try:
-        error = _error(dtype, k_dim, v_dim)
+        error = _step_error(dtype, k_dim, v_dim)
     except (RuntimeError, ValueError) as failure:
         logger.warning("Batches attend by sequence, which is slower: the kernel does not run here: %s", failure)
         return False
@@ -83,7 +84,7 @@ def _join_error(dtype: mx.Dtype, k_dim: int, v_dim: int, turn: Turn | None) -> f
     return max(relative_error(found, mx.concatenate(list(wanted), axis=2)) for found, wanted in pairs)
 
 
-def _error(dtype: mx.Dtype, k_dim: int, v_dim: int) -> float:
+def _step_error(dtype: mx.Dtype, k_dim: int, v_dim: int) -> float:
     """Two rows of two steps, the second of them over planes and over what the first one has: the largest difference."""
     turn = make_turn(100.0 ** (-np.arange(k_dim // 2) / k_dim))
     planes = [_planes(dtype, k_dim, v_dim, *bits, turn) for bits in _BITS]
@@ -120,12 +121,12 @@ def _error(dtype: mx.Dtype, k_dim: int, v_dim: int) -> float:
 
 
 def _planes(dtype: mx.Dtype, k_dim: int, v_dim: int, k_bits: int, v_bits: int, turn: Turn | None) -> PlanesRange:
-    k = _encoded(k_bits, turn, _random((_HEADS, _NUM_BEFORE, k_dim), k_bits, dtype))
-    v = _encoded(v_bits, None, _random((_HEADS, _NUM_BEFORE, v_dim), 20 + v_bits, dtype))
+    k = _encoded_stock(k_bits, turn, _random((_HEADS, _NUM_BEFORE, k_dim), k_bits, dtype))
+    v = _encoded_stock(v_bits, None, _random((_HEADS, _NUM_BEFORE, v_dim), 20 + v_bits, dtype))
     return PlanesRange(k, v, 3, _NUM_BEFORE)
 
 
-def _encoded(bits: int, turn: Turn | None, x: mx.array) -> Planes:
+def _encoded_stock(bits: int, turn: Turn | None, x: mx.array) -> Planes:
     """With stock operations: kernels that do it would have to be compiled."""
     if bits == RAW_BITS:
         return RawCodec().adopt(x)
@@ -158,11 +159,3 @@ def _pair(
 
 def _random(shape: tuple[int, ...], seed: int, dtype: mx.Dtype) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
-
-
-def relative_error(a: mx.array, b: mx.array) -> float:
-    """The largest difference, as a share of the largest value of `b`."""
-    difference = mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max() / mx.abs(b.astype(mx.float32)).max()
-    value = difference.item()
-    assert isinstance(value, float)
-    return value

@@ -40,7 +40,7 @@ class Row(Protocol):
     def parts(self) -> tuple[Part, ...]: ...
 
 
-def fits(keys: mx.array, values: mx.array) -> bool:
+def takes_rows(keys: mx.array, values: mx.array) -> bool:
     return keys.shape[2] == 1 and keys.dtype == values.dtype and step_works(keys.dtype, keys.shape[3], values.shape[3])
 
 

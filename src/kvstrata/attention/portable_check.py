@@ -22,7 +22,7 @@ from kvstrata.codecs import kernel_text
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.kernel_text import Dialect, Run
 from kvstrata.codecs.planes import PlanesCodec
-from kvstrata.codecs.trials import Stands, Trial, failed, largest
+from kvstrata.codecs.trials import Stands, Trial, failed, largest, relative_error
 from kvstrata.codecs.turns import make_turn
 
 Over = Literal["raw", "planes"]
@@ -206,11 +206,3 @@ def _raw(kind: Kind, num_tokens: int, seed: int, kv_heads: int = KV_HEADS) -> Ra
 
 def _normal(shape: tuple[int, ...], seed: int, dtype: mx.Dtype) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
-
-
-def relative_error(a: mx.array, b: mx.array) -> float:
-    """The largest difference, as a share of the largest value of `b`."""
-    a, b = a.astype(mx.float32), b.astype(mx.float32)
-    value = (mx.abs(a - b).max() / mx.abs(b).max()).item()
-    assert isinstance(value, float)
-    return value

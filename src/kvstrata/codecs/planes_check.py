@@ -99,7 +99,7 @@ def decode(planes: Planes, dtype: mx.Dtype, stock: Stock) -> mx.array | None:
 def join(stretches: Sequence[Stretch], dtype: mx.Dtype) -> mx.array | None:
     """What follows each other, planes among it -> [heads, tokens, dim]. None: not by the kernel."""
     codec = next((held.codec for held, _, _ in stretches if isinstance(held, Planes)), None)
-    if dialect() is None or codec is None or not portable_decode.takes(stretches, dtype):
+    if dialect() is None or codec is None or not portable_decode.takes_stretches(stretches, dtype):
         return None
     if not _is_used("join", Kind(dtype, stretches[0].dim), codec):
         return None

@@ -54,7 +54,7 @@ def takes_planes(planes: Planes) -> bool:
     return fits and min(array.size for array in planes.arrays.values()) >= FEWEST_ENTRIES
 
 
-def takes(stretches: Sequence[Stretch], dtype: mx.Dtype) -> bool:
+def takes_stretches(stretches: Sequence[Stretch], dtype: mx.Dtype) -> bool:
     """Whether they become one array of this dtype."""
     dims, turns = {stretch.dim for stretch in stretches}, {stretch.turn for stretch in stretches}
     if dtype not in RAW_KINDS or len(dims) != 1 or dims.pop() % 16 or len(turns - {None}) > 1:
@@ -160,7 +160,7 @@ def _nothing(dtype: mx.Dtype) -> mx.array:
 
 def _decoded(load: _Load, heads: int, dim: int, dtype: mx.Dtype, dialect: Dialect, run: Run) -> mx.array:
     """[heads, tokens, dim]"""
-    table = _table(tuple(load.stored), load.turn)
+    table = _stretch_table(tuple(load.stored), load.turn)
     text = kernel_text.decode_text(dialect, dim, load.shape, dtype)
     groups = ((table.size - HEAD_NUMBERS) // PIECE_NUMBERS, heads, 1)
     shape = (heads, sum(stored.end - stored.start for stored in load.stored), dim)
@@ -170,7 +170,7 @@ def _decoded(load: _Load, heads: int, dim: int, dtype: mx.Dtype, dialect: Dialec
 
 # Of some chunks, for keys and for values; layers that are stored alike share one.
 @lru_cache(maxsize=32)
-def _table(parts: tuple[Stored, ...], turn: Turn | None) -> mx.array:
+def _stretch_table(parts: tuple[Stored, ...], turn: Turn | None) -> mx.array:
     """int32, as decode_body.h reads it"""
     rows, total, words, halves, raw = [], 0, 0, 0, 0
     for bits, size, start, end, segments, offset, turns in parts:

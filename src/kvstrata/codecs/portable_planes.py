@@ -42,7 +42,7 @@ def encode(
     segments = segments_of(position, num_tokens)
     offset = position % GROUP_TOKENS
     angles = angles_of(turn, dim)
-    whole, pieces = (_table(segments, offset, turn, size) for size in (GROUP_TOKENS, PIECE_TOKENS))
+    whole, pieces = (_piece_table(segments, offset, turn, size) for size in (GROUP_TOKENS, PIECE_TOKENS))
     shape = (heads, len(segments), dim)
     text = kernel_text.mean_text(dialect, dim)
     (means,) = run(Launch(text, [whole, angles, rows], (len(segments), heads, 1), [shape], [mx.float16]))
@@ -61,7 +61,7 @@ def _num_pieces(table: mx.array) -> int:
 
 
 @lru_cache(maxsize=64)
-def _table(segments: Segments, offset: int, turn: Turn | None, size: int) -> mx.array:
+def _piece_table(segments: Segments, offset: int, turn: Turn | None, size: int) -> mx.array:
     """int32, as planes.h reads it"""
     head = head_numbers(turn)
     head[4:6] = sum(segments), len(segments)

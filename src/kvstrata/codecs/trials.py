@@ -91,3 +91,11 @@ def metal_here() -> Dialect | None:
     """None: no Mac's GPU computes."""
     has_metal = paths.active() == "metal" and mx.metal.is_available() and mx.default_device() == mx.gpu
     return "metal" if has_metal else None
+
+
+def relative_error(a: mx.array, b: mx.array) -> float:
+    """Return the largest difference as a share of the largest value of `b`."""
+    a, b = a.astype(mx.float32), b.astype(mx.float32)
+    value = (mx.abs(a - b).max() / mx.abs(b).max()).item()
+    assert isinstance(value, float)
+    return value

@@ -40,7 +40,7 @@ class AttentionRows:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Keys, Keys]:
         if cpu.fits(keys, values) and all(layer.has_runs for layer in self._layers):
             self._step = cpu.Step(self._layers, keys, values)
-        elif cuda_rows.fits(keys, values):
+        elif cuda_rows.takes_rows(keys, values):
             self._step = cuda_rows.Step(self._layers, keys, values, self._counters)
         if self._step is not None:
             return self._step, self._step

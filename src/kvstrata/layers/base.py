@@ -68,7 +68,7 @@ class AttentionLayer(cuda_rows.Row, cpu.Row, ABC):
         if keys.shape[2] == 1 and cpu.fits(keys, values) and self.has_runs:
             step = cpu.Step((self,), keys, values)
             return step, step
-        if cuda_rows.fits(keys, values):
+        if cuda_rows.takes_rows(keys, values):
             self._step = cuda_rows.Step((self,), keys, values, self._counters)
             return self._step, self._step
         self.append(keys, values)
