@@ -193,17 +193,16 @@ def rewritten_import(node: ast.ImportFrom, table: Table, here: str) -> tuple[lis
 
 def rewrite_file(text: str, table: Table, here: str) -> str:
     """Rewrite the imports of one file, those inside functions too."""
-    tree, lines = ast.parse(text), text.splitlines(keepends=True)
     uses: dict[str, str] = {}
-    for node in sorted(
-        (n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom | ast.Import)), key=lambda n: -n.lineno
-    ):
+    edits: list[tuple[int, int, list[str]]] = []  # first and last line, new lines
+    lines = text.splitlines(keepends=True)
+    for node in (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ImportFrom | ast.Import)):
         indent = " " * node.col_offset
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name in table.target:
-                    text_of = lines[node.lineno - 1].replace(alias.name, table.target[alias.name])
-                    lines[node.lineno - 1] = text_of
+                    line = lines[node.lineno - 1].replace(alias.name, table.target[alias.name])
+                    edits.append((node.lineno, node.lineno, [line]))
             continue
         is_moved = any(
             f"{node.module}.{alias.name}" in table.target
@@ -215,9 +214,12 @@ def rewrite_file(text: str, table: Table, here: str) -> str:
         new_lines, new_uses = rewritten_import(node, table, here)
         uses |= new_uses
         tail = "  # noqa: F401" if "noqa: F401" in lines[node.end_lineno - 1] else ""
-        lines[node.lineno - 1 : node.end_lineno] = [f"{indent}{line}{tail}\n" for line in new_lines]
-    text = "".join(lines)
-    return rename_tokens(text, uses) if uses else text
+        edits.append((node.lineno, node.end_lineno, [f"{indent}{line}{tail}\n" for line in new_lines]))
+    # Uses are renamed first: the new import lines have their names already.
+    lines = (rename_tokens(text, uses) if uses else text).splitlines(keepends=True)
+    for first, last, new_lines in sorted(edits, reverse=True):
+        lines[first - 1 : last] = new_lines
+    return "".join(lines)
 
 
 def merged_text(target: dict, table: Table) -> str:
@@ -272,8 +274,8 @@ def merged_text(target: dict, table: Table) -> str:
     header.append("\n".join(imports))
     if checking:
         header.append("if TYPE_CHECKING:\n" + "\n".join(f"    {line}" for line in checking))
-    text = "\n\n".join([*header, *chunks]) + "\n"
-    return rename_tokens(text, uses) if uses else text
+    body = "\n\n".join(chunks) + "\n"
+    return "\n\n".join([*header, rename_tokens(body, uses) if uses else body])
 
 
 def main() -> None:
