@@ -244,7 +244,7 @@ def test_evicted_prefix_is_loaded_from_disk_while_memory_is_full(tmp_path: Path)
             assert engine.ask(lambda core: CacheApi(core).usage().tiers["hot"].nbytes).result(60) <= 900 * 1024
 
 
-@pytest.mark.parametrize("name", ["planes:8", "planes:2", "affine:4"])
+@pytest.mark.parametrize("name", ["planes:8", "planes:2", "planes:4"])
 def test_blocks_on_disk_have_the_precision_of_memory(name: str, tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
     storage = KvConfig(k=parse(name), v=parse(name))

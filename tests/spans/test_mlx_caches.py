@@ -102,7 +102,7 @@ def test_generate_step_goes_on_from_our_spans(architecture: str) -> None:
     assert adopt_mlx_lm(text.layout, caches, 66 + 4).end == 70
 
 
-@pytest.mark.parametrize("names", [("raw", "planes:8"), ("affine:4", "planes:8")], ids="-".join)
+@pytest.mark.parametrize("names", [("raw", "planes:8"), ("planes:4", "planes:8")], ids="-".join)
 def test_spans_cut_and_of_several_precisions_are_decoded(names: tuple[str, str]) -> None:
     text = text_for("qwen3")
     cache = SequenceCache(text.layout, text.model, 90)
