@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvstrata.codecs import products
+from kvstrata.codecs.products import exact_mix, exact_scores, least_rows
 
 DTYPES = [mx.bfloat16, mx.float16, mx.float32]
 
@@ -27,10 +27,10 @@ def wide(x: mx.array) -> np.ndarray:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_scores(dtype: mx.Dtype, queries: int, tokens: int, rows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """`rows`: how many a product needs on the machine."""
-    monkeypatch.setattr(products, "least_rows", lambda _: rows)
+    monkeypatch.setattr("kvstrata.codecs.products.least_rows", lambda _: rows)
     q, k = arrays(dtype, queries, tokens)
     expected = 0.0884 * (wide(q) @ wide(k).swapaxes(-1, -2))
-    found = products.scores(q, k, 0.0884)
+    found = exact_scores(q, k, 0.0884)
     assert found.dtype == mx.float32
     assert np.abs(wide(found) - expected).max() < 2e-5 * np.abs(expected).max()
 
@@ -44,7 +44,7 @@ def test_a_mix_loses_what_rounding_its_result_loses(dtype: mx.Dtype) -> None:
     weights *= 0.03 / weights.sum(axis=-1, keepdims=True)
     expected = weights.astype(np.float64) @ wide(v)
     rounded = wide(mx.array(expected.astype(np.float32)).astype(dtype))
-    error = np.abs(wide(products.mix(mx.array(weights), v)) - expected).max()
+    error = np.abs(wide(exact_mix(mx.array(weights), v)) - expected).max()
     assert error <= 1.5 * np.abs(rounded - expected).max() + 1e-5 * np.abs(expected).max()
 
 
@@ -52,12 +52,12 @@ def test_a_machine_that_rounds_first_is_found_out(monkeypatch: pytest.MonkeyPatc
     def rounds_first(near: mx.array, q: mx.array, keys: mx.array, alpha: float = 1.0, beta: float = 1.0) -> mx.array:
         return near * beta + (q @ keys) * alpha
 
-    products.least_rows.cache_clear()
+    least_rows.cache_clear()
     monkeypatch.setattr(mx, "addmm", rounds_first)
     try:
-        assert products.least_rows(mx.bfloat16) is None
+        assert least_rows(mx.bfloat16) is None
         q, k = arrays(mx.bfloat16, 2, 100)
         expected = wide(q) @ wide(k).swapaxes(-1, -2)
-        assert np.abs(wide(products.scores(q, k)) - expected).max() < 1e-5 * np.abs(expected).max()
+        assert np.abs(wide(exact_scores(q, k)) - expected).max() < 1e-5 * np.abs(expected).max()
     finally:
-        products.least_rows.cache_clear()
+        least_rows.cache_clear()

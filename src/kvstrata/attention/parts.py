@@ -16,9 +16,10 @@ import mlx.core as mx
 from kvstrata.attention import cuda, cuda_joined, portable
 from kvstrata.attention.cuda_addresses import Whereabouts
 from kvstrata.attention.cuda_check import joined_works
-from kvstrata.codecs import paths, planes_check, products
+from kvstrata.codecs import paths, planes_check
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.portable_decode import Stretch
+from kvstrata.codecs.products import exact_mix, exact_scores
 from kvstrata.codecs.raw import RawCodec
 
 
@@ -91,10 +92,10 @@ class RawPart:
         return _range(self.v_buffer, self.start, self.num_tokens)
 
     def scores(self, q: mx.array, scale: float) -> mx.array:
-        return products.scores(q, self.k, scale)
+        return exact_scores(q, self.k, scale)
 
     def mix(self, weights: mx.array) -> mx.array:
-        return products.mix(weights, self.v)
+        return exact_mix(weights, self.v)
 
     def dense(self, like: mx.array) -> tuple[mx.array, mx.array]:  # noqa: ARG002
         return self.k, self.v
@@ -168,7 +169,7 @@ class SealedPart:
 
     def scores(self, q: mx.array, scale: float) -> mx.array:
         if isinstance(self.k.codec, RawCodec):
-            return products.scores(q, self.k.arrays["values"][None], scale)
+            return exact_scores(q, self.k.arrays["values"][None], scale)
         return self.k.codec.scores((q.astype(mx.float32) * scale).squeeze(0), self.k)[None]
 
     def mix(self, weights: mx.array) -> mx.array:

@@ -18,8 +18,9 @@ from kvstrata.attention import portable_check
 from kvstrata.attention.attend import attend
 from kvstrata.attention.attend import kernels as attention_kernels
 from kvstrata.attention.parts import CutPart, Part, Parts, RawPart, SealedPart
-from kvstrata.codecs import paths, planes_check, products
+from kvstrata.codecs import paths, planes_check
 from kvstrata.codecs.base import Codec
+from kvstrata.codecs.products import exact_scores, least_rows
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.registry import parse
 
@@ -97,7 +98,7 @@ def kernels() -> dict[str, Any]:
         "decode_step_trials": trials,
         "planes_trials": planes_check.report(),
         "attention": attention_kernels(kinds),
-        "rows_for_16_bit_scores": {name: products.least_rows(dtype) for name, dtype in halves.items()},
+        "rows_for_16_bit_scores": {name: least_rows(dtype) for name, dtype in halves.items()},
     }
 
 
@@ -123,7 +124,7 @@ def _timed(times: Callable[[], Iterator[Timing]]) -> Iterator[Timing]:
 def _scores_error(dtype: mx.Dtype) -> float:
     q, k = (_normal((KV_HEADS, rows, DIM), rows, OFFSET).astype(dtype) for rows in (4, TOKENS))
     expected = _wide(q) @ _wide(k).swapaxes(-1, -2)
-    return float(np.abs(_wide(products.scores(q, k)) - expected).max() / np.abs(expected).max())
+    return float(np.abs(_wide(exact_scores(q, k)) - expected).max() / np.abs(expected).max())
 
 
 def _loss(codec: Codec) -> float:

@@ -22,7 +22,7 @@ WRONG_BY = 5e-5
 REST_SCALE = 2048.0
 
 
-def scores(q: mx.array, k: mx.array, scale: float = 1.0) -> mx.array:
+def exact_scores(q: mx.array, k: mx.array, scale: float = 1.0) -> mx.array:
     """q [..., queries, dim], k [..., tokens, dim] -> float32 [..., queries, tokens], times `scale`"""
     keys, num_queries = k.swapaxes(-1, -2), q.shape[-2]
     is_narrow = q.dtype == k.dtype != mx.float32
@@ -38,7 +38,7 @@ def scores(q: mx.array, k: mx.array, scale: float = 1.0) -> mx.array:
     return found if power == scale else found * (scale / power)
 
 
-def mix(weights: mx.array, v: mx.array) -> mx.array:
+def exact_mix(weights: mx.array, v: mx.array) -> mx.array:
     """float32 weights [..., queries, tokens], v [..., tokens, dim] -> float32 [..., queries, dim]"""
     if v.dtype == mx.float32:
         return weights @ v

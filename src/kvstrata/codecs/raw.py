@@ -7,7 +7,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvstrata.codecs import products
 from kvstrata.codecs.base import (
     FLOATS,
     Extent,
@@ -20,6 +19,7 @@ from kvstrata.codecs.base import (
     join_plain,
     own,
 )
+from kvstrata.codecs.products import exact_mix, exact_scores
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class RawCodec:
 
     def scores(self, q: mx.array, planes: Planes) -> mx.array:
         check_queries(q, planes, planes.dim)
-        return products.scores(q, planes.arrays["values"])
+        return exact_scores(q, planes.arrays["values"])
 
     def mix(self, p: mx.array, planes: Planes) -> mx.array:
         check_queries(p, planes, planes.num_tokens)
-        return products.mix(p.astype(mx.float32), planes.arrays["values"])
+        return exact_mix(p.astype(mx.float32), planes.arrays["values"])
 
     def join(self, a: Planes, b: Planes) -> Planes:
         return join_plain(a, b)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from kvstrata.codecs import paths
 from kvstrata.codecs.kernel_text import Dialect, Run, run_on_gpu
+from kvstrata.codecs.paths import active
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Stands:
 
 def metal_here() -> Dialect | None:
     """None: no Mac's GPU computes."""
-    has_metal = paths.active() == "metal" and mx.metal.is_available() and mx.default_device() == mx.gpu
+    has_metal = active() == "metal" and mx.metal.is_available() and mx.default_device() == mx.gpu
     return "metal" if has_metal else None
 
 
