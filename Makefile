@@ -68,7 +68,7 @@ test-all: setup lint
 REPORT ?= kvstrata-report.json
 test-metal: setup $(VENV)/.installed-dev
 	$(BIN)/kvstrata doctor --report $(REPORT)
-	$(BIN)/pytest tests/codecs tests/attention tests/layers tests/spans tests/models tests/prefix_cache tests/engine/test_sixteen_bits.py \
+	$(BIN)/pytest tests/codecs tests/attention tests/kv tests/kv tests/models tests/prefix_cache tests/engine/test_sixteen_bits.py \
 	  tests/engine/test_prefixes.py tests/engine/test_requantize.py tests/engine/test_disk.py tests/engine/test_ladder.py \
 	  tests/server/test_chat.py $(ARGS)
 

@@ -17,9 +17,9 @@ os.environ.setdefault("MLX_ENABLE_TF32", "0")
 import kvstrata  # noqa: F401 # isort: skip
 import mlx.core as mx
 
-from kvstrata.attention import cpu
+from kvstrata.attention.cpu import step as cpu_step
 from kvstrata.backend.machine import METAL_ARRAYS
-from kvstrata.codecs import paths
+from kvstrata.codecs import backends
 from kvstrata.engine import build
 from kvstrata.models.load import load
 from kvstrata.models.loaded import LoadedModel
@@ -34,12 +34,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Processes that run tests side by side would each compile the kernels of attention and codecs. Now they find them
     on the disk."""
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
-        cpu.warm_up()
+        cpu_step.warm_up()
 
 
 def pytest_collection_finish() -> None:
     """What was imported stays for good, and the kernels. Looking through it took 0.1 s for each test of memory."""
-    cpu.warm_up()
+    cpu_step.warm_up()
     gc.collect()
     gc.freeze()
 
@@ -94,7 +94,7 @@ def as_on_metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return gather_mm(a.astype(mx.float32), b.astype(mx.float32), *args, **kwargs).astype(a.dtype)
 
     monkeypatch.setattr(mx, "gather_mm", rounded)
-    with paths.as_on_metal():
+    with backends.as_on_metal():
         yield
 
 
@@ -111,7 +111,7 @@ def exact_buffers() -> Iterator[None]:
 @pytest.fixture(params=["kernels", "plain"])
 def attention_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "plain":
-        monkeypatch.setattr(cpu, "available", lambda: False)
-    elif not cpu.available():
+        monkeypatch.setattr(cpu_step, "available", lambda: False)
+    elif not cpu_step.available():
         pytest.skip("no kernels on this machine")
     return request.param

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvstrata import prefix_cache
-from kvstrata.disk.blocks import DiskBlocks
-from kvstrata.disk.tier import DiskTier
 from kvstrata.grammar.grammars import Grammar
 from kvstrata.grammar.masks import Masks
 from kvstrata.grammar.matcher import Matcher
 from kvstrata.prefix_cache.jobs import FailureLog
-from kvstrata.remote.blocks import RemoteBlocks
-from kvstrata.remote.tier import RemoteTier
+from kvstrata.tiers.disk.chains import DiskBlocks
+from kvstrata.tiers.disk.tier import DiskTier
+from kvstrata.tiers.remote.chains import RemoteBlocks
+from kvstrata.tiers.remote.tier import RemoteTier
 
 
 class Fault(Exception):

@@ -13,10 +13,10 @@ import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvstrata.layers.kinds import Layout
-from kvstrata.layers.sequence import SequenceCache
+from kvstrata.kv.layout import Layout
+from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.models.probe import probe
-from tests.layers.test_same_output import steady_module
+from tests.kv.test_layers_same_output import steady_module
 from tests.tiny import ARCHITECTURES, VOCAB
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16}

@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from kvstrata.layers.kinds import Layout, arrays_in
+from kvstrata.kv.layout import Layout, arrays_in
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
 

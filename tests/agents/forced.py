@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from kvstrata.engine import sequence
 from kvstrata.engine.request import Sampling
 from kvstrata.engine.sampling import Sampler
-from kvstrata.layers.kinds import arrays_in
+from kvstrata.kv.layout import arrays_in
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.text.tokens import encode_rendered
 from tests.server.conftest import Served, running

@@ -17,7 +17,7 @@ from tempfile import mkdtemp
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.codecs.kernel_text import FOLDER, Launch
+from kvstrata.codecs.metal.kernel_text import FOLDER, Launch
 
 COMPILER = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
 MARGIN_BYTES = 4096

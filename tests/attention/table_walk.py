@@ -9,12 +9,13 @@ from weakref import ref
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.attention import cuda_addresses, cuda_step
-from kvstrata.attention.cuda import Range
+from kvstrata.attention.cuda import step as cuda_step
+from kvstrata.attention.cuda.ranges import Range
 from kvstrata.codecs.base import Planes
-from kvstrata.codecs.cuda_codes import RAW_BITS, bits_of
-from kvstrata.codecs.cuda_kernels import ADDRESSES, WARPS
-from kvstrata.codecs.segments import GROUP_TOKENS, ids
+from kvstrata.codecs.cuda import addresses as cuda_addresses
+from kvstrata.codecs.cuda.kernels import ADDRESSES, WARPS
+from kvstrata.codecs.cuda.planes import RAW_BITS, bits_of
+from kvstrata.codecs.mean_runs import GROUP_TOKENS, ids
 
 
 class Walk:

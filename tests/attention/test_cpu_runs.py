@@ -20,18 +20,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.attention import cpu
-from kvstrata.attention.by_row import decode_over_parts
-from kvstrata.attention.parts import CutPart, Part, RawPart, SealedPart
+from kvstrata.attention.cpu import step as cpu_step
+from kvstrata.attention.segments import CutPart, Part, RawPart, SealedPart
+from kvstrata.attention.stock import decode_over_parts
 from kvstrata.codecs.base import Codec, Planes
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.registry import parse_for
-from kvstrata.layers.buffers import Buffer
+from kvstrata.kv.buffers import Buffer
 from tests.attention.test_attend import distance
 from tests.codecs.arrays import named
 
 pytest.importorskip("numba")
-if not cpu.available():
+if not cpu_step.available():
     pytest.skip("the kernels are for a CPU", allow_module_level=True)
 
 HEAD_DIMS = [64, 80, 96, 128, 192, 256]
@@ -48,10 +48,10 @@ class PartsRow:
         self._buffer.put(0, *tail)
         self._used = tail[0].shape[2]
 
-    def runs_with_next(self) -> list[cpu.Run]:
-        runs = [cpu.run_of(part) for part in self._before]
+    def runs_with_next(self) -> list[cpu_step.Run]:
+        runs = [cpu_step.run_of(part) for part in self._before]
         self._used += 1
-        tail = cpu.Run(*self._buffer.addresses(), self._buffer.size, self._used - 1, self._used)
+        tail = cpu_step.Run(*self._buffer.addresses(), self._buffer.size, self._used - 1, self._used)
         return [*(run for run in runs if run is not None), tail]
 
     def parts(self) -> tuple[Part, ...]:
@@ -82,11 +82,11 @@ def a_row(rng: np.random.Generator, before: Sequence[Part], shape: tuple[int, ..
 
 def step(
     rng: np.random.Generator, rows: Sequence[PartsRow], shape: tuple[int, ...], queries: int
-) -> tuple[cpu.Step, mx.array]:
+) -> tuple[cpu_step.Step, mx.array]:
     """-> a step over the rows, and queries for it"""
     heads, _, k_dim, v_dim = shape
     keys, values = normal(rng, len(rows), heads, 1, k_dim), normal(rng, len(rows), heads, 1, v_dim)
-    return cpu.Step(rows, keys, values), normal(rng, len(rows), heads * queries, 1, k_dim)
+    return cpu_step.Step(rows, keys, values), normal(rng, len(rows), heads * queries, 1, k_dim)
 
 
 def check(
@@ -170,9 +170,9 @@ def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         part = a_part(rng, ("planes:8", "planes:4"), shape, position=17)
         return check(rng, [a_row(rng, [part], (3, 50, 64, 64))], shape)
 
-    monkeypatch.setattr(cpu, "PARALLEL_ASLEEP", 0)
+    monkeypatch.setattr(cpu_step, "PARALLEL_ASLEEP", 0)
     parallel = out()
-    monkeypatch.setattr(cpu, "PARALLEL_ASLEEP", 1 << 40)
+    monkeypatch.setattr(cpu_step, "PARALLEL_ASLEEP", 1 << 40)
     assert np.array_equal(parallel, out())
 
 
@@ -187,10 +187,10 @@ def test_other_rows_change_nothing() -> None:
         return [PartsRow([part], tail) for part, tail in zip(parts, tails, strict=True)]
 
     keys, values, q = (normal(rng, 3, heads, 1, 64) for heads in (2, 2, 6))
-    together = cpu.Step(rows(), keys, values).attend(q, 0.1, None)
+    together = cpu_step.Step(rows(), keys, values).attend(q, 0.1, None)
     for i, row in enumerate(rows()):
         one = slice(i, i + 1)
-        alone = cpu.Step([row], keys[one], values[one]).attend(q[one], 0.1, None)
+        alone = cpu_step.Step([row], keys[one], values[one]).attend(q[one], 0.1, None)
         assert mx.array_equal(alone, together[one])
 
 
@@ -212,7 +212,7 @@ def test_planes_may_be_one_layer_of_arrays_over_all() -> None:
         return SealedPart(one, one)
 
     parts = [layer(i) for i in range(4)]
-    assert all(cpu.run_of(part) is not None for part in parts)
+    assert all(cpu_step.run_of(part) is not None for part in parts)
     check(rng, [a_row(rng, parts, shape)], shape)
 
 
@@ -245,18 +245,18 @@ def test_none_where_there_is_no_kernel() -> None:
     others = [parse_for("affine:8", 64).encode(x), parse_for("affine:4", 64).encode(x)]
     half = parse_for("raw", 64).encode(x.astype(mx.float16))
     for other in (*others, half):
-        assert cpu.run_of(SealedPart(planes, other)) is None
-        assert cpu.run_of(SealedPart(other, raw)) is None
-        assert cpu.run_of(CutPart(SealedPart(other, raw), 3, 9)) is None
+        assert cpu_step.run_of(SealedPart(planes, other)) is None
+        assert cpu_step.run_of(SealedPart(other, raw)) is None
+        assert cpu_step.run_of(CutPart(SealedPart(other, raw), 3, 9)) is None
     gaps = mx.contiguous(normal(rng, 1, 64, 2, 64)).swapaxes(1, 2)
     for buffer in (x[None].astype(mx.float16), gaps):
-        assert cpu.run_of(RawPart(buffer, buffer, 64)) is None
-    assert cpu.run_of(CutPart(SealedPart(planes, raw), 3, 9)) is not None
+        assert cpu_step.run_of(RawPart(buffer, buffer, 64)) is None
+    assert cpu_step.run_of(CutPart(SealedPart(planes, raw), 3, 9)) is not None
 
 
 def test_a_run_keeps_its_part() -> None:
     part = a_part(np.random.default_rng(2), ("planes:8", "raw"), (2, 64, 64, 64))
-    run, alive = cpu.run_of(part), weakref.ref(part)
+    run, alive = cpu_step.run_of(part), weakref.ref(part)
     del part
     gc.collect()
     assert alive() is not None
@@ -266,13 +266,12 @@ def test_a_run_keeps_its_part() -> None:
 
 
 def test_nothing_is_compiled_after_warm_up() -> None:
-    from kvstrata.attention import cpu_kernels
-    from kvstrata.codecs import cpu_encoding
-    from kvstrata.codecs import cpu_kernels as codec_kernels
+    from kvstrata.attention.cpu import kernels as cpu_kernels
+    from kvstrata.codecs.cpu import kernels as codec_kernels
 
-    kernels = [cpu_kernels.write, cpu_kernels.decode, cpu_encoding.encode_planes]
+    kernels = [cpu_kernels.write, cpu_kernels.decode, codec_kernels.encode_planes]
     kernels += [codec_kernels.decode_planes, codec_kernels.score_planes, codec_kernels.mix_planes]
-    cpu.warm_up()
+    cpu_step.warm_up()
     before = [len(kernel.signatures) for kernel in kernels]
     rng = np.random.default_rng(4)
     for bits, tokens in ((8, 100), (4, 3000), (2, 50)):
@@ -284,23 +283,23 @@ def test_nothing_is_compiled_after_warm_up() -> None:
 
 
 def test_a_later_start_compiles_nothing_and_needs_no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu.warm_up()
+    cpu_step.warm_up()
 
     def no_process(*_: Any, **__: Any) -> None:
         raise AssertionError
 
     monkeypatch.setattr(subprocess, "Popen", no_process)
-    cpu.warm_up()
+    cpu_step.warm_up()
 
 
 @pytest.mark.slow
 def test_the_first_start_compiles_in_two_processes(tmp_path: Path) -> None:
     code = """
 import json, kvstrata
-from kvstrata.attention import cpu, cpu_kernels
-from kvstrata.codecs import cpu_kernels as codec_kernels
-cpu.warm_up()
-print(json.dumps([len(kernel.stats.cache_misses) for kernel in (cpu_kernels.decode, codec_kernels.mix_planes)]))
+from kvstrata.attention.cpu import kernels, step
+from kvstrata.codecs.cpu import kernels as codec_kernels
+step.warm_up()
+print(json.dumps([len(kernel.stats.cache_misses) for kernel in (kernels.decode, codec_kernels.mix_planes)]))
 """
     env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
@@ -314,19 +313,21 @@ def test_a_second_process_that_cannot_be_started_is_done_without(monkeypatch: py
     def refuse(*_: object, **__: object) -> None:
         raise OSError("no process can be started")
 
-    monkeypatch.setattr(cpu, "_is_on_disk", lambda: False)
-    monkeypatch.setattr(cpu.subprocess, "Popen", refuse)
-    cpu.warm_up()
+    monkeypatch.setattr(cpu_step, "_is_on_disk", lambda: False)
+    monkeypatch.setattr(cpu_step.subprocess, "Popen", refuse)
+    cpu_step.warm_up()
 
 
 def test_compiled_code_on_disk_belongs_to_the_modules_that_it_is_made_of() -> None:
-    from kvstrata.attention import cpu_delta_kernels, cpu_kernels
-    from kvstrata.codecs import cpu_blocks, cpu_encoding, cpu_vectors
-    from kvstrata.codecs import cpu_kernels as codec_kernels
+    from kvstrata.attention.cpu import delta_kernels as cpu_delta_kernels
+    from kvstrata.attention.cpu import kernels as cpu_kernels
+    from kvstrata.codecs.cpu import blocks as cpu_blocks
+    from kvstrata.codecs.cpu import kernels as codec_kernels
+    from kvstrata.codecs.cpu import vectors as cpu_vectors
 
     texts = [Path(str(module.__file__)).read_bytes() for module in (cpu_vectors, cpu_blocks)]
     wanted = hashlib.sha256(b"".join(texts)).hexdigest()[:16]
-    for module in (codec_kernels, cpu_encoding, cpu_kernels, cpu_delta_kernels):
+    for module in (codec_kernels, cpu_kernels, cpu_delta_kernels):
         assert wanted == module.BUILT_ON, f"In {module.__name__} write: BUILT_ON = {wanted!r}"
 
 

@@ -17,20 +17,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.attention import cuda, cuda_check, cuda_joined, cuda_step
-from kvstrata.attention.cuda_addresses import Whereabouts
-from kvstrata.attention.parts import CutPart, Parts, RawPart, SealedPart
-from kvstrata.codecs import cuda_codes, cuda_kernels, paths
+from kvstrata.attention.cuda import join as cuda_join
+from kvstrata.attention.cuda import ranges as cuda_ranges
+from kvstrata.attention.cuda import step as cuda_step
+from kvstrata.attention.cuda import trials as cuda_trials
+from kvstrata.attention.segments import CutPart, Parts, RawPart, SealedPart
+from kvstrata.codecs import backends
 from kvstrata.codecs.base import Planes
-from kvstrata.codecs.cuda_kernels import Kernel
+from kvstrata.codecs.cuda import kernels as cuda_kernels
+from kvstrata.codecs.cuda import planes as cuda_planes
+from kvstrata.codecs.cuda.addresses import Whereabouts
+from kvstrata.codecs.cuda.kernels import Kernel
+from kvstrata.codecs.mean_runs import segments_of
 from kvstrata.codecs.planes import HELD, PlanesCodec
 from kvstrata.codecs.raw import RawCodec
-from kvstrata.codecs.segments import segments_of
 from tests.attention import cuda_emulated
 from tests.codecs.arrays import TURNS, a_turn, keys
 from tests.gpu.step_right import Case, decoded, right
 
-ON_GPU = paths.active() == "cuda"
+ON_GPU = backends.active() == "cuda"
 
 
 def some(cases: Sequence[Any], first: int, step: int) -> Sequence[Any]:
@@ -60,7 +65,7 @@ def test_pieces_cover_the_range_once_and_cross_no_segment(
     start, end = sorted(number % (num_tokens + 1) for number in ends)
     if start == end:
         start, end = 0, num_tokens
-    pieces = np.asarray(cuda_codes.pieces_of((tuple(k_sizes), tuple(v_sizes)), 100, start, end, 64))
+    pieces = np.asarray(cuda_planes.pieces_of((tuple(k_sizes), tuple(v_sizes)), 100, start, end, 64))
     covered = np.concatenate([np.arange(first, first + count) for first, count, _, _, _ in pieces])
     assert (pieces[:, 4] == (100 + pieces[:, 0]) % 256).all()
     assert covered.tolist() == list(range(start, end))
@@ -105,7 +110,7 @@ def test_encoding_gives_what_stock_operations_give(bits: int, dim: int, dtype: m
     stock = {name: stock[name] for name in (*HELD[bits], "scales", "means")}
     found, wanted = (
         decoded(Planes(codec, arrays, 301, 100, dim, segments))
-        for arrays in (cuda_codes.encode_planes(x, bits, 100, codec.turn), stock)
+        for arrays in (cuda_planes.encode_planes(x, bits, 100, codec.turn), stock)
     )
     # A sum in another order may round a mean or a scale to its neighbour in float16, and a code with it.
     assert np.mean(~(np.abs(found - wanted) <= 1e-2)) < 0.02
@@ -117,8 +122,8 @@ def test_decoding_gives_what_stock_operations_give(bits: int, dim: int, dtype: m
     planes = _encoded(bits, dim, turn=_kind(dim) if turns else "")
     wanted = decoded(planes)
     bound = {mx.float32: 1e-6, mx.float16: 1e-3, mx.bfloat16: 5e-3}[dtype]
-    assert _error(cuda_codes.decode_planes(planes, dtype), wanted) < bound
-    assert _error(cuda_codes.decode_planes(planes, dtype, 33, 290), wanted[:, 33:290]) < bound
+    assert _error(cuda_planes.decode_planes(planes, dtype), wanted) < bound
+    assert _error(cuda_planes.decode_planes(planes, dtype, 33, 290), wanted[:, 33:290]) < bound
 
 
 JOINED = [(64, mx.float16, True), (128, mx.bfloat16, True), (128, mx.bfloat16, False), (256, mx.float16, True)]
@@ -130,8 +135,8 @@ JOINED = [(64, mx.float16, True), (128, mx.bfloat16, True), (128, mx.bfloat16, F
 def test_parts_are_joined_as_they_decode(
     dim: int, dtype: mx.Dtype, turns: bool, with_own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstrata.attention.parts.paths", SimpleNamespace(active=lambda: "cuda"))
-    monkeypatch.setattr("kvstrata.attention.parts.joined_works", lambda *_: True)
+    monkeypatch.setattr("kvstrata.attention.segments.backends", SimpleNamespace(active=lambda: "cuda"))
+    monkeypatch.setattr("kvstrata.attention.segments.joined_works", lambda *_: True)
     # Of any bits, some of them cut, one raw and some by half; each lies elsewhere in its groups.
     sealed = [
         SealedPart(_encoded(k_bits, dim, seed=i, turn=_kind(dim) if turns else ""), _encoded(v_bits, dim, seed=5 + i))
@@ -172,21 +177,21 @@ def _numbers(array: mx.array) -> np.ndarray:
 
 @needs_kernels
 def test_the_kernel_that_joins_is_tried_and_found_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstrata.attention.cuda_check.paths", SimpleNamespace(active=lambda: "cuda"))
-    assert cuda_check.join_works.__wrapped__(mx.bfloat16, 128, 128, None)
-    tables = cuda_joined._tables
+    monkeypatch.setattr("kvstrata.attention.cuda.trials.backends", SimpleNamespace(active=lambda: "cuda"))
+    assert cuda_trials.join_works.__wrapped__(mx.bfloat16, 128, 128, None)
+    tables = cuda_join._tables
 
-    def one_off(spans: tuple[cuda_joined.Span, ...]) -> cuda_joined.Tables:
+    def one_off(spans: tuple[cuda_join.Span, ...]) -> cuda_join.Tables:
         return tables(tuple([s._replace(start=s.start - 1, end=s.end - 1) if s.start else s for s in spans]))
 
-    monkeypatch.setattr(cuda_joined, "_tables", one_off)
-    assert not cuda_check.join_works.__wrapped__(mx.bfloat16, 128, 128, None)
+    monkeypatch.setattr(cuda_join, "_tables", one_off)
+    assert not cuda_trials.join_works.__wrapped__(mx.bfloat16, 128, 128, None)
 
 
 def test_what_another_sequence_may_still_write_is_not_joined_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstrata.attention.parts.paths", SimpleNamespace(active=lambda: "cuda"))
-    monkeypatch.setattr("kvstrata.attention.parts.joined_works", lambda *_: True)
-    monkeypatch.setattr("kvstrata.attention.parts.cuda_joined.join", lambda *_: pytest.fail("not this way"))
+    monkeypatch.setattr("kvstrata.attention.segments.backends", SimpleNamespace(active=lambda: "cuda"))
+    monkeypatch.setattr("kvstrata.attention.segments.joined_works", lambda *_: True)
+    monkeypatch.setattr("kvstrata.attention.segments.cuda_join.join", lambda *_: pytest.fail("not this way"))
     planes = _encoded(8, 64, turn="")
     x = keys(2, 8, 64, dtype=mx.bfloat16)[None]
     live = RawPart(x, x, 8)
@@ -205,7 +210,7 @@ def test_attention_over_planes_is_attention_over_what_they_decode_to(
 ) -> None:
     k, v = _encoded(k_bits, dim, turn=_kind(queries) if turns else ""), _encoded(v_bits, dim, seed=3)
     q = _queries(2, queries, dim)
-    out, log_sum = cuda.attend_planes(q, k, v, 17, 540, 0.25)
+    out, log_sum = cuda_ranges.attend_planes(q, k, v, 17, 540, 0.25)
     wanted, wanted_log_sum = _attention(q, decoded(k)[:, 17:540], decoded(v)[:, 17:540], 0.25)
     assert _error(out, wanted) < 2e-5
     # Queries have 14 bits where they meet codes.
@@ -213,14 +218,14 @@ def test_attention_over_planes_is_attention_over_what_they_decode_to(
 
 
 @needs_kernels
-@pytest.mark.parametrize(("bits", "dim"), some([(bits, dim) for bits in HELD for dim in cuda_codes.FUSED_DIMS], 1, 6))
+@pytest.mark.parametrize(("bits", "dim"), some([(bits, dim) for bits in HELD for dim in cuda_planes.FUSED_DIMS], 1, 6))
 def test_scores_and_sums_of_planes(bits: int, dim: int) -> None:
     planes = _encoded(bits, dim)
     q = _queries(2, 7, dim)
     p = mx.softmax(_queries(2, 7, planes.num_tokens), axis=-1)
     for k in (planes, _encoded(bits, dim, turn=_kind(bits))):
-        assert _error(cuda_codes.score_planes(q, k), _float64(q) @ decoded(k).swapaxes(1, 2)) < 1e-4
-    assert _error(cuda_codes.mix_planes(p, planes), _float64(p) @ decoded(planes)) < 2e-6
+        assert _error(cuda_planes.score_planes(q, k), _float64(q) @ decoded(k).swapaxes(1, 2)) < 1e-4
+    assert _error(cuda_planes.mix_planes(p, planes), _float64(p) @ decoded(planes)) < 2e-6
 
 
 @needs_kernels
@@ -229,14 +234,14 @@ def test_parts_of_all_kinds_are_one_attention(dtype: mx.Dtype) -> None:
     dim, scale = 128, 0.05
     first, buffer = keys(1, 2, 4, dim, seed=5, dtype=dtype), keys(1, 2, 400, dim, seed=6, dtype=dtype)
     k, v = _encoded(8, dim), _encoded(4, dim, seed=3)
-    tail = cuda.RawRange(buffer, buffer, 7, 340)
-    ranges = [cuda.RawRange(first, first, 0, 4), cuda.PlanesRange(k, v, 0, k.num_tokens), tail]
+    tail = cuda_ranges.RawRange(buffer, buffer, 7, 340)
+    ranges = [cuda_ranges.RawRange(first, first, 0, 4), cuda_ranges.PlanesRange(k, v, 0, k.num_tokens), tail]
     q = _queries(1, 6, 1, dim).astype(dtype)
     sinks = mx.array([0.0, 5, 10, 15, 20, 25])
     parts = [_float64(first)[0], decoded(k), _float64(buffer)[0, :, 7:340]]
     values = [_float64(first)[0], decoded(v), _float64(buffer)[0, :, 7:340]]
     for given_sinks in (None, sinks):
-        out = cuda.attend(q, ranges, scale, given_sinks)
+        out = cuda_ranges.attend(q, ranges, scale, given_sinks)
         assert out.shape == (1, 6, 1, dim)
         sink_scores = None if given_sinks is None else np.asarray(given_sinks).reshape(2, 3, 1)
         wanted, _ = _attention(
@@ -291,13 +296,17 @@ def check_step(dtype: mx.Dtype, dim: int, with_planes: bool, turn: str = "") -> 
     """Three rows with buffers of their own; some also read a buffer that another row writes, and planes."""
     scale, sinks = 0.1, mx.array([0.0, 5, 10, 15, 20, 25])
     buffers = [_pair(1, 2, size, dim, seed=size, dtype=dtype) for size in (256, 300, 512)]
-    planes = cuda.PlanesRange(_encoded(8, dim, turn=turn), _encoded(4, dim, seed=3), 5, 590)
+    planes = cuda_ranges.PlanesRange(_encoded(8, dim, turn=turn), _encoded(4, dim, seed=3), 5, 590)
     first = _pair(1, 2, 4, dim, seed=5, dtype=dtype)
-    before: list[list[cuda.Range]] = [[], [cuda.RawRange(*first, 0, 4)], [cuda.RawRange(*buffers[0], 7, 90)]]
+    before: list[list[cuda_ranges.Range]] = [
+        [],
+        [cuda_ranges.RawRange(*first, 0, 4)],
+        [cuda_ranges.RawRange(*buffers[0], 7, 90)],
+    ]
     if with_planes:
         before[1].append(planes)
         raw = RawCodec().adopt(keys(2, 601, dim, seed=9, dtype=dtype), 200)
-        stepping, kept = cuda.PlanesRange(raw, planes.v, 33, 590), cuda.PlanesRange(planes.k, raw, 0, 280)
+        stepping, kept = cuda_ranges.PlanesRange(raw, planes.v, 33, 590), cuda_ranges.PlanesRange(planes.k, raw, 0, 280)
         before[2][:0] = [replace(planes, start=100, end=300), stepping, planes, kept]
     held = {id(array): _float64(array) for pair in (*buffers, first) for array in pair}
     counters, known, wheres = mx.zeros((6,), mx.uint32), cuda_step.Known(), [Whereabouts() for _ in buffers]
@@ -314,7 +323,7 @@ def check_step(dtype: mx.Dtype, dim: int, with_planes: bool, turn: str = "") -> 
         for row, slot in enumerate(slots):
             for buffer, tokens in zip(buffers[row], new, strict=True):
                 held[id(buffer)][0, :, slot.at] = _float64(tokens)[row, :, 0]
-            ranges = [*before[row], cuda.RawRange(*buffers[row], 0, slot.num_tokens)]
+            ranges = [*before[row], cuda_ranges.RawRange(*buffers[row], 0, slot.num_tokens)]
             k, v = (np.concatenate([_tokens(part, which, held) for part in ranges], axis=1) for which in "kv")
             wanted, _ = _attention(q[row].reshape(2, 3, dim), k, v, scale, np.asarray(sinks).reshape(2, 3, 1))
             assert _error(out[row].reshape(2, 3, dim), wanted) < 5e-3
@@ -326,7 +335,7 @@ def _pair(*shape: int, seed: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
     return keys(*shape, seed=seed, dtype=dtype), keys(*shape, seed=seed + 50, dtype=dtype)
 
 
-def _tokens(part: cuda.Range, which: str, held: dict[int, np.ndarray]) -> np.ndarray:
+def _tokens(part: cuda_ranges.Range, which: str, held: dict[int, np.ndarray]) -> np.ndarray:
     source = getattr(part, which)
     dense = decoded(source) if isinstance(source, Planes) else held[id(source)][0]
     return dense[:, part.start : part.end]
@@ -340,17 +349,17 @@ def test_a_wrong_kernel_is_noticed() -> None:
         cuda_emulated.install(patch)
         for kernel, is_right in ((right_one, True), (wrong_one, False)):
             patch.setattr(cuda_kernels, "decode_planes", lambda of=kernel: of)
-            assert (_error(cuda_codes.decode_planes(planes, mx.float32), decoded(planes)) < 1e-6) == is_right
+            assert (_error(cuda_planes.decode_planes(planes, mx.float32), decoded(planes)) < 1e-6) == is_right
 
 
 @needs_kernels
 def test_odd_vectors_are_read_as_they_decode() -> None:
     x = mx.concatenate([mx.zeros((1, 70, 64)), mx.full((1, 30, 64), 3.0), keys(1, 3, 64) * 1e6], axis=1)
     planes = PlanesCodec(8).encode(x, position=250)
-    assert _error(cuda_codes.decode_planes(planes, mx.float32), decoded(planes)) < 1e-6
+    assert _error(cuda_planes.decode_planes(planes, mx.float32), decoded(planes)) < 1e-6
     q = _queries(1, 2, 64) * 1e-5
     wanted, _ = _attention(q, decoded(planes), decoded(planes), 1.0)
-    out = cuda.attend_planes(q, planes, planes, 0, planes.num_tokens).out
+    out = cuda_ranges.attend_planes(q, planes, planes, 0, planes.num_tokens).out
     assert _error(out, wanted) < 1e-4
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from kvstrata.attention import cuda_prefill
-from kvstrata.attention.cuda_prefill import CALLS_BEFORE_PLAN, MOST_ENTRIES, Met
+from kvstrata.attention.cuda import prefill as cuda_prefill
+from kvstrata.attention.cuda.prefill import CALLS_BEFORE_PLAN, MOST_ENTRIES, Met
 
 SCALE = 0.09
 

@@ -9,10 +9,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvstrata.attention import cuda_reading
-from kvstrata.attention.cuda_addresses import PLANES_PLACES, take
-from kvstrata.codecs import paths
-from kvstrata.spans import blocks
+from kvstrata.codecs import backends
+from kvstrata.codecs.cuda import host_copy as cuda_host_copy
+from kvstrata.codecs.cuda.addresses import PLANES_PLACES, take
+from kvstrata.kv import packing
 from tests.attention import cuda_emulated
 
 ON_GPU = mx.cuda.is_available()
@@ -41,10 +41,10 @@ class PretendedDriver:
 def driver(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[PretendedDriver]:
     made = PretendedDriver(fault=getattr(request, "param", ""))
     cuda_emulated.install(monkeypatch)
-    monkeypatch.setattr(cuda_reading, "_driver", lambda: made)
-    cuda_reading.works.cache_clear()
+    monkeypatch.setattr(cuda_host_copy, "_driver", lambda: made)
+    cuda_host_copy.works.cache_clear()
     yield made
-    cuda_reading.works.cache_clear()
+    cuda_host_copy.works.cache_clear()
 
 
 def arrays() -> list[mx.array]:
@@ -66,23 +66,23 @@ def test_the_bytes_are_those_of_the_arrays_and_none_is_looked_at(
     driver: PretendedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = arrays()
-    monkeypatch.setattr(paths, "active", lambda: "cuda")
+    monkeypatch.setattr(backends, "active", lambda: "cuda")
     found = [np.empty(array.nbytes, np.uint8) for array in given]
-    blocks.copy_octets(given, found)
+    packing.copy_octets(given, found)
     assert [each.tobytes() for each in found] == [bytes_of(array) for array in given]
     places = {np.asarray(a.view(mx.uint16) if a.dtype == mx.bfloat16 else a).ctypes.data for a in given}
     assert len(driver.addresses) == 1 + len(given), "with the trial"
     assert not places.intersection(driver.addresses), "launches may read there"
-    assert blocks.octets_of(given[0]).tobytes() == bytes_of(given[0])
+    assert packing.octets_of(given[0]).tobytes() == bytes_of(given[0])
 
 
 @emulated
 def test_bytes_are_copied_to_where_they_are_to_lie(driver: PretendedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "active", lambda: "cuda")
-    assert cuda_reading.works()
+    monkeypatch.setattr(backends, "active", lambda: "cuda")
+    assert cuda_host_copy.works()
     stacked = [mx.full((3, 2), i, mx.uint32) for i in range(5)]
     out = np.empty((5, 24), np.uint8)
-    blocks.copy_octets(stacked, list(out))
+    packing.copy_octets(stacked, list(out))
     assert driver.targets[1:] == [row.ctypes.data for row in out], "after the trial"
     assert out.tobytes() == b"".join(map(bytes_of, stacked))
 
@@ -92,7 +92,7 @@ def test_bytes_are_copied_to_where_they_are_to_lie(driver: PretendedDriver, monk
 @pytest.mark.parametrize("into", [[np.empty(23, np.uint8)], [np.empty(48, np.uint8)[::2]], []])
 def test_no_byte_is_copied_beside_its_place(into: list[np.ndarray]) -> None:
     with pytest.raises(ValueError, match=r"do not fit|shorter"):
-        cuda_reading.copy_octets([mx.zeros((3, 2), mx.uint32)], into)
+        cuda_host_copy.copy_octets([mx.zeros((3, 2), mx.uint32)], into)
 
 
 @emulated
@@ -100,10 +100,10 @@ def test_no_byte_is_copied_beside_its_place(into: list[np.ndarray]) -> None:
 def test_where_the_driver_does_not_copy_mlx_does(driver: PretendedDriver, caplog: pytest.LogCaptureFixture) -> None:
     given = arrays()
     found = [np.empty(array.nbytes, np.uint8) for array in given]
-    cuda_reading.copy_octets(given, found)
+    cuda_host_copy.copy_octets(given, found)
     assert [each.tobytes() for each in found] == [bytes_of(array) for array in given]
     assert "the driver cannot be used" in caplog.text
-    assert not cuda_reading.works()
+    assert not cuda_host_copy.works()
     assert driver.fault
 
 
@@ -115,7 +115,7 @@ def test_on_a_gpu_arrays_stay_where_they_are() -> None:
     array = mx.random.normal((8, 700, 128), key=mx.random.key(5)).astype(mx.bfloat16)
     mx.eval(array)
     before = places(array)
-    assert cuda_reading.works()
-    found = blocks.octets_of(array)
+    assert cuda_host_copy.works()
+    found = packing.octets_of(array)
     assert places(array) == before
     assert found.tobytes() == bytes_of(array)

@@ -15,23 +15,26 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvstrata.attention import cpu, cuda_check, cuda_rows, cuda_step
-from kvstrata.attention import cuda as cuda_ranges
-from kvstrata.attention.attend import attend
-from kvstrata.attention.cuda_check import step_works
-from kvstrata.attention.parts import CutPart, Part, Parts, SealedPart
-from kvstrata.codecs import paths
-from kvstrata.codecs.cuda_codes import RAW_BITS
+from kvstrata.attention.cpu import step as cpu_step
+from kvstrata.attention.cuda import ranges as cuda_ranges
+from kvstrata.attention.cuda import rows as cuda_rows
+from kvstrata.attention.cuda import step as cuda_step
+from kvstrata.attention.cuda import trials as cuda_trials
+from kvstrata.attention.cuda.trials import step_works
+from kvstrata.attention.dispatch import attend
+from kvstrata.attention.segments import CutPart, Part, Parts, SealedPart
+from kvstrata.codecs import backends
+from kvstrata.codecs.cuda.planes import RAW_BITS
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
-from kvstrata.layers.attention_rows import AttentionRows
-from kvstrata.layers.batch import BatchCache
-from kvstrata.layers.buffers import KvShape
-from kvstrata.layers.kinds import LayerSpec, Layout
-from kvstrata.layers.raw_window import RawWindow
-from kvstrata.layers.sequence import SequenceCache
-from kvstrata.layers.tail import FullLayer
-from kvstrata.layers.window import WindowLayer
+from kvstrata.kv.attention_rows import AttentionRows
+from kvstrata.kv.batch_cache import BatchCache
+from kvstrata.kv.buffers import KvShape
+from kvstrata.kv.full_layer import FullLayer
+from kvstrata.kv.layout import LayerSpec, Layout
+from kvstrata.kv.raw_window import RawWindow
+from kvstrata.kv.sequence_cache import SequenceCache
+from kvstrata.kv.window_layer import WindowLayer
 from tests.attention.table_walk import Walk
 from tests.codecs.arrays import keys
 
@@ -96,7 +99,7 @@ class _Owner:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[cuda_step.Launch]:
-    monkeypatch.setattr(cpu, "fits", lambda *_: False)
+    monkeypatch.setattr(cpu_step, "fits", lambda *_: False)
     walk = Walk()
     walk.install(monkeypatch)
     return walk.launches
@@ -165,7 +168,7 @@ def test_nothing_of_what_was_replaced_is_kept(
     assert [_bits(made) for made in launches] == [[RAW_BITS, 4, RAW_BITS, RAW_BITS]]
 
 
-@pytest.mark.skipif(paths.active() == "cuda", reason="a GPU's allocator does not count to the byte")
+@pytest.mark.skipif(backends.active() == "cuda", reason="a GPU's allocator does not count to the byte")
 @pytest.mark.usefixtures("exact_buffers", "launches")
 @pytest.mark.parametrize("alone", [True, False])
 def test_launches_are_issued_when_the_pass_ends(monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
@@ -313,7 +316,7 @@ def test_a_kernel_that_is_wrong_or_fails_here_is_not_used(
     def fails(*_: Any) -> mx.array:
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(cuda_check, "paths", SimpleNamespace(active=lambda: "cuda"))
+    monkeypatch.setattr(cuda_trials, "paths", SimpleNamespace(active=lambda: "cuda"))
     for launch, works in ((right, True), (wrong, False), (writes_elsewhere, False), (fails, False)):
         monkeypatch.setattr(cuda_step, "attend_step", launch)
         step_works.cache_clear()

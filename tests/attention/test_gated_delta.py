@@ -12,15 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models import gated_delta as stock
 
-from kvstrata.attention import cpu, cpu_delta, gated_delta
-from kvstrata.codecs import paths
+from kvstrata.attention import gated_delta
+from kvstrata.attention.cpu import gated_delta as cpu_gated_delta
+from kvstrata.attention.cpu import step as cpu_step
+from kvstrata.codecs import backends
 from kvstrata.models.outline import outline_layers
 from kvstrata.models.probe import probe
 from kvstrata.packed import operations
 from tests.tiny import tiny_module
 
 TOLERANCE = 1e-5 if mx.default_device() == mx.cpu else 1e-4
-on_cpu = pytest.mark.skipif(not cpu.available(), reason="needs numba, and no GPU")
+on_cpu = pytest.mark.skipif(not cpu_step.available(), reason="needs numba, and no GPU")
 
 
 class Inputs(NamedTuple):
@@ -102,7 +104,7 @@ shapes = st.builds(
 def test_every_shape_is_right(shape: Shape, seed: int) -> None:
     inputs = shape.inputs(seed)
     assert_same(gated_delta.update(*inputs), defined(inputs))
-    with paths.without_kernels():
+    with backends.without_kernels():
         assert_same(gated_delta.update(*inputs), defined(inputs))
 
 
@@ -118,7 +120,7 @@ def test_masked_tokens_change_nothing_whatever_they_are(tokens: int, has_gates: 
 
 def by_both(inputs: Inputs, mask: mx.array | None = None) -> list[tuple[mx.array, mx.array]]:
     ours = gated_delta.update(*inputs, mask)
-    with paths.without_kernels():
+    with backends.without_kernels():
         return [ours, gated_delta.update(*inputs, mask)]
 
 
@@ -142,7 +144,7 @@ def test_a_gate_of_zero_forgets_all() -> None:
 @settings(max_examples=20, deadline=None)
 def test_a_prompt_may_be_cut_anywhere(cut: int) -> None:
     inputs = Shape(tokens=130, group=2).inputs()
-    with paths.without_kernels():
+    with backends.without_kernels():
         out, state = gated_delta.update(*inputs)
         first, between = gated_delta.update(*inputs.between(0, cut, inputs.state))
         second, last = gated_delta.update(*inputs.between(cut, 130, between))
@@ -160,7 +162,7 @@ def test_the_state_that_is_given_stays(tokens: int) -> None:
 def test_a_state_may_lie_in_any_way() -> None:
     """One that blocks have made, turned in memory, and one number for all."""
     inputs = Shape(tokens=20, v_dim=32).inputs()
-    with paths.without_kernels():
+    with backends.without_kernels():
         _, made = gated_delta.update(*inputs)
     for state in (made, mx.broadcast_to(mx.array(0.5), made.shape), made[:, ::-1]):
         begun = inputs._replace(state=state)
@@ -171,7 +173,7 @@ def test_shapes_that_mlx_stretches_are_stretched() -> None:
     """The loop would read beyond them."""
     inputs = Shape(rows=2, tokens=5).inputs()
     one = inputs._replace(state=inputs.state[:1])
-    assert not cpu_delta.takes(*one)
+    assert not cpu_gated_delta.takes(*one)
     assert_same(gated_delta.update(*one), defined(inputs._replace(state=mx.repeat(one.state, 2, 0))))
 
 
@@ -211,8 +213,8 @@ def test_16_bits_go_in_and_out_and_the_state_keeps_its_own(dtype: mx.Dtype) -> N
 @on_cpu
 def test_a_cpu_runs_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    update = cpu_delta.update
-    monkeypatch.setattr(cpu_delta, "update", lambda *arrays: taken.append(arrays[0].shape[1]) or update(*arrays))
+    update = cpu_gated_delta.update
+    monkeypatch.setattr(cpu_gated_delta, "update", lambda *arrays: taken.append(arrays[0].shape[1]) or update(*arrays))
     gated_delta.update(*Shape(tokens=1).inputs())
     gated_delta.update(*Shape(tokens=30).inputs())
     gated_delta.update(*Shape(tokens=30, k_dim=24).inputs())
@@ -223,7 +225,7 @@ def test_an_outline_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: mx.array) -> None:
         raise AssertionError("this would read the weights")
 
-    monkeypatch.setattr(cpu_delta, "update", refuse)
+    monkeypatch.setattr(cpu_gated_delta, "update", refuse)
     monkeypatch.setattr(operations, "_by", refuse)
     monkeypatch.setattr(operations, "FEWEST", 1)
     monkeypatch.setattr(nn, "silu", operations.silu)

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstrata.attention import portable, portable_plan
-from kvstrata.attention.by_row import decode_over_parts
-from kvstrata.attention.parts import CutPart, Part, RawPart, SealedPart
-from kvstrata.codecs import paths
+from kvstrata.attention.metal import decode as metal_decode
+from kvstrata.attention.metal import launch_plan as metal_launch_plan
+from kvstrata.attention.segments import CutPart, Part, RawPart, SealedPart
+from kvstrata.attention.stock import decode_over_parts
+from kvstrata.codecs import backends
 from kvstrata.codecs.base import Codec, Planes
-from kvstrata.codecs.kernel_text import Slots
+from kvstrata.codecs.metal.kernel_text import Slots
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.registry import parse
@@ -36,15 +37,15 @@ Rows = list[tuple[Part, ...]]
 
 @pytest.fixture
 def one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(portable_plan, "SHAPES", ONE_SHAPE)
-    portable_plan.plan.cache_clear()
+    monkeypatch.setattr(metal_launch_plan, "SHAPES", ONE_SHAPE)
+    metal_launch_plan.plan.cache_clear()
 
 
 def encoded(
     codec: Codec, num_tokens: int, dim: int, seed: int, position: int = 0, dtype: mx.Dtype = mx.float32
 ) -> Planes:
     x = keys(KV_HEADS, num_tokens, dim, seed=seed, dtype=dtype)
-    with paths.as_on_metal():
+    with backends.as_on_metal():
         return codec.encode(x, position)
 
 
@@ -66,14 +67,16 @@ def queries(num_rows: int, group: int, dim: int, seed: int = 9) -> mx.array:
 
 
 def ours(q: mx.array, rows: Rows, sinks: mx.array | None = None, run: Plain | None = None) -> mx.array:
-    step = portable.step_of(q, [[part.read() for part in parts] for parts in rows], q.shape[3] ** -0.5, sinks, "plain")
+    step = metal_decode.step_of(
+        q, [[part.read() for part in parts] for parts in rows], q.shape[3] ** -0.5, sinks, "plain"
+    )
     assert step is not None
-    return portable.attend(q, step, sinks, run or Plain())
+    return metal_decode.attend(q, step, sinks, run or Plain())
 
 
 def stock(q: mx.array, rows: Rows, sinks: mx.array | None = None) -> mx.array:
     """In float32, by the path that a Mac has without the kernel."""
-    with paths.as_on_metal():
+    with backends.as_on_metal():
         found = [
             decode_over_parts(q[i : i + 1].astype(mx.float32), tuple(map(widened, parts)), q.shape[3] ** -0.5, sinks)
             for i, parts in enumerate(rows)
@@ -159,8 +162,8 @@ def test_lanes_in_another_order_find_the_same() -> None:
 def test_every_shape_of_launch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of them here, beside the one that the others use: raw rows alone, and planes of fewer bits."""
     dim, shapes = 64, (Slots(0, 0, 8), Slots(8, 8, 10))
-    monkeypatch.setattr(portable_plan, "SHAPES", shapes)
-    portable_plan.plan.cache_clear()
+    monkeypatch.setattr(metal_launch_plan, "SHAPES", shapes)
+    metal_launch_plan.plan.cache_clear()
     run = Plain()
     rows: Rows = [(raw(20 + i, dim, seed=2 * i),) for i in range(9)]
     check(queries(9, 2, dim), rows, run=run)
@@ -212,9 +215,9 @@ def test_any_mix_of_parts_in_any_number_of_rows(
     monkeypatch: pytest.MonkeyPatch, specs: list[list[Spec]], with_sinks: bool, enough: int
 ) -> None:
     """With few groups a split has many pieces, with many groups pieces are short."""
-    monkeypatch.setattr(portable_plan, "ENOUGH_GROUPS", enough)
-    monkeypatch.setattr(portable_plan, "MOST_SPLITS", 2)
-    portable_plan.plan.cache_clear()
+    monkeypatch.setattr(metal_launch_plan, "ENOUGH_GROUPS", enough)
+    monkeypatch.setattr(metal_launch_plan, "MOST_SPLITS", 2)
+    metal_launch_plan.plan.cache_clear()
     rows: Rows = [tuple(spec.part(10 * i + 2 * j) for j, spec in enumerate(row)) for i, row in enumerate(specs)]
     sinks = mx.arange(2 * KV_HEADS).astype(mx.float32) * 10 if with_sinks else None
     check(queries(len(rows), 2, 64), rows, sinks)
@@ -237,9 +240,9 @@ def test_parts_that_were_joined_inside_a_group_of_tokens() -> None:
 def test_many_pieces_make_one_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest score moves from piece to piece: what was found before shrinks."""
     dim = 64
-    monkeypatch.setattr(portable_plan, "ENOUGH_GROUPS", 1)
-    monkeypatch.setattr(portable_plan, "MOST_SPLITS", 1)
-    portable_plan.plan.cache_clear()
+    monkeypatch.setattr(metal_launch_plan, "ENOUGH_GROUPS", 1)
+    monkeypatch.setattr(metal_launch_plan, "MOST_SPLITS", 1)
+    metal_launch_plan.plan.cache_clear()
     run = Plain()
     check(queries(1, 2, dim), [(sealed("planes:8 halves", "planes:8", 1500, dim),)], run=run)
     assert run.launches[0].groups == (1, KV_HEADS, 1)
@@ -248,7 +251,7 @@ def test_many_pieces_make_one_split(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parts_that_the_kernel_does_not_read() -> None:
     """They go to MLX's own operations."""
 
-    def of(codec: Codec, dim: int, num_tokens: int = 20) -> portable.Read | None:
+    def of(codec: Codec, dim: int, num_tokens: int = 20) -> metal_decode.Read | None:
         planes = encoded(codec, num_tokens, dim, 0)
         return SealedPart(planes, planes).read()
 
@@ -266,19 +269,19 @@ def test_parts_that_the_kernel_does_not_read() -> None:
         ([[]], 1, False),
         ([[one, None]], 1, False),
     ):
-        assert (portable.step_of(queries(num_rows, 2, 64), rows, 1.0, None, "plain") is not None) == fits
+        assert (metal_decode.step_of(queries(num_rows, 2, 64), rows, 1.0, None, "plain") is not None) == fits
 
 
-def loads_of(rows: Rows) -> list[portable_plan.Load]:
+def loads_of(rows: Rows) -> list[metal_launch_plan.Load]:
     numbers, arrays = [], []
     for row, parts in enumerate(rows):
         for part in parts:
             read = part.read()
             assert read is not None
-            numbers.append(portable_plan.Numbers(row, *read[:4]))
+            numbers.append(metal_launch_plan.Numbers(row, *read[:4]))
             arrays += read.arrays
     ids = [id(array) for array in arrays]
-    return portable_plan.loads_of(numbers, [ids.index(each) for each in ids])
+    return metal_launch_plan.loads_of(numbers, [ids.index(each) for each in ids])
 
 
 def test_rows_that_read_the_same_arrays_pass_them_once() -> None:
@@ -302,9 +305,9 @@ def test_eight_rows_are_few_launches() -> None:
 def test_every_token_of_every_row_is_in_one_piece_of_one_launch(specs: list[list[Spec]]) -> None:
     rows: Rows = [tuple(spec.part(10 * i + 2 * j) for j, spec in enumerate(row)) for i, row in enumerate(specs)]
     seen = [0] * len(rows)
-    asked = portable_plan.Asked(len(rows), 2 * KV_HEADS, 64, 1.0, mx.float32, None, "plain")
+    asked = metal_launch_plan.Asked(len(rows), 2 * KV_HEADS, 64, 1.0, mx.float32, None, "plain")
     for load in loads_of(rows):
-        found = portable_plan.table_of(load, asked, portable_plan.Cut(64, 2))
+        found = metal_launch_plan.table_of(load, asked, metal_launch_plan.Cut(64, 2))
         table = np.array(found.numbers)
         for row, (first, count) in enumerate(found.ranges):
             for split in range(first, first + count):

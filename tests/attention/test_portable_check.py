@@ -8,19 +8,22 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
-from kvstrata.attention import cpu, portable, portable_check, portable_plan
-from kvstrata.attention.attend import attend, decode, kernels
-from kvstrata.attention.by_row import decode_by_row
-from kvstrata.attention.parts import Parts
-from kvstrata.attention.portable_check import Kind
+from kvstrata.attention.cpu import step as cpu_step
+from kvstrata.attention.dispatch import attend, decode, kernels
+from kvstrata.attention.metal import decode as metal_decode
+from kvstrata.attention.metal import launch_plan as metal_launch_plan
+from kvstrata.attention.metal import trials as metal_trials
+from kvstrata.attention.metal.trials import Kind
+from kvstrata.attention.segments import Parts
+from kvstrata.attention.stock import decode_by_row
 from kvstrata.bench import selftest
-from kvstrata.codecs import paths
-from kvstrata.codecs.kernel_text import Launch
+from kvstrata.codecs import backends
+from kvstrata.codecs.backends import Trial
+from kvstrata.codecs.metal.kernel_text import Launch
 from kvstrata.codecs.planes import PlanesCodec
-from kvstrata.codecs.trials import Trial
-from kvstrata.layers.attention_rows import AttentionRows
-from kvstrata.layers.raw_window import RawWindow
-from kvstrata.layers.tail import FullLayer
+from kvstrata.kv.attention_rows import AttentionRows
+from kvstrata.kv.full_layer import FullLayer
+from kvstrata.kv.raw_window import RawWindow
 from tests.attention.plain_kernels import Plain
 from tests.attention.test_portable import KV_HEADS, ONE_SHAPE, needs_compiler, queries, raw, sealed
 from tests.codecs.arrays import keys
@@ -32,16 +35,16 @@ KIND = Kind(mx.float32, DIM, DIM, GROUP)
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As a Mac runs it, with a trial of few kernels: each takes seconds to compile."""
-    monkeypatch.setattr(portable_plan, "SHAPES", ONE_SHAPE)
-    monkeypatch.setattr(portable_check, "RAW_CASES", ((0, 0, 2),))
-    monkeypatch.setattr(portable_check, "PLANES_CASES", ((1, 0, 1),))
-    monkeypatch.setattr(portable_check, "_tried", {})
+    monkeypatch.setattr(metal_launch_plan, "SHAPES", ONE_SHAPE)
+    monkeypatch.setattr(metal_trials, "RAW_CASES", ((0, 0, 2),))
+    monkeypatch.setattr(metal_trials, "PLANES_CASES", ((1, 0, 1),))
+    monkeypatch.setattr(metal_trials, "_tried", {})
     for name, number in (("TIMED_ROWS", 2), ("TIMED_RAW_TOKENS", 20), ("TIMED_TOKENS", 20), ("TIMED_LAYERS", 1)):
-        monkeypatch.setattr(portable_check, name, number)
-    portable_plan.plan.cache_clear()
-    with paths.as_on_metal():
+        monkeypatch.setattr(metal_trials, name, number)
+    metal_launch_plan.plan.cache_clear()
+    with backends.as_on_metal():
         yield
-    portable_plan.plan.cache_clear()
+    metal_launch_plan.plan.cache_clear()
 
 
 def _layers() -> list[FullLayer]:
@@ -67,7 +70,7 @@ def _steps(layers: list[FullLayer]) -> mx.array:
 @needs_compiler
 def test_steps_of_a_batch_are_the_same_with_the_kernel() -> None:
     wanted, run = _steps(_layers()), Plain()
-    with portable_check.as_if_tried("plain", run):
+    with metal_trials.as_if_tried("plain", run):
         found = _steps(_layers())
     # In each step two launches for what the rows read, and one that combines.
     assert [launch.text.name for launch in run.launches] == ["attend_parts", "attend_parts", "combine_parts"] * 3
@@ -77,7 +80,7 @@ def test_steps_of_a_batch_are_the_same_with_the_kernel() -> None:
 @needs_compiler
 def test_a_row_with_one_buffer_and_parts_of_other_codecs_stay_with_mlx() -> None:
     run = Plain()
-    with portable_check.as_if_tried("plain", run):
+    with metal_trials.as_if_tried("plain", run):
         for rows in (((raw(9, DIM, 1),),), ((sealed("affine:8", "affine:8", 9, DIM), raw(9, DIM, 1)),)):
             q = queries(1, GROUP, DIM)
             assert mx.allclose(decode(q, Parts(rows), 0.1, None), decode_by_row(q, Parts(rows), 0.1, None))
@@ -86,10 +89,10 @@ def test_a_row_with_one_buffer_and_parts_of_other_codecs_stay_with_mlx() -> None
 
 @needs_compiler
 def test_more_launches_than_one_can_combine_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(portable_plan, "PARTIAL_COUNTS", (1,))
+    monkeypatch.setattr(metal_launch_plan, "PARTIAL_COUNTS", (1,))
     run, rows = Plain(), Parts(tuple((raw(9 + i, DIM, i),) for i in range(5)))
     q = queries(5, GROUP, DIM)
-    with portable_check.as_if_tried("plain", run):
+    with metal_trials.as_if_tried("plain", run):
         found = decode(q, rows, 0.1, None)
     assert mx.abs(found - decode_by_row(q, rows, 0.1, None)).max() < 1e-4
     assert len(run.launches) == 2 * 2
@@ -101,15 +104,15 @@ def test_whatever_goes_wrong_in_a_step_rows_attend_one_by_one(caplog: pytest.Log
 
     rows = Parts(tuple((raw(9 + i, DIM, i),) for i in range(2)))
     q = queries(2, GROUP, DIM)
-    with portable_check.as_if_tried("plain", fails), caplog.at_level(logging.WARNING):
+    with metal_trials.as_if_tried("plain", fails), caplog.at_level(logging.WARNING):
         found = [decode(q, rows, 0.1, None) for _ in range(3)]
     assert mx.allclose(found[0], decode_by_row(q, rows, 0.1, None))
     assert caplog.text.count("no such kernel") == 1
 
 
 def _tried(run: object) -> tuple[Trial, ...]:
-    with portable_check.as_if_tried("plain", run):  # pyright: ignore[reportArgumentType]
-        return portable_check.trials(KIND)
+    with metal_trials.as_if_tried("plain", run):  # pyright: ignore[reportArgumentType]
+        return metal_trials.trials(KIND)
 
 
 @needs_compiler
@@ -121,8 +124,8 @@ def test_a_trial_finds_what_is_right_and_faster(
     assert all(trial.is_right and not trial.is_used for trial in slow)
     assert "raw: MLX (" in caplog.text
     assert "over planes: MLX (" in kernels([KIND[:3]])
-    monkeypatch.setattr(portable_check, "_tried", {})
-    monkeypatch.setattr(portable_check, "_milliseconds", lambda *_: [1.0, 2.5])
+    monkeypatch.setattr(metal_trials, "_tried", {})
+    monkeypatch.setattr(metal_trials, "_milliseconds", lambda *_: [1.0, 2.5])
     fast = _tried(Plain())
     assert all(trial.is_used for trial in fast)
     assert kernels([KIND[:3]]) == ("MLX; decode steps over raw: own (1 ms, MLX 2.5); over planes: own (1 ms, MLX 2.5)")
@@ -143,7 +146,7 @@ def test_a_trial_finds_what_is_wrong_or_fails() -> None:
         raise ValueError("cannot be compiled")
 
     for run, said in ((Wrong(), "is off by"), (NotANumber(), "is off by nan"), (fails, "cannot be compiled")):
-        portable_check._tried.clear()
+        metal_trials._tried.clear()
         trials = _tried(run)
         assert not any(trial.is_used for trial in trials)
         assert all(said in str(trial) for trial in trials)
@@ -155,33 +158,33 @@ def test_what_was_tried_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     q = queries(1, GROUP, DIM)
     coded, plain = [[sealed("planes:4", "planes:4", 9, DIM).read()]], [[raw(9, DIM, 1).read()]]
     right, slow = Trial("raw", 0.0, 1.0, 1.0, 2.0), Trial("planes", 0.0, 1.0, 2.0, 1.0)
-    monkeypatch.setattr(portable_check, "_tried", {KIND: (right, slow)})
-    assert portable_check.is_used(q, plain)
-    assert not portable_check.is_used(q, coded)
-    monkeypatch.setattr(portable_check, "_tried", {KIND: (slow, right)})
-    assert not portable_check.is_used(q, plain)
-    assert portable_check.is_used(q, coded)
-    assert not portable_check.is_used(q, [[None]])
+    monkeypatch.setattr(metal_trials, "_tried", {KIND: (right, slow)})
+    assert metal_trials.is_used(q, plain)
+    assert not metal_trials.is_used(q, coded)
+    monkeypatch.setattr(metal_trials, "_tried", {KIND: (slow, right)})
+    assert not metal_trials.is_used(q, plain)
+    assert metal_trials.is_used(q, coded)
+    assert not metal_trials.is_used(q, [[None]])
 
 
 def test_a_trial_runs_every_kernel_that_a_step_can_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     shapes, counts = set(), set()
-    for case in (*portable_check.RAW_CASES, *portable_check.PLANES_CASES):
-        parts = portable_check._parts(KIND, *case)
-        step = portable.step_of(queries(1, GROUP, DIM), [[part.read() for part in parts]], 0.1, None, "plain")
+    for case in (*metal_trials.RAW_CASES, *metal_trials.PLANES_CASES):
+        parts = metal_trials._parts(KIND, *case)
+        step = metal_decode.step_of(queries(1, GROUP, DIM), [[part.read() for part in parts]], 0.1, None, "plain")
         assert step is not None
         shapes |= {len(launch.arrays) for launch in step.plan.launches}
         shapes |= {launch.text.inputs for launch in step.plan.launches}
         counts.add(step.plan.last.num_partials)
-    assert {("q", "table", "angles", *shape.names) for shape in portable_plan.SHAPES} <= shapes
-    assert counts == {*portable_plan.PARTIAL_COUNTS}
+    assert {("q", "table", "angles", *shape.names) for shape in metal_launch_plan.SHAPES} <= shapes
+    assert counts == {*metal_launch_plan.PARTIAL_COUNTS}
 
 
 def test_without_metal_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
-    assert portable_check.dialect() is None
-    assert portable_check.report([KIND]) == []
+    assert metal_trials.dialect() is None
+    assert metal_trials.report([KIND]) == []
     assert selftest.kernels()["decode_step_trials"] == []
     assert kernels([KIND[:3]]) == "MLX"
-    assert not cpu.available()
+    assert not cpu_step.available()

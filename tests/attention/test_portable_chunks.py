@@ -8,12 +8,13 @@ from typing import get_args
 import mlx.core as mx
 import pytest
 
-from kvstrata.attention.attend import attend
-from kvstrata.attention.parts import CutPart, Part, Parts
-from kvstrata.codecs import paths, planes_check, portable_decode
-from kvstrata.codecs.planes_check import Kind, What
-from kvstrata.codecs.portable_decode import Stretch
-from kvstrata.codecs.trials import Trial
+from kvstrata.attention.dispatch import attend
+from kvstrata.attention.segments import CutPart, Part, Parts
+from kvstrata.codecs import backends, trials
+from kvstrata.codecs.backends import Trial
+from kvstrata.codecs.metal import planes as metal_planes
+from kvstrata.codecs.metal.planes import Stretch
+from kvstrata.codecs.trials import Kind, What
 from tests.attention.plain_kernels import Plain
 from tests.attention.test_portable import KV_HEADS, needs_compiler, raw, sealed
 from tests.codecs.arrays import keys
@@ -23,7 +24,7 @@ DIM, GROUP, CHUNK = 64, 2, 9
 
 @pytest.fixture(autouse=True)
 def as_on_metal() -> Iterator[None]:
-    with paths.as_on_metal():
+    with backends.as_on_metal():
         yield
 
 
@@ -47,7 +48,7 @@ def attended(parts: tuple[Part, ...]) -> mx.array:
 def test_a_chunk_decodes_all_parts_by_one_launch_for_keys_and_one_for_values() -> None:
     parts, run = chat(), Plain()
     wanted = attended(parts)
-    with planes_check.as_if_tried("plain", run):
+    with trials.as_if_tried("plain", run):
         found = attended(parts)
     assert [launch.text.name for launch in run.launches] == ["decode_parts"] * 2
     assert mx.abs(found - wanted).max() < 1e-4 * mx.abs(wanted).max()
@@ -57,7 +58,7 @@ def test_a_chunk_decodes_all_parts_by_one_launch_for_keys_and_one_for_values() -
 def test_what_is_raw_or_of_another_codec_is_left_to_mlx() -> None:
     run = Plain()
     own, values = raw(20 + CHUNK, DIM, 7, start=0), sealed("raw", "planes:8", 40, DIM)
-    with planes_check.as_if_tried("plain", run):
+    with trials.as_if_tried("plain", run):
         for parts in ((own,), (sealed("raw", "raw", 40, DIM), own), (sealed("affine:8", "affine:8", 40, DIM), own)):
             attended(parts)
         assert not run.launches
@@ -74,14 +75,14 @@ def test_what_was_tried_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def joined(stretches: Sequence[Stretch], dtype: mx.Dtype) -> mx.array:
         asked.append(len(stretches))
-        return portable_decode.join(stretches, dtype, "plain", Plain())
+        return metal_planes.join(stretches, dtype, "plain", Plain())
 
-    monkeypatch.setattr(planes_check, "dialect", lambda: "metal")
-    monkeypatch.setattr(planes_check, "_joined", joined)
+    monkeypatch.setattr(trials, "dialect", lambda: "metal")
+    monkeypatch.setattr(trials, "_joined", joined)
     slow = {(kind, what): Trial(what, 0.0, 1.0, 2.0, 1.0) for what in get_args(What)}
-    monkeypatch.setattr(planes_check, "_tried", slow)
+    monkeypatch.setattr(trials, "_tried", slow)
     assert mx.array_equal(attended(parts), wanted)
     assert not asked
-    monkeypatch.setattr(planes_check, "_tried", {**slow, (kind, "join"): Trial("join", 0.0, 1.0, 1.0, 2.0)})
+    monkeypatch.setattr(trials, "_tried", {**slow, (kind, "join"): Trial("join", 0.0, 1.0, 1.0, 2.0)})
     assert mx.abs(attended(parts) - wanted).max() < 1e-4 * mx.abs(wanted).max()
     assert asked == [4, 4]

@@ -14,12 +14,14 @@ import mlx.core as mx
 import pytest
 from clang import cindex
 
-from kvstrata.attention import portable, portable_plan
-from kvstrata.attention.parts import Part
-from kvstrata.codecs import kernel_text, portable_decode, portable_planes
-from kvstrata.codecs.kernel_text import Launch
+from kvstrata.attention.metal import decode as metal_decode
+from kvstrata.attention.metal import launch_plan as metal_launch_plan
+from kvstrata.attention.segments import Part
+from kvstrata.codecs.metal import kernel_text as metal_kernel_text
+from kvstrata.codecs.metal import planes as metal_planes
+from kvstrata.codecs.metal.kernel_text import Launch
+from kvstrata.codecs.metal.planes import Stretch
 from kvstrata.codecs.planes import PlanesCodec
-from kvstrata.codecs.portable_decode import Stretch
 from tests.attention.test_portable import KV_HEADS, queries, raw, sealed
 from tests.codecs.arrays import a_turn, keys
 
@@ -57,9 +59,9 @@ def recorded(function: Callable[[mx.array], mx.array | list[mx.array]], argument
 
 def texts_for(rows: Rows, group: int = 2, dtype: mx.Dtype = mx.bfloat16, sinks: mx.array | None = None) -> list[str]:
     def attended(q: mx.array) -> mx.array:
-        step = portable.step_of(q, [[part.read() for part in parts] for parts in rows], 0.1, sinks, "metal")
+        step = metal_decode.step_of(q, [[part.read() for part in parts] for parts in rows], 0.1, sinks, "metal")
         assert step is not None
-        return portable.attend(q, step, sinks)
+        return metal_decode.attend(q, step, sinks)
 
     return recorded(attended, queries(len(rows), group, DIM).astype(dtype))
 
@@ -87,10 +89,10 @@ def codec_texts(bits: int) -> list[str]:
     codec = PlanesCodec(bits, a_turn("halves", DIM))
     x = keys(KV_HEADS, 300, DIM, dtype=mx.bfloat16)
     planes = codec.encode(x, 100)
-    encoding = recorded(lambda each: list(portable_planes.encode(each, bits, 100, codec.turn, "metal").values()), x)
-    decoding = recorded(lambda _: portable_decode.decode(planes, mx.bfloat16, "metal"), x)
+    encoding = recorded(lambda each: list(metal_planes.encode(each, bits, 100, codec.turn, "metal").values()), x)
+    decoding = recorded(lambda _: metal_planes.decode(planes, mx.bfloat16, "metal"), x)
     stored = [Stretch(planes, 3, 200), Stretch(planes, 0, 300)]
-    joining = recorded(lambda each: portable_decode.join([*stored, Stretch(each, 0, 90)], mx.bfloat16, "metal"), x)
+    joining = recorded(lambda each: metal_planes.join([*stored, Stretch(each, 0, 90)], mx.bfloat16, "metal"), x)
     return [*encoding, *decoding, *joining]
 
 
@@ -104,27 +106,27 @@ def test_no_launch_takes_more_buffers_than_metal_has() -> None:
         for text in texts:
             numbers = buffers_of(text)
             assert numbers == list(range(len(numbers)))
-            assert len(numbers) <= portable_plan.MOST_BUFFERS, case
+            assert len(numbers) <= metal_launch_plan.MOST_BUFFERS, case
             # Shapes and strides would take more.
             assert "_shape [[" not in text
             assert "_strides [[" not in text
 
 
 def test_shapes_of_launches_keep_to_the_limit() -> None:
-    for slots in portable_plan.SHAPES:
-        text = kernel_text.attend_text("metal", kernel_text.Sizes(DIM, DIM, 2), slots, (mx.bfloat16,))
+    for slots in metal_launch_plan.SHAPES:
+        text = metal_kernel_text.attend_text("metal", metal_kernel_text.Sizes(DIM, DIM, 2), slots, (mx.bfloat16,))
         assert (
             len(text.inputs) + len(text.outputs)
-            == sum(slots) + portable_plan.OTHER_BUFFERS
-            <= portable_plan.MOST_BUFFERS
+            == sum(slots) + metal_launch_plan.OTHER_BUFFERS
+            <= metal_launch_plan.MOST_BUFFERS
         )
-    for slots in portable_decode.SHAPES:
-        text = kernel_text.decode_text("metal", DIM, slots, mx.bfloat16)
-        assert len(text.inputs) + len(text.outputs) == sum(slots) + portable_decode.OTHER_BUFFERS
-        assert sum(slots) + portable_decode.OTHER_BUFFERS <= portable_plan.MOST_BUFFERS
-    for count in portable_plan.PARTIAL_COUNTS:
-        text = kernel_text.combine_text("metal", DIM, mx.bfloat16, count, mx.bfloat16)
-        assert len(text.inputs) + len(text.outputs) <= portable_plan.MOST_BUFFERS
+    for slots in metal_planes.SHAPES:
+        text = metal_kernel_text.decode_text("metal", DIM, slots, mx.bfloat16)
+        assert len(text.inputs) + len(text.outputs) == sum(slots) + metal_planes.OTHER_BUFFERS
+        assert sum(slots) + metal_planes.OTHER_BUFFERS <= metal_launch_plan.MOST_BUFFERS
+    for count in metal_launch_plan.PARTIAL_COUNTS:
+        text = metal_kernel_text.combine_text("metal", DIM, mx.bfloat16, count, mx.bfloat16)
+        assert len(text.inputs) + len(text.outputs) <= metal_launch_plan.MOST_BUFFERS
 
 
 def test_names_differ_where_texts_do() -> None:
@@ -199,16 +201,16 @@ def test_clang_takes_the_text_as_cudas_language(tmp_path: Path) -> None:
         launches.append(launch)
         return [mx.zeros(shape, dtype) for shape, dtype in zip(launch.shapes, launch.dtypes, strict=True)]
 
-    step = portable.step_of(q, [[part.read() for part in parts] for parts in rows], 0.1, sinks, "cuda")
+    step = metal_decode.step_of(q, [[part.read() for part in parts] for parts in rows], 0.1, sinks, "cuda")
     assert step is not None
-    portable.attend(q, step, sinks, see)
+    metal_decode.attend(q, step, sinks, see)
     assert [launch.text.name for launch in launches] == ["attend_parts", "combine_parts"]
     for bits in (8, 2):
         codec = PlanesCodec(bits)
-        portable_planes.encode(keys(KV_HEADS, 40, DIM, dtype=mx.bfloat16), bits, 0, None, "cuda", see)
+        metal_planes.encode(keys(KV_HEADS, 40, DIM, dtype=mx.bfloat16), bits, 0, None, "cuda", see)
         planes = codec.encode(keys(KV_HEADS, 40, DIM))
-        portable_decode.decode(planes, mx.bfloat16, "cuda", see)
-        portable_decode.join([Stretch(planes, 0, 40)] * 2, mx.bfloat16, "cuda", see)
+        metal_planes.decode(planes, mx.bfloat16, "cuda", see)
+        metal_planes.join([Stretch(planes, 0, 40)] * 2, mx.bfloat16, "cuda", see)
     for i, launch in enumerate(launches):
         text = launch.text
         inputs = [f"const {CUDA_TYPES[x.dtype]}* {name}" for name, x in zip(text.inputs, launch.inputs, strict=True)]

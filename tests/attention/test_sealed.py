@@ -9,15 +9,15 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvstrata.attention.attend import attend
-from kvstrata.attention.parts import Parts, SealedPart
+from kvstrata.attention.dispatch import attend
+from kvstrata.attention.segments import Parts, SealedPart
 from kvstrata.codecs.registry import parse_for
-from kvstrata.layers.batch import BatchCache
-from kvstrata.layers.buffers import round_up
-from kvstrata.layers.kinds import Layout
-from kvstrata.layers.raw_window import RawWindow
-from kvstrata.layers.sequence import SequenceCache
-from kvstrata.layers.tail import FullLayer
+from kvstrata.kv.batch_cache import BatchCache
+from kvstrata.kv.buffers import round_up
+from kvstrata.kv.full_layer import FullLayer
+from kvstrata.kv.layout import Layout
+from kvstrata.kv.raw_window import RawWindow
+from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.models.probe import probe
 from tests.attention.test_attend import distance, random_tokens
 from tests.tiny import VOCAB, tiny_module

@@ -14,7 +14,7 @@ from kvstrata.bench.streams import running
 from kvstrata.cli.bench import app
 from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.engine import Engine
-from kvstrata.layers import buffers
+from kvstrata.kv import buffers
 from kvstrata.metrics import Metrics
 from tests.byte_level import byte_model
 from tests.tiny import tiny_loaded

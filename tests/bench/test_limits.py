@@ -17,7 +17,7 @@ from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.engine import Engine
 from kvstrata.errors import KvstrataError
 from kvstrata.metrics import Metrics
-from kvstrata.tier.base import Refusal, Refused
+from kvstrata.tiers.interface import Refusal, Refused
 from tests.tiny import tiny_loaded
 
 CONFIG = {

@@ -19,8 +19,8 @@ from kvstrata.bench.watch import Watch
 from kvstrata.cli.bench import app
 from kvstrata.codecs.registry import parse
 from kvstrata.errors import ConfigError
+from kvstrata.kv.precision_plan import make_plan
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.spans.plan import make_plan
 from kvstrata.text.tokens import encode_text
 from tests.tiny import VOCAB, tiny_loaded
 

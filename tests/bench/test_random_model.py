@@ -19,7 +19,7 @@ from kvstrata.bench.random_model import HYBRID, QWEN3_0_6B, write_random_model
 from kvstrata.cli import bench_compare
 from kvstrata.cli.bench import app
 from kvstrata.errors import ConfigError
-from kvstrata.layers.kinds import arrays_in
+from kvstrata.kv.layout import arrays_in
 from kvstrata.models.default import get_default
 from kvstrata.models.load import load
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from kvstrata.bench import selftest
 from kvstrata.cli import app
-from kvstrata.codecs import paths, products
+from kvstrata.codecs import backends, raw
 
 
 def failed() -> list[selftest.Check]:
@@ -23,7 +23,7 @@ def test_everything_is_right_here() -> None:
 
 
 def test_everything_is_right_as_a_mac_runs_it() -> None:
-    with paths.as_on_metal():
+    with backends.as_on_metal():
         assert failed() == []
 
 
@@ -31,8 +31,8 @@ def test_scores_that_are_rounded_to_16_bits_are_found_out(monkeypatch: pytest.Mo
     def rounded(q: mx.array, k: mx.array, scale: float = 1.0) -> mx.array:
         return ((q * scale) @ k.swapaxes(-1, -2)).astype(mx.float32)
 
-    monkeypatch.setattr(products, "scores", rounded)
-    with paths.as_on_metal():
+    monkeypatch.setattr(raw, "scores", rounded)
+    with backends.as_on_metal():
         found = {check.what for check in failed()}
     for what in (
         "16-bit scores",
@@ -59,7 +59,7 @@ def test_a_report_says_what_fails_and_hides_whose_machine_it_is(
     assert any("attention over raw" in finding["what"] for finding in told["findings"])
     assert told["timings"][0]["reason"] == "RuntimeError: no such operation"
     assert len(told["timings"]) > 10
-    assert told["kernels"]["path"] == paths.active()
+    assert told["kernels"]["path"] == backends.active()
     assert str(tmp_path) not in file.read_text()
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.registry import parse
-from kvstrata.codecs.turns import Turn, make_turn
+from kvstrata.codecs.rope import Turn, make_turn
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 AFFINE = tuple(f"affine:{bits}{group}" for bits in (8, 6, 5, 4, 3, 2) for group in ("", ":g32", ":g128"))

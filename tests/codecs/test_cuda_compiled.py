@@ -10,8 +10,10 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.backend import nvrtc
-from kvstrata.codecs import cuda_codes, cuda_compiled, cuda_kernels
-from kvstrata.codecs.cuda_compiled import Array, Size, text_of
+from kvstrata.codecs.cuda import compile as cuda_compile
+from kvstrata.codecs.cuda import kernels as cuda_kernels
+from kvstrata.codecs.cuda import planes as cuda_planes
+from kvstrata.codecs.cuda.compile import Array, Size, text_of
 from kvstrata.codecs.planes import PlanesCodec
 from tests.attention import cuda_emulated
 from tests.codecs.arrays import keys
@@ -26,9 +28,9 @@ HEADER = cuda_kernels.without_comments(cuda_kernels.FOLDER / "intrinsics.cuh")
 
 @pytest.fixture
 def untried() -> Iterator[None]:
-    cuda_compiled.works.cache_clear()
+    cuda_compile.works.cache_clear()
     yield
-    cuda_compiled.works.cache_clear()
+    cuda_compile.works.cache_clear()
 
 
 def test_sizes_are_parameters_after_the_arrays() -> None:
@@ -59,7 +61,7 @@ def test_no_two_kernels_have_the_same_name() -> None:
 @pytest.mark.usefixtures("untried")
 def test_the_trial_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda_emulated.install(monkeypatch)
-    assert cuda_compiled.works(HEADER)
+    assert cuda_compile.works(HEADER)
 
 
 @needs_emulation
@@ -88,7 +90,7 @@ def test_the_trial_notices(
         return run(compiled_source=compiled_source, **launch)
 
     monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", differently)
-    assert not cuda_compiled.works(HEADER)
+    assert not cuda_compile.works(HEADER)
     assert complaint in caplog.text
 
 
@@ -104,7 +106,7 @@ def test_machine_code_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", counted)
     text = text_of("once", "", "y[0] = x[0];", [Array("x", mx.int32)], [Array("y", mx.int32)])
-    kernel = cuda_compiled.Compiled(text, views=False)
+    kernel = cuda_compile.Compiled(text, views=False)
     for number in (3, 4):
         (y,) = kernel([mx.array([number])], [(1,)], [mx.int32], grid=(1, 1, 1), threadgroup=(1, 1, 1))
         assert y.item() == number
@@ -115,7 +117,7 @@ def test_machine_code_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_compiler_mlx_compiles(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     nvrtc._version.cache_clear()  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(nvrtc, "library", lambda: None)
-    assert not cuda_compiled.works(HEADER)
+    assert not cuda_compile.works(HEADER)
     assert "NVRTC" in caplog.text
 
 
@@ -138,6 +140,6 @@ def test_what_we_cannot_compile_mlx_does(
     monkeypatch.setattr(cuda_kernels, "decode_planes", lambda: fresh)
     planes = PlanesCodec(4).encode(keys(2, 70, 64))
     wanted = planes.codec.decode(planes, mx.float32)
-    assert mx.allclose(cuda_codes.decode_planes(planes, mx.float32), wanted, rtol=0, atol=1e-6)
+    assert mx.allclose(cuda_planes.decode_planes(planes, mx.float32), wanted, rtol=0, atol=1e-6)
     assert "left to MLX" in caplog.text
     assert "not today" in caplog.text

@@ -5,11 +5,11 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from kvstrata.attention.cuda_addresses import COLLECTED, PLANES_PLACES, RAW_PLACES
 from kvstrata.backend import nvrtc
-from kvstrata.codecs import cuda_kernels
-from kvstrata.codecs.cuda_codes import blocks_for
-from kvstrata.codecs.cuda_kernels import Constant, Kernel
+from kvstrata.codecs.cuda import kernels as cuda_kernels
+from kvstrata.codecs.cuda.addresses import COLLECTED, PLANES_PLACES, RAW_PLACES
+from kvstrata.codecs.cuda.kernels import Constant, Kernel
+from kvstrata.codecs.cuda.planes import blocks_for
 
 pytestmark = pytest.mark.skipif(nvrtc.library() is None, reason="needs nvidia-cuda-nvrtc, -runtime and -cccl")
 

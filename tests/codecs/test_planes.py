@@ -6,19 +6,20 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvstrata.codecs import cpu, paths
+from kvstrata.codecs import backends
 from kvstrata.codecs.base import UnsupportedCodec
+from kvstrata.codecs.cpu import planes as cpu_planes
+from kvstrata.codecs.mean_runs import segments_of
 from kvstrata.codecs.planes import HELD, PlanesCodec, step_down
 from kvstrata.codecs.registry import parse
-from kvstrata.codecs.segments import segments_of
-from kvstrata.codecs.turns import Means
+from kvstrata.codecs.rope import Means
 from tests.codecs.arrays import HEAD_DIMS, allocated, keys, relative_error, same_bits
 
 pytestmark = pytest.mark.usefixtures("no_garbage")
 
 STEPS = [(8, 4), (8, 2), (4, 2)]
 
-needs_kernels = pytest.mark.skipif(paths.active() != "cpu", reason="a CPU with numba has kernels to compare")
+needs_kernels = pytest.mark.skipif(backends.active() != "cpu", reason="a CPU with numba has kernels to compare")
 
 
 @pytest.mark.parametrize(("high", "low"), STEPS)
@@ -80,12 +81,12 @@ def plain_means(arrays: dict[str, mx.array], position: int, num_tokens: int) -> 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_kernels_make_what_stock_operations_make(dim: int) -> None:
     x = keys(2, 301, dim)
-    ours, stock = cpu.encode_planes(x, 100, None), PlanesCodec(8).encode_stock(x, 100)
+    ours, stock = cpu_planes.encode_planes(x, 100, None), PlanesCodec(8).encode_stock(x, 100)
     # A sum in another order may round a scale or a mean to its neighbour in float16.
     assert relative_error(ours["scales"], stock["scales"]) < 1e-4
     assert relative_error(ours["means"], stock["means"]) < 1e-4
     for bits in HELD:
-        a, b = (cpu.decode_planes(arrays, bits, plain_means(arrays, 100, 301)) for arrays in (ours, stock))
+        a, b = (cpu_planes.decode_planes(arrays, bits, plain_means(arrays, 100, 301)) for arrays in (ours, stock))
         assert float(mx.mean(mx.abs(a - b) > 1e-4)) < 0.02
     planes = PlanesCodec(8).encode(x, 100)
     assert relative_error(PlanesCodec(8).decode(planes, mx.float32), PlanesCodec(8).decode_stock(planes)) < 1e-6
@@ -97,19 +98,19 @@ def test_many_values_are_encoded_as_few_are(odd: bool) -> None:
     x = keys(20, 600, 64)
     if odd:
         x[7, 300, 5] = float("nan")
-    assert x.size >= cpu.PARALLEL_VALUES > x.size // 20
-    whole = cpu.encode_planes(x, 100, None)
+    assert x.size >= cpu_planes.PARALLEL_VALUES > x.size // 20
+    whole = cpu_planes.encode_planes(x, 100, None)
     # Where something is odd, all rows get their means from another sum.
     for row in [7] if odd else range(x.shape[0]):
-        alone = cpu.encode_planes(x[row : row + 1], 100, None)
+        alone = cpu_planes.encode_planes(x[row : row + 1], 100, None)
         assert all(same_bits(whole[name][row : row + 1], array) for name, array in alone.items())
 
 
 @needs_kernels
 def test_a_range_of_a_buffer_is_read_where_it_lies() -> None:
     buffer = keys(3, 700, 128)
-    ours = cpu.encode_planes(buffer[:, 4:396], 4, None)
-    copied = cpu.encode_planes(mx.array(np.array(buffer)[:, 4:396]), 4, None)
+    ours = cpu_planes.encode_planes(buffer[:, 4:396], 4, None)
+    copied = cpu_planes.encode_planes(mx.array(np.array(buffer)[:, 4:396]), 4, None)
     assert all(same_bits(ours[name], copied[name]) for name in copied)
 
 

@@ -10,11 +10,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvstrata.codecs import paths, planes_check
-from kvstrata.codecs.kernel_text import Launch
+from kvstrata.codecs import backends
+from kvstrata.codecs import trials as codec_trials
+from kvstrata.codecs.backends import Trial
+from kvstrata.codecs.metal.kernel_text import Launch
 from kvstrata.codecs.planes import PlanesCodec
-from kvstrata.codecs.planes_check import Kind, What
-from kvstrata.codecs.trials import Trial
+from kvstrata.codecs.trials import Kind, What
 from tests.attention.plain_kernels import COMPILER, Plain
 from tests.codecs.arrays import a_turn, keys
 
@@ -24,10 +25,10 @@ KIND = Kind(mx.float32, 64)
 
 @pytest.fixture(autouse=True)
 def as_on_metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(planes_check, "_tried", {})
+    monkeypatch.setattr(codec_trials, "_tried", {})
     for name, number in (("TIMED_HEADS", 1), ("TIMED_TOKENS", 16), ("ROUNDS", 1), ("BITS", (4,)), ("TOKENS", 80)):
-        monkeypatch.setattr(planes_check, name, number)
-    with paths.as_on_metal():
+        monkeypatch.setattr(codec_trials, name, number)
+    with backends.as_on_metal():
         yield
 
 
@@ -35,7 +36,7 @@ def as_on_metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_codec_encodes_and_decodes_by_the_kernels() -> None:
     codec, run = PlanesCodec(4, a_turn("halves", 64)), Plain()
     x = keys(2, 2, 150, 64)
-    with planes_check.as_if_tried("plain", run):
+    with codec_trials.as_if_tried("plain", run):
         planes = codec.encode(x, 70)
         found = np.array(codec.decode(planes, mx.float32))
     names = ["means_of_planes", "encode_planes", "decode_parts"]
@@ -49,16 +50,16 @@ def test_whatever_goes_wrong_mlx_does_it(caplog: pytest.LogCaptureFixture) -> No
         raise RuntimeError("no such device")
 
     codec, x = PlanesCodec(8), keys(2, 20, 64)
-    with planes_check.as_if_tried("plain", fails), caplog.at_level(logging.WARNING):
+    with codec_trials.as_if_tried("plain", fails), caplog.at_level(logging.WARNING):
         planes = codec.encode(x)
         assert mx.abs(codec.decode(planes, mx.float32) - x).max() < 0.1
     assert caplog.text.count("no such device") == 1
 
 
 def _tried(run: object) -> dict[What, Trial]:
-    with planes_check.as_if_tried("plain", run):  # pyright: ignore[reportArgumentType]
-        assert planes_check.try_now(KIND, PlanesCodec(8))
-        return {what: planes_check.trial(what, KIND, PlanesCodec(8)) for what in get_args(What)}
+    with codec_trials.as_if_tried("plain", run):  # pyright: ignore[reportArgumentType]
+        assert codec_trials.try_now(KIND, PlanesCodec(8))
+        return {what: codec_trials.trial(what, KIND, PlanesCodec(8)) for what in get_args(What)}
 
 
 @needs_compiler
@@ -71,24 +72,24 @@ def test_a_trial_finds_what_is_right_wrong_slow_or_fails(monkeypatch: pytest.Mon
         raise ValueError("cannot be compiled")
 
     for run, said in ((Wrong(), "is off by"), (fails, "cannot be compiled")):
-        planes_check._tried.clear()
+        codec_trials._tried.clear()
         trials = _tried(run)
         assert not any(trial.is_used for trial in trials.values())
         assert all(said in str(trial) for trial in trials.values()), trials
     for times, is_used in (((2.0, 1.0), False), ((1.0, 2.0), True)):
-        planes_check._tried.clear()
+        codec_trials._tried.clear()
         left = [*times, *times, *times]
-        monkeypatch.setattr(planes_check, "_milliseconds", lambda _, left=left: left.pop(0))
+        monkeypatch.setattr(codec_trials, "_milliseconds", lambda _, left=left: left.pop(0))
         trials = _tried(Plain())
         assert all(trial.is_used == is_used for trial in trials.values()), trials
-        assert {entry["what"] for entry in planes_check.report()} == {"encode", "decode", "join"}
-        assert planes_check._is_used("encode", KIND, PlanesCodec(8)) == is_used
-        (said,) = planes_check.kernels([KIND, Kind(mx.float16, 64)])
+        assert {entry["what"] for entry in codec_trials.report()} == {"encode", "decode", "join"}
+        assert codec_trials._is_used("encode", KIND, PlanesCodec(8)) == is_used
+        (said,) = codec_trials.kernels([KIND, Kind(mx.float16, 64)])
         assert said.count("own (" if is_used else "MLX (") == 3
 
 
 def test_without_metal_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     PlanesCodec(8).encode(keys(2, 20, 64))
-    assert planes_check.dialect() is None
-    assert planes_check.report() == []
+    assert codec_trials.dialect() is None
+    assert codec_trials.report() == []

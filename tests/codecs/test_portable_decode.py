@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.codecs import paths, portable_decode
+from kvstrata.codecs import backends
 from kvstrata.codecs.base import Planes
+from kvstrata.codecs.metal import planes as metal_planes
+from kvstrata.codecs.metal.planes import Stretch
 from kvstrata.codecs.planes import PlanesCodec
-from kvstrata.codecs.portable_decode import Stretch
 from tests.attention.plain_kernels import COMPILER, Plain
 from tests.codecs.arrays import TURNS, a_turn, keys
 
@@ -23,7 +24,7 @@ HEADS = 2
 
 
 def planes(bits: int, num_tokens: int, seed: int, position: int = 0, turn: str | None = None, dim: int = 64) -> Planes:
-    with paths.as_on_metal():
+    with backends.as_on_metal():
         codec = PlanesCodec(bits, a_turn(turn, dim) if turn else None)
         return codec.encode(keys(HEADS, num_tokens, dim, seed=seed), position)
 
@@ -34,7 +35,7 @@ def stock(stretches: Sequence[Stretch], dtype: mx.Dtype = mx.float32) -> np.ndar
     for held, start, end in stretches:
         if isinstance(held, Planes):
             assert isinstance(held.codec, PlanesCodec)
-            with paths.as_on_metal():
+            with backends.as_on_metal():
                 found.append(held.codec.decode_by_mlx(held.view(start, end), dtype))
         else:
             found.append(held[:, start:end])
@@ -43,8 +44,8 @@ def stock(stretches: Sequence[Stretch], dtype: mx.Dtype = mx.float32) -> np.ndar
 
 def check(stretches: Sequence[Stretch], dtype: mx.Dtype = mx.float32, num_launches: int = 1) -> None:
     run = Plain()
-    assert portable_decode.takes_stretches(stretches, dtype)
-    found = portable_decode.join(stretches, dtype, "plain", run)
+    assert metal_planes.takes_stretches(stretches, dtype)
+    found = metal_planes.join(stretches, dtype, "plain", run)
     assert found.dtype == dtype
     wanted = stock(stretches, dtype)
     step = {mx.float32: 0, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}[dtype]
@@ -78,7 +79,7 @@ def test_a_kernel_is_compiled_for_a_shape_and_a_type_alone() -> None:
     """Whatever fills the places that are left."""
     own, run = Stretch(keys(HEADS, 20, 64), 0, 20), Plain()
     for stretches in ([Stretch(planes(2, 20, 1), 0, 20)], [Stretch(planes(8, 20, 1), 0, 20), own]):
-        portable_decode.join(stretches, mx.float32, "plain", run)
+        metal_planes.join(stretches, mx.float32, "plain", run)
     assert len({(launch.text, tuple(array.dtype for array in launch.inputs)) for launch in run.launches}) == 1
 
 
@@ -87,7 +88,7 @@ def test_sixteen_bits(dtype: mx.Dtype) -> None:
     """Raw vectors come through as they are."""
     own = Stretch(keys(HEADS, 70, 64, seed=3, dtype=dtype), 3, 65)
     check([Stretch(planes(4, 100, 1, turn="neighbours"), 0, 100), own], dtype)
-    joined = portable_decode.join([Stretch(planes(2, 8, 1), 0, 8), own], dtype, "plain", Plain())
+    joined = metal_planes.join([Stretch(planes(2, 8, 1), 0, 8), own], dtype, "plain", Plain())
     assert mx.array_equal(joined[:, 8:], own.held[:, 3:65])  # pyright: ignore[reportIndexIssue]
 
 
@@ -109,25 +110,25 @@ def test_any_stretches(cases: list[tuple[int, int, int, int, int]], turn: str | 
         size = before + num_tokens + after
         held = planes(bits, size, seed, position, turn) if bits else keys(HEADS, size, 64, seed=seed)
         stretches.append(Stretch(held, before, before + num_tokens))
-    found = portable_decode.join(stretches, mx.float32, "plain", Plain())
+    found = metal_planes.join(stretches, mx.float32, "plain", Plain())
     np.testing.assert_allclose(np.array(found), stock(stretches), rtol=0, atol=1e-4)
 
 
 def test_lanes_in_another_order_find_the_same() -> None:
     stretches = [Stretch(planes(8, 100, 1, turn="halves"), 3, 90), Stretch(keys(HEADS, 30, 64), 0, 30)]
-    forth, back = (portable_decode.join(stretches, mx.float32, "plain", Plain(backwards=way)) for way in (False, True))
+    forth, back = (metal_planes.join(stretches, mx.float32, "plain", Plain(backwards=way)) for way in (False, True))
     assert mx.array_equal(forth, back)
 
 
 def test_what_is_not_taken() -> None:
     coded, raw = Stretch(planes(4, 20, 1, turn="halves"), 0, 20), Stretch(keys(HEADS, 20, 64), 0, 20)
-    assert portable_decode.takes_stretches([coded, raw], mx.float32)
+    assert metal_planes.takes_stretches([coded, raw], mx.float32)
     # Raw vectors of another type or size; keys that turn in two ways; what the kernel does not know.
-    assert not portable_decode.takes_stretches([coded, raw], mx.bfloat16)
-    assert not portable_decode.takes_stretches([coded, Stretch(keys(HEADS, 20, 80), 0, 20)], mx.float32)
-    assert not portable_decode.takes_stretches([coded, Stretch(planes(4, 20, 1, turn="last"), 0, 20)], mx.float32)
-    assert not portable_decode.takes_stretches([Stretch(keys(HEADS, 20, 288), 0, 20)], mx.float32)
-    assert not portable_decode.takes_stretches([Stretch(keys(HEADS, 20, 72), 0, 20)], mx.float32)
-    with paths.as_on_metal():
+    assert not metal_planes.takes_stretches([coded, raw], mx.bfloat16)
+    assert not metal_planes.takes_stretches([coded, Stretch(keys(HEADS, 20, 80), 0, 20)], mx.float32)
+    assert not metal_planes.takes_stretches([coded, Stretch(planes(4, 20, 1, turn="last"), 0, 20)], mx.float32)
+    assert not metal_planes.takes_stretches([Stretch(keys(HEADS, 20, 288), 0, 20)], mx.float32)
+    assert not metal_planes.takes_stretches([Stretch(keys(HEADS, 20, 72), 0, 20)], mx.float32)
+    with backends.as_on_metal():
         few = PlanesCodec(4).encode(keys(1, 4, 64))
-    assert not portable_decode.takes_stretches([Stretch(few, 0, 4)], mx.float32)
+    assert not metal_planes.takes_stretches([Stretch(few, 0, 4)], mx.float32)

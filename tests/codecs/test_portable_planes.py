@@ -6,11 +6,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvstrata.codecs import paths, portable_decode, portable_planes
+from kvstrata.codecs import backends
 from kvstrata.codecs.base import Planes
-from kvstrata.codecs.packing import unpack
-from kvstrata.codecs.planes import CODE_PLANES, HELD, PlanesCodec
-from kvstrata.codecs.segments import segments_of
+from kvstrata.codecs.mean_runs import segments_of
+from kvstrata.codecs.metal import planes as metal_planes
+from kvstrata.codecs.planes import CODE_PLANES, HELD, PlanesCodec, unpack
 from tests.attention.plain_kernels import COMPILER, Plain
 from tests.codecs.arrays import TURNS, a_turn, keys
 
@@ -25,7 +25,7 @@ def _codec(dim: int, bits: int, turn: str | None) -> PlanesCodec:
 
 
 def _encoded(x: mx.array, codec: PlanesCodec, position: int = POSITION) -> Planes:
-    arrays = portable_planes.encode(x, codec.bits, position, codec.turn, "plain", Plain())
+    arrays = metal_planes.encode(x, codec.bits, position, codec.turn, "plain", Plain())
     return Planes(codec, arrays, x.shape[-2], position, x.shape[-1], segments_of(position, x.shape[-2]))
 
 
@@ -49,7 +49,7 @@ def test_codes_are_those_of_the_stock_path(dim: int, bits: int, turn: str | None
     codec = _codec(dim, bits, turn)
     x = keys(HEADS, TOKENS, dim)
     found = _encoded(x, codec)
-    with paths.as_on_metal():
+    with backends.as_on_metal():
         wanted = codec.encode(x, POSITION)
     assert _close(found.arrays["means"], wanted.arrays["means"], 1.1)
     # A mean that is rounded to its neighbour moves what is left of a vector a little.
@@ -62,10 +62,10 @@ def test_codes_are_those_of_the_stock_path(dim: int, bits: int, turn: str | None
 @pytest.mark.parametrize(("dim", "bits", "turn"), CASES)
 def test_decoded_are_the_values_of_the_stock_path(dim: int, bits: int, turn: str | None) -> None:
     codec = _codec(dim, bits, turn)
-    with paths.as_on_metal():
+    with backends.as_on_metal():
         planes = codec.encode(keys(HEADS, TOKENS, dim), POSITION)
         wanted = np.array(codec.decode(planes, mx.float32))
-    found = np.array(portable_decode.decode(planes, mx.float32, "plain", Plain()))
+    found = np.array(metal_planes.decode(planes, mx.float32, "plain", Plain()))
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
 
 
@@ -76,11 +76,11 @@ def test_sixteen_bit_vectors_and_odd_values() -> None:
     x[0, 3, 5], x[1, 7, 2], x[1, 8, 2] = float("nan"), float("inf"), -3e38
     codec = PlanesCodec(8)
     found = _encoded(x, codec, 0)
-    with paths.as_on_metal():
+    with backends.as_on_metal():
         wanted = codec.encode(x, 0)
         decoded = np.array(codec.decode(wanted, mx.float32))
     assert _close(found.arrays["means"], wanted.arrays["means"], 1.1)
-    ours = np.array(portable_decode.decode(found, mx.float32, "plain", Plain()))
+    ours = np.array(metal_planes.decode(found, mx.float32, "plain", Plain()))
     assert np.isfinite(ours).all()
     scales = np.array(wanted.arrays["scales"].astype(mx.float32))
     assert (np.abs(ours - decoded) <= scales * 0.1 + 0.02).all()
@@ -89,14 +89,14 @@ def test_sixteen_bit_vectors_and_odd_values() -> None:
 def test_vectors_that_are_their_mean() -> None:
     x = mx.ones((1, 20, 64)) * 3
     planes = _encoded(x, PlanesCodec(4), 0)
-    assert mx.array_equal(portable_decode.decode(planes, mx.float32, "plain", Plain()), x)
+    assert mx.array_equal(metal_planes.decode(planes, mx.float32, "plain", Plain()), x)
 
 
 def test_lanes_in_another_order_find_the_same() -> None:
     codec = _codec(64, 4, "halves")
     x = keys(HEADS, TOKENS, 64)
     forth, back = (
-        portable_planes.encode(x, 4, POSITION, codec.turn, "plain", Plain(backwards=way)) for way in (False, True)
+        metal_planes.encode(x, 4, POSITION, codec.turn, "plain", Plain(backwards=way)) for way in (False, True)
     )
     assert all(mx.array_equal(forth[name], back[name]) for name in forth)
 
@@ -104,20 +104,20 @@ def test_lanes_in_another_order_find_the_same() -> None:
 @pytest.mark.parametrize("turn", TURNS)
 def test_what_is_joined_inside_a_group_is_decoded(turn: str) -> None:
     codec = _codec(64, 4, turn)
-    with paths.as_on_metal():
+    with backends.as_on_metal():
         joined = codec.join(
             codec.encode(keys(HEADS, 100, 64, seed=1), 30), codec.encode(keys(HEADS, 250, 64, seed=2), 130)
         )
         wanted = np.array(codec.decode(joined, mx.float32))
-    found = np.array(portable_decode.decode(joined, mx.float32, "plain", Plain()))
+    found = np.array(metal_planes.decode(joined, mx.float32, "plain", Plain()))
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
 
 
 def test_what_is_not_taken() -> None:
-    assert portable_planes.takes(keys(HEADS, 4, 64))
-    assert not portable_planes.takes(keys(1, 4, 64))
-    assert not portable_planes.takes(keys(HEADS, 4, 72))
-    assert not portable_planes.takes(keys(HEADS, 4, 512))
-    with paths.as_on_metal():
-        assert not portable_decode.takes_planes(PlanesCodec(4).encode(keys(1, 4, 64)))
-        assert portable_decode.takes_planes(PlanesCodec(4).encode(keys(2, 4, 64)))
+    assert metal_planes.takes(keys(HEADS, 4, 64))
+    assert not metal_planes.takes(keys(1, 4, 64))
+    assert not metal_planes.takes(keys(HEADS, 4, 72))
+    assert not metal_planes.takes(keys(HEADS, 4, 512))
+    with backends.as_on_metal():
+        assert not metal_planes.takes_planes(PlanesCodec(4).encode(keys(1, 4, 64)))
+        assert metal_planes.takes_planes(PlanesCodec(4).encode(keys(2, 4, 64)))

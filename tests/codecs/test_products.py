@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvstrata.codecs.products import exact_mix, exact_scores, least_rows
+from kvstrata.codecs.raw import exact_mix, exact_scores, least_rows
 
 DTYPES = [mx.bfloat16, mx.float16, mx.float32]
 
@@ -27,7 +27,7 @@ def wide(x: mx.array) -> np.ndarray:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_scores(dtype: mx.Dtype, queries: int, tokens: int, rows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """`rows`: how many a product needs on the machine."""
-    monkeypatch.setattr("kvstrata.codecs.products.least_rows", lambda _: rows)
+    monkeypatch.setattr("kvstrata.codecs.raw.least_rows", lambda _: rows)
     q, k = arrays(dtype, queries, tokens)
     expected = 0.0884 * (wide(q) @ wide(k).swapaxes(-1, -2))
     found = exact_scores(q, k, 0.0884)

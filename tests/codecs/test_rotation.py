@@ -4,8 +4,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvstrata.codecs.packing import pack, unpack
-from kvstrata.codecs.rotation import block_of, rotate, rotate_back, sign_values
+from kvstrata.codecs.hadamard import block_of, rotate, rotate_back, sign_values
+from kvstrata.codecs.planes import pack, unpack
 
 
 @pytest.mark.parametrize(("dim", "block"), [(64, 64), (80, 16), (96, 32), (128, 128), (192, 64), (256, 256)])

@@ -8,10 +8,10 @@ from itertools import pairwise
 import mlx.core as mx
 import pytest
 
-from kvstrata.codecs import tiles
+from kvstrata.codecs import base
+from kvstrata.codecs.mean_runs import segments_of, spread, sums
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.registry import parse
-from kvstrata.codecs.segments import segments_of, spread, sums
 from tests.codecs.arrays import keys, relative_error, same_bits
 
 pytestmark = pytest.mark.usefixtures("as_on_metal")
@@ -26,7 +26,7 @@ def test_tiles_make_what_one_piece_makes(precision: str, position: int, monkeypa
     codec, x = parse(precision), keys(2, 3000, 64, dtype=mx.bfloat16)
     tiled = codec.encode(x, position)
     decoded = codec.decode(tiled, mx.bfloat16)
-    monkeypatch.setattr(tiles, "MOST_TILES", 1)
+    monkeypatch.setattr(base, "MOST_TILES", 1)
     whole = codec.encode(x, position)
     assert tiled.segments == whole.segments
     assert all(same_bits(tiled.arrays[name], whole.arrays[name]) for name in whole.arrays)

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx import nn
 
-from kvstrata.codecs import paths
+from kvstrata.codecs import backends
 from kvstrata.codecs.planes import HELD, PlanesCodec, step_down
 from kvstrata.codecs.registry import planes_from
-from kvstrata.codecs.turns import Turn, make_turn, turn_from
+from kvstrata.codecs.rope import Turn, make_turn, turn_from
 from tests.codecs.arrays import TURNS, a_turn, keys, relative_error, same_bits
 
 
@@ -80,7 +80,7 @@ def test_kernels_and_stock_operations_agree(turn: Turn, num_tokens: int, positio
     q = mx.random.normal((2, 3, 64), key=mx.random.key(1))
     planes = codec.encode(x, position)
     dense, scores = codec.decode(planes, mx.float32), codec.scores(q, planes)
-    with paths.as_on_metal():
+    with backends.as_on_metal():
         assert relative_error(codec.decode(planes, mx.float32), dense) < 1e-6
         assert relative_error(codec.scores(q, planes), scores) < 1e-5
         stock = codec.encode(x, position)
@@ -104,7 +104,7 @@ def test_pieces_encoded_apart_are_joined_and_cut_at_any_token(turn: Turn, positi
     with_kernels = codec.decode(joined, mx.float32), codec.scores(q, joined), codec.decode(middle, mx.float32)
     assert same_bits(with_kernels[0], expected)
     assert same_bits(with_kernels[2], expected[:, 100:600])
-    with paths.as_on_metal():
+    with backends.as_on_metal():
         assert relative_error(codec.decode(joined, mx.float32), expected) < 1e-6
         assert relative_error(codec.scores(q, joined), with_kernels[1]) < 1e-5
         assert relative_error(codec.scores(q, middle), with_kernels[1][..., 100:600]) < 1e-5

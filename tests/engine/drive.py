@@ -16,13 +16,13 @@ from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.memory_plan import MemoryPlan
 from kvstrata.engine.request import Event, Failed, Finished, PrefillProgress, Request, Sampling, TextDelta, TokenLogprob
 from kvstrata.engine.sequence import Sequence
-from kvstrata.layers.kinds import Layout
+from kvstrata.kv.layout import Layout
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.tier_client import TierClient
-from kvstrata.tier.base import Tier
-from kvstrata.tier.nothing import NoTier
+from kvstrata.tiers.interface import Tier
+from kvstrata.tiers.no_tier import NoTier
 from tests.tiny import layout_of
 
 GIB = 1 << 30

@@ -13,8 +13,8 @@ from kvstrata.engine.cache_api import CacheApi
 from kvstrata.engine.config import KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.request import Request
-from kvstrata.spans.rewrite import LayerRewrite
-from kvstrata.spans.span import Span
+from kvstrata.kv.span import Span
+from kvstrata.kv.transcode import LayerRewrite
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import cached, engine_on, flush_tier, make_computing_slow, settle
 from tests.engine.test_disk_keeps import prompt_of

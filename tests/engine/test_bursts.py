@@ -14,23 +14,23 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.disk.files import Files
-from kvstrata.disk.options import DiskOptions
-from kvstrata.disk.tier import DiskTier
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.request import Finished, Request
 from kvstrata.engine.sequence import Sequence
+from kvstrata.kv.packing import tally
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.keys import as_ids, chain
 from kvstrata.prefix_cache.reclaim import MOST_OVER
-from kvstrata.spans.contents import tally
-from kvstrata.tier.lookups import finish
-from tests.disk.faults import Act, FaultyFiles, fail, wait_for
+from kvstrata.tiers.disk.filesystem import Files
+from kvstrata.tiers.disk.tier import DiskTier
+from kvstrata.tiers.lookups import finish
+from kvstrata.tiers.options import DiskOptions
 from tests.engine.drive import GREEDY, Drive
 from tests.engine.test_disk import MIB, answer, cached, engine_on, settle
 from tests.engine.test_engine import Reply
 from tests.engine.test_loop import prompt
+from tests.tiers.disk.faults import Act, FaultyFiles, fail, wait_for
 from tests.tiny import tiny_loaded
 
 NUM_CHATS = 8

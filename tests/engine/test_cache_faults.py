@@ -16,7 +16,6 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.codecs.registry import parse
-from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.cache_api import RequantizedCache
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
@@ -24,17 +23,18 @@ from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.request import Failed, Finished, PinRequest, Request, Sampling
 from kvstrata.errors import Unavailable
 from kvstrata.grammar.constraint import Constraint
-from kvstrata.layers.kinds import arrays_in
+from kvstrata.kv.layout import arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.prefix_cache.keys import as_ids
 from kvstrata.prefix_cache.requantize import PrecisionChange
 from kvstrata.prefix_cache.worth import ReuseClass
 from kvstrata.sizes import Size
+from kvstrata.tiers.options import DiskOptions
 from tests.byte_level import byte_grammars, byte_model
 from tests.engine.test_disk import make_computing_slow
 from tests.engine.test_engine import Reply
 from tests.faults import Fault, Faults, Site
-from tests.remote.stores import options_for, private_folder, secret_file
+from tests.tiers.remote.stores import options_for, private_folder, secret_file
 from tests.tiny import layout_of
 
 pytestmark = pytest.mark.cache_faults

@@ -17,20 +17,20 @@ import numpy as np
 import pytest
 
 from kvstrata.codecs.registry import _VERSIONS, parse
-from kvstrata.disk.files import Files
-from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.cache_api import CacheApi
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.request import Failed, Request, TextDelta
 from kvstrata.engine.speeds import TokenRate
-from kvstrata.layers.kinds import arrays_in
+from kvstrata.kv.layout import arrays_in
+from kvstrata.kv.precision_estimate import LOWER
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.matching import Explanation
 from kvstrata.prefix_cache.requantize import ChangeResult, PrecisionChange
-from kvstrata.spans.estimate import LOWER
+from kvstrata.tiers.disk.filesystem import Files
+from kvstrata.tiers.options import DiskOptions
 from tests.engine.drive import GREEDY
 from tests.engine.test_engine import Reply
 from tests.tiny import VOCAB, tiny_loaded

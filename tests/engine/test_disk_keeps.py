@@ -12,19 +12,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstrata.disk.tier import DiskTier
-from kvstrata.disk.writer import Pause
 from kvstrata.engine.cache_api import CacheApi
 from kvstrata.engine.config import KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.request import Failed, Request
 from kvstrata.prefix_cache.keys import as_ids
-from kvstrata.tier.lookups import finish
-from tests.disk.faults import FaultyFiles, fail, fail_once
+from kvstrata.tiers.disk.tier import DiskTier
+from kvstrata.tiers.disk.writer import Pause
+from kvstrata.tiers.lookups import finish
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import MIB, cached, engine_on, flush_tier, make_computing_slow, make_prefill_fail, settle
 from tests.engine.test_engine import Reply
+from tests.tiers.disk.faults import FaultyFiles, fail, fail_once
 from tests.tiny import VOCAB, tiny_loaded
 
 SMALL_DISK = 3 * MIB  # some prompts of 600 tokens
@@ -83,7 +83,7 @@ class LongPause(Pause):
 def test_what_the_disk_failed_to_write_is_written_when_it_can_be(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstrata.disk.writer.Pause", LongPause)
+    monkeypatch.setattr("kvstrata.tiers.disk.writer.Pause", LongPause)
     loaded, files = tiny_loaded(architecture), FaultyFiles()
     with engine_on(tmp_path, loaded, KvConfig(), files=files) as engine:
         files.before = {"sync": fail(errno.ENOSPC)}

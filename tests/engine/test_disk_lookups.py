@@ -13,9 +13,6 @@ from typing import Any
 import pytest
 
 from kvstrata.codecs.registry import parse
-from kvstrata.disk.blocks import DiskBlocks
-from kvstrata.disk.files import Files
-from kvstrata.disk.tier import DiskTier
 from kvstrata.engine import prefix_lookup
 from kvstrata.engine.cache_api import CacheApi
 from kvstrata.engine.config import KvConfig
@@ -24,8 +21,11 @@ from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.request import Request, TextDelta
 from kvstrata.engine.speeds import TokenRate
 from kvstrata.prefix_cache.requantize import PrecisionChange
-from kvstrata.tier import rates
-from kvstrata.tier.block import BlockId
+from kvstrata.tiers import read_rates
+from kvstrata.tiers.block import BlockId
+from kvstrata.tiers.disk.chains import DiskBlocks
+from kvstrata.tiers.disk.filesystem import Files
+from kvstrata.tiers.disk.tier import DiskTier
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import answer, cached, engine_on, flush_tier, make_computing_slow, settle, why
 from tests.engine.test_engine import Reply
@@ -195,7 +195,7 @@ class Disk(Files):
 
 
 def test_disk_that_was_slow_once_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "HALF_LIFE_S", 3600.0)
+    monkeypatch.setattr(read_rates, "HALF_LIFE_S", 3600.0)
     loaded, files = tiny_loaded("llama"), Disk()
 
     def ask(name: str) -> int:
@@ -215,9 +215,9 @@ def test_disk_that_was_slow_once_is_read_again(tmp_path: Path, monkeypatch: pyte
         num_blocks = disk_rates(engine).num_blocks
         assert ask("not tried") == 0
         assert disk_rates(engine).num_blocks == num_blocks
-        monkeypatch.setattr(rates, "HALF_LIFE_S", 0.001)
+        monkeypatch.setattr(read_rates, "HALF_LIFE_S", 0.001)
         assert ask("tried") == 699
-        monkeypatch.setattr(rates, "HALF_LIFE_S", 3600.0)
+        monkeypatch.setattr(read_rates, "HALF_LIFE_S", 3600.0)
         assert ask("fast") == 699
 
 
@@ -242,7 +242,7 @@ def make_computing_take(core: EngineCore, seconds: float) -> None:
     core.speeds.alone.add_work(700, seconds)
 
 
-def disk_rates(engine: Engine) -> rates.Rates:
+def disk_rates(engine: Engine) -> read_rates.Rates:
     return engine.ask(lambda core: core.prefix_cache.disk.tier.rates).result(60)
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from kvstrata.codecs.registry import parse
 from kvstrata.engine.config import EngineLimits, KvConfig
-from kvstrata.spans.rewrite import LayerRewrite
-from kvstrata.spans.span import Span
+from kvstrata.kv.span import Span
+from kvstrata.kv.transcode import LayerRewrite
 from tests.engine.drive import Drive, do_one_step
 from tests.engine.test_loop import prompt
 from tests.engine.test_prefixes import cached, steady_loaded

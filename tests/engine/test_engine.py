@@ -27,7 +27,7 @@ from kvstrata.engine.runner import ModelRunner
 from kvstrata.engine.sequence import Sequence
 from kvstrata.engine.thread import TierEvent
 from kvstrata.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, NeverFits, QueueFull, Unavailable
-from kvstrata.layers import buffers
+from kvstrata.kv import buffers
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from tests.tiny import tiny_loaded, tiny_module

@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 
 from kvstrata.backend import mlx_backend
 from kvstrata.codecs.registry import parse
-from kvstrata.disk.options import DiskOptions
 from kvstrata.engine import build
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.memory_plan import Forecast, Scratch, advise, expected_scratch, forecast, needs_live
 from kvstrata.engine.request import Request
-from kvstrata.layers.kinds import arrays_in
+from kvstrata.kv.layout import arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.load import load
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.outline import Outline, outline, outline_layers
+from kvstrata.tiers.options import DiskOptions
 from tests.engine.drive import GREEDY, Drive
 from tests.engine.test_engine import Reply
 from tests.models.conftest import write_model

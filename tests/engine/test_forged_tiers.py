@@ -22,13 +22,12 @@ from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.prefix_lookup import MAX_TIER_LOOKUPS
 from kvstrata.engine.sequence import Sequence as EngineSequence
 from kvstrata.prefix_cache.keys import chain
-from kvstrata.tier.base import Accepted, Refusal, Refused, Removed, Writing
-from kvstrata.tier.block import BASE, BLOCK_TOKENS, MARK, Block, BlockId
-from kvstrata.tier.chains import Link, TierMatch, TokenIds
-from kvstrata.tier.lookups import Lookup, Walk
-from kvstrata.tier.nothing import NoBlocks, NoTier
-from kvstrata.tier.reading import BlockReading, Deliver, Loaded, Missing, MissReason
-from kvstrata.tier.removals import BlockRemoval, RemovalCause
+from kvstrata.tiers.block import BASE, BLOCK_TOKENS, MARK, Block, BlockId
+from kvstrata.tiers.interface import Accepted, Link, Refusal, Refused, Removed, TierMatch, TokenIds, Writing
+from kvstrata.tiers.lookups import Lookup, Walk
+from kvstrata.tiers.no_tier import NoBlocks, NoTier
+from kvstrata.tiers.read_pool import BlockReading, Deliver, Loaded, Missing, MissReason
+from kvstrata.tiers.removals import BlockRemoval, RemovalCause
 from tests.engine.drive import Client, Drive, do_one_step
 from tests.engine.test_loop import prompt
 from tests.engine.test_prefixes import DRAWN, settle, steady_loaded

@@ -11,7 +11,7 @@ from kvstrata.engine.config import KvConfig
 from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.request import Request
 from kvstrata.prefix_cache.transcode import MAX_SPANS
-from kvstrata.tier.base import Usage
+from kvstrata.tiers.interface import Usage
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import engine_on, flush_tier, settle
 from tests.engine.test_engine import Reply

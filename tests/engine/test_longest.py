@@ -16,7 +16,7 @@ from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.request import Event, Failed, Finished, Request
 from kvstrata.errors import NeverFits
-from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in
+from kvstrata.kv.layout import LayerSpec, Layout, arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from tests.engine.drive import GREEDY, Client, Drive

@@ -12,7 +12,7 @@ from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.request import Sampling, TokenUsage
 from kvstrata.engine.scheduler import PassCost
 from kvstrata.engine.sequence import Sequence
-from kvstrata.layers.mixed import MixedPass
+from kvstrata.kv.mixed_pass import MixedPass
 from tests.engine.drive import GREEDY, Client, Drive
 from tests.tiny import VOCAB, tiny_loaded
 

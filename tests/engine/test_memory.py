@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.attention.parts import RawPart
+from kvstrata.attention.segments import RawPart
 from kvstrata.backend import MlxBackend
-from kvstrata.codecs import paths, portable_decode
-from kvstrata.codecs.kernel_text import Launch
+from kvstrata.codecs import backends
+from kvstrata.codecs.metal import planes as metal_planes
+from kvstrata.codecs.metal.kernel_text import Launch
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.registry import parse
 from kvstrata.engine import profiling
@@ -28,9 +29,9 @@ from kvstrata.engine.memory_plan import MemoryPlan, Scratch, limit_for, plan_mem
 from kvstrata.engine.profiling import PassShape, max_chunk, measure_scratch
 from kvstrata.engine.request import Event, Failed, Finished, Request, Sampling
 from kvstrata.engine.runner import ModelRunner
-from kvstrata.layers import buffers
-from kvstrata.layers.kinds import LayerSpec
-from kvstrata.layers.sequence import SequenceCache
+from kvstrata.kv import buffers
+from kvstrata.kv.layout import LayerSpec
+from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.metrics import Metrics
 from kvstrata.models.probe import probe
 from tests.tiny import VOCAB, layout_of, tiny_loaded, tiny_module
@@ -79,7 +80,7 @@ def test_measured_scratch_is_close_to_the_scratch_of_longer_passes(architecture:
 def test_context_sources_on_metal_have_more_segments_than_a_launch_decodes(num_tokens: int) -> None:
     spec = LayerSpec("full", kv_heads=2, k_dim=64, v_dim=64, dtype=mx.float32)
     pair = (PlanesCodec(8), PlanesCodec(4))
-    with paths.as_on_metal():
+    with backends.as_on_metal():
         sources = profiling.context_sources(spec, pair, num_tokens)
         assert sum(source.num_tokens for source in sources) == num_tokens
         stretches = [part.stretches()[0] for source in sources for part in source.parts()]
@@ -89,7 +90,7 @@ def test_context_sources_on_metal_have_more_segments_than_a_launch_decodes(num_t
         launches.append(launch)
         return [mx.zeros(shape, dtype) for shape, dtype in zip(launch.shapes, launch.dtypes, strict=True)]
 
-    joined = portable_decode.join(stretches, mx.float32, "plain", see)
+    joined = metal_planes.join(stretches, mx.float32, "plain", see)
     assert joined.shape == (2, num_tokens, 64)
     assert len(launches) == (2 if num_tokens > 7 else 1)
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from kvstrata.disk.options import DiskOptions
-from kvstrata.disk.tier import DiskTier
 from kvstrata.engine.config import KvConfig
+from kvstrata.kv.packing import tally
 from kvstrata.prefix_cache.entries import Entry
 from kvstrata.prefix_cache.keys import chain
-from kvstrata.spans.contents import tally
+from kvstrata.tiers.disk.tier import DiskTier
+from kvstrata.tiers.options import DiskOptions
 from tests.engine.drive import Drive
 from tests.tiny import VOCAB, tiny_loaded
 

@@ -17,16 +17,16 @@ from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.request import Request, Sampling
 from kvstrata.engine.sequence import Sequence
 from kvstrata.errors import ConfigError
-from kvstrata.layers.buffers import without_cache
-from kvstrata.layers.sequence import SequenceCache
+from kvstrata.kv.buffers import without_cache
+from kvstrata.kv.sequence_cache import SequenceCache
+from kvstrata.kv.span import prefix_of
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.entries import Lease
 from kvstrata.prefix_cache.keys import Tokens
 from kvstrata.prefix_cache.matching import checkpoint_of, ranges_of
-from kvstrata.spans.span import prefix_of
 from tests.engine.drive import GREEDY, Client, Drive
 from tests.engine.test_loop import assert_same, prompt
-from tests.layers.test_same_output import steady_module
+from tests.kv.test_layers_same_output import steady_module
 from tests.tiny import ARCHITECTURES, layout_of, tiny_loaded
 
 DRAWN = Sampling(temperature=1.0, seed=3, num_logprobs=0)

@@ -10,8 +10,8 @@ import pytest
 from kvstrata.codecs.registry import parse
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.errors import ConfigError, InvalidRequest
+from kvstrata.kv.precision_estimate import LOWER
 from kvstrata.prefix_cache.requantize import RECURRENT, PrecisionChange
-from kvstrata.spans.estimate import LOWER
 from tests.engine.drive import Drive
 from tests.engine.test_loop import prompt
 from tests.tiny import tiny_loaded

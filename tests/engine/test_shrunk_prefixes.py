@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from kvstrata.disk.options import DiskOptions
-from kvstrata.disk.tier import DiskTier
 from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.sequence import Sequence
+from kvstrata.kv.packing import tally
 from kvstrata.prefix_cache.keys import chain
-from kvstrata.spans.contents import tally
+from kvstrata.tiers.disk.tier import DiskTier
+from kvstrata.tiers.options import DiskOptions
 from tests.engine.drive import Client, Drive
 from tests.engine.test_disk import MIB, make_computing_slow
 from tests.engine.test_loop import assert_same, prompt

@@ -1,6 +1,6 @@
 """16-bit models through the whole engine, as a Mac runs them: after a hit, as close to float32 as mlx-lm.
 
-The bound of tests/spans/test_sixteen_bits.py holds for the distribution of the first token after the prompt.
+The bound of tests/kv/test_sixteen_bits.py holds for the distribution of the first token after the prompt.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvstrata.attention.parts import SealedPart
+from kvstrata.attention.segments import SealedPart
 from kvstrata.codecs.registry import parse
-from kvstrata.disk.options import DiskOptions
-from kvstrata.disk.tier import DiskTier
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.request import Sampling
-from kvstrata.layers.sequence import Prefix, SequenceCache
+from kvstrata.kv.gather import num_arrays
+from kvstrata.kv.packing import tally
+from kvstrata.kv.sequence_cache import Prefix, SequenceCache
+from kvstrata.kv.span import SpanRange, prefix_of
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.prefix_cache.requantize import PrecisionChange
-from kvstrata.spans.contents import tally
-from kvstrata.spans.gather import num_arrays
-from kvstrata.spans.span import SpanRange, prefix_of
+from kvstrata.tiers.disk.tier import DiskTier
+from kvstrata.tiers.options import DiskOptions
 from tests.engine.drive import Client, Drive
-from tests.layers.test_same_output import steady_module
+from tests.kv.test_layers_same_output import steady_module
+from tests.kv.test_sixteen_bits import decoded
 from tests.sixteen import CASES, OFFSET, Error, Sixteen, check, rms, sixteen
-from tests.spans.test_sixteen_bits import decoded
 from tests.tiny import VOCAB, tiny_config, tiny_loaded
 
 pytestmark = pytest.mark.usefixtures("as_on_metal")

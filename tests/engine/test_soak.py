@@ -30,7 +30,6 @@ import pytest
 
 from kvstrata.backend.heap import trim_heap
 from kvstrata.codecs.registry import parse
-from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.cache_api import CacheApi, CacheUsage
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
@@ -40,11 +39,12 @@ from kvstrata.engine.speeds import TokenRate
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.requantize import PrecisionChange
-from tests.disk.blocks import real_bytes
-from tests.disk.faults import flip
+from kvstrata.tiers.options import DiskOptions
 from tests.engine.test_disk import settle
 from tests.engine.test_engine import Reply
 from tests.sixteen import cast
+from tests.tiers.disk.blocks import real_bytes
+from tests.tiers.disk.faults import flip
 from tests.tiny import VOCAB, tiny_loaded, tiny_module
 
 # In a run of all slow tests; `make soak` asks for twenty.

@@ -8,12 +8,12 @@ from typing import get_args
 import mlx.core as mx
 import pytest
 
-from kvstrata.codecs import paths, planes_check
+from kvstrata.codecs import backends, trials
+from kvstrata.codecs.backends import Trial
 from kvstrata.codecs.planes import PlanesCodec
-from kvstrata.codecs.planes_check import Kind, What
-from kvstrata.codecs.trials import Trial
+from kvstrata.codecs.trials import Kind, What
 from kvstrata.engine import profiling
-from kvstrata.layers.kinds import LayerSpec, Layout
+from kvstrata.kv.layout import LayerSpec, Layout
 
 
 def test_warm_up_on_cuda_encodes_and_decodes_each_vector_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,11 +52,11 @@ def test_warm_up_on_metal_tries_each_vector_with_its_decoded_dtypes(monkeypatch:
         tried.add((what, kind))
         return Trial(what, 0.0, 1.0)
 
-    monkeypatch.setattr(planes_check, "trial", trial)
+    monkeypatch.setattr(trials, "trial", trial)
     assert profiling.warm_up_kernels(layout) == 0
-    with paths.as_on_metal():
+    with backends.as_on_metal():
         assert profiling.warm_up_kernels(layout) == 0  # this machine has no Apple GPU
-        monkeypatch.setattr(planes_check, "dialect", lambda: "metal")
+        monkeypatch.setattr(trials, "dialect", lambda: "metal")
         assert profiling.warm_up_kernels(layout) == 3
     halves = {(what, Kind(mx.float16, dim)) for what in get_args(What) for dim in (64, 128)}
     assert tried == halves | {("decode", Kind(mx.float32, 64))}

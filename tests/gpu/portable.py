@@ -21,14 +21,16 @@ from statistics import median
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.attention import portable, portable_plan
-from kvstrata.attention.by_row import decode_by_row
-from kvstrata.attention.parts import CutPart, Part, Parts, RawPart, SealedPart
-from kvstrata.codecs import cuda_codes, portable_decode, portable_planes
+from kvstrata.attention.metal import decode as metal_decode
+from kvstrata.attention.metal import launch_plan as metal_launch_plan
+from kvstrata.attention.segments import CutPart, Part, Parts, RawPart, SealedPart
+from kvstrata.attention.stock import decode_by_row
 from kvstrata.codecs.base import Planes
+from kvstrata.codecs.cuda import planes as cuda_planes
+from kvstrata.codecs.metal import planes as metal_planes
+from kvstrata.codecs.metal.planes import Stretch
 from kvstrata.codecs.planes import PlanesCodec
-from kvstrata.codecs.portable_decode import Stretch
-from kvstrata.codecs.turns import Turn, make_turn
+from kvstrata.codecs.rope import Turn, make_turn
 
 ALLOWED = {mx.float32: 1e-3, mx.float16: 2e-3, mx.bfloat16: 1.2e-2}
 CACHE_BYTES = 120 << 20  # twice what the GPU's cache holds
@@ -87,9 +89,9 @@ def raw(heads: int, tokens: int, dims: tuple[int, int], dtype: mx.Dtype, seed: i
 
 
 def ours(q: mx.array, rows: Rows, sinks: mx.array | None = None) -> mx.array:
-    step = portable.step_of(q, [[part.read() for part in parts] for parts in rows], SCALE, sinks, "cuda")
+    step = metal_decode.step_of(q, [[part.read() for part in parts] for parts in rows], SCALE, sinks, "cuda")
     assert step is not None
-    return portable.attend(q, step, sinks)
+    return metal_decode.attend(q, step, sinks)
 
 
 def expected(q: mx.array, rows: Rows, sinks: mx.array | None) -> np.ndarray:
@@ -151,7 +153,7 @@ def codecs_right() -> Iterator[Right]:
             codec = PlanesCodec(bits, turn)
             x = normal((2, 700, dim), 1, dtype, 1.0)
             began_s = time.perf_counter()
-            arrays = portable_planes.encode(x, bits, 100, turn, "cuda")
+            arrays = metal_planes.encode(x, bits, 100, turn, "cuda")
             theirs = codec.encode(x, 100)
             planes = Planes(codec, arrays, 700, 100, dim, theirs.segments)
             found, wanted = (wide(codec.decode(each, mx.float32)) for each in (planes, theirs))
@@ -159,13 +161,13 @@ def codecs_right() -> Iterator[Right]:
             name = f"{codec.name}, heads of {dim}, {dtype}, {'turning' if turn else 'plain'} means"
             yield Right(f"encode {name}", float(np.abs(found - wanted).mean() / np.abs(wanted).mean()), 5e-3, first_s)
             began_s = time.perf_counter()
-            decoded = wide(portable_decode.decode(theirs, mx.float32, "cuda"))
+            decoded = wide(metal_planes.decode(theirs, mx.float32, "cuda"))
             first_s = time.perf_counter() - began_s
             yield Right(f"decode {name}", float(np.abs(decoded - wanted).max() / np.abs(wanted).max()), 1e-4, first_s)
             began_s = time.perf_counter()
             own = normal((2, 90, dim), 2, mx.float32)
             stretches = [Stretch(theirs, 40, 650), Stretch(theirs, 0, 700), Stretch(own, 3, 80)]
-            joined = wide(portable_decode.join(stretches, mx.float32, "cuda"))
+            joined = wide(metal_planes.join(stretches, mx.float32, "cuda"))
             first_s = time.perf_counter() - began_s
             whole = np.concatenate([wanted[:, 40:650], wanted, wide(own)[:, 3:80]], axis=1)
             yield Right(f"join {name}", float(np.abs(joined - whole).max() / np.abs(whole).max()), 1e-4, first_s)
@@ -179,11 +181,11 @@ def codecs_speed(copy: float) -> Iterator[Speed]:
         works: dict[str, list[Work]] = {
             "decode": [
                 lambda codec=codec, planes=planes: codec.decode(planes, mx.bfloat16),
-                lambda planes=planes: portable_decode.decode(planes, mx.bfloat16, "cuda"),
+                lambda planes=planes: metal_planes.decode(planes, mx.bfloat16, "cuda"),
             ],
             "encode": [
-                lambda codec=codec, bits=bits: list(cuda_codes.encode_planes(x, bits, 0, codec.turn).values()),
-                lambda codec=codec, bits=bits: list(portable_planes.encode(x, bits, 0, codec.turn, "cuda").values()),
+                lambda codec=codec, bits=bits: list(cuda_planes.encode_planes(x, bits, 0, codec.turn).values()),
+                lambda codec=codec, bits=bits: list(metal_planes.encode(x, bits, 0, codec.turn, "cuda").values()),
             ],
         }
         for what, both in works.items():
@@ -257,19 +259,20 @@ def speed(group: int) -> Iterator[Speed]:
         for enough in GROUPS:
             steps = planned(enough, q, made)
             names.append(f"portable, {enough} groups")
-            works.append(lambda q=q, steps=steps: [portable.attend(q, step) for step in steps])
+            works.append(lambda q=q, steps=steps: [metal_decode.attend(q, step) for step in steps])
         for path, seconds in zip(names, timed(works, repeats), strict=True):
             each = seconds / len(made)
             rate = stored(made[0]) / each
             yield Speed(case, path, 1e6 * each, rate / 1e9, rate / copy)
 
 
-def planned(enough: int, q: mx.array, made: list[Rows]) -> list[portable.Step]:
+def planned(enough: int, q: mx.array, made: list[Rows]) -> list[metal_decode.Step]:
     """With so many groups for a launch to be enough."""
-    portable_plan.ENOUGH_GROUPS = enough
-    portable_plan.plan.cache_clear()
+    metal_launch_plan.ENOUGH_GROUPS = enough
+    metal_launch_plan.plan.cache_clear()
     steps = [
-        portable.step_of(q, [[part.read() for part in parts] for parts in rows], SCALE, None, "cuda") for rows in made
+        metal_decode.step_of(q, [[part.read() for part in parts] for parts in rows], SCALE, None, "cuda")
+        for rows in made
     ]
     return [step for step in steps if step is not None]
 

@@ -25,14 +25,14 @@ from mlx_lm.models.cache import KVCache
 
 from kvstrata.bench.random_model import QWEN3_0_6B, random_model
 from kvstrata.codecs.registry import parse
-from kvstrata.layers.batch import BatchCache
-from kvstrata.layers.compiled import CompiledStep
-from kvstrata.layers.kinds import Layout
-from kvstrata.layers.raw_window import RawWindow
-from kvstrata.layers.sequence import SequenceCache
-from kvstrata.layers.tail import FullLayer
+from kvstrata.kv.batch_cache import BatchCache
+from kvstrata.kv.decode_step import CompiledStep
+from kvstrata.kv.full_layer import FullLayer
+from kvstrata.kv.layout import Layout
+from kvstrata.kv.precision_plan import make_plan
+from kvstrata.kv.raw_window import RawWindow
+from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.models.probe import probe
-from kvstrata.spans.plan import make_plan
 from tests.gpu.step_right import cases, right, slow_cases, wide
 
 BEGAN_S = time.perf_counter()

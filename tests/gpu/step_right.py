@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.attention import cuda_step
-from kvstrata.attention.cuda import PlanesRange, Range, RawRange
-from kvstrata.attention.cuda_addresses import Whereabouts
-from kvstrata.attention.cuda_step import Slot
+from kvstrata.attention.cuda import step as cuda_step
+from kvstrata.attention.cuda.ranges import PlanesRange, Range, RawRange
+from kvstrata.attention.cuda.step import Slot
 from kvstrata.codecs.base import Planes
-from kvstrata.codecs.cuda_codes import RAW_BITS
+from kvstrata.codecs.cuda.addresses import Whereabouts
+from kvstrata.codecs.cuda.planes import RAW_BITS
+from kvstrata.codecs.mean_runs import segments_of
 from kvstrata.codecs.planes import HELD, PlanesCodec
 from kvstrata.codecs.raw import RawCodec
-from kvstrata.codecs.segments import segments_of
-from kvstrata.codecs.turns import Turn, make_turn
+from kvstrata.codecs.rope import Turn, make_turn
 
 ALLOWED = {mx.float16: 2e-3, mx.bfloat16: 1.2e-2}
 

@@ -9,10 +9,10 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
 
-from kvstrata.layers.attention_rows import AttentionRows
+from kvstrata.kv.attention_rows import AttentionRows
 from kvstrata.models import probe as probing
 from kvstrata.models.probe import probe
-from tests.layers.test_same_output import steady_module
+from tests.kv.test_layers_same_output import steady_module
 from tests.tiny import ARCHITECTURES
 
 pytestmark = pytest.mark.usefixtures("as_on_metal")

@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.errors import ModelError
-from kvstrata.layers.kinds import arrays_in
+from kvstrata.kv.layout import arrays_in
 from kvstrata.models import room
 from kvstrata.models.cpu_options import DEFAULT, CpuOptions
 from kvstrata.models.load import load

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvstrata.layers.kinds import LayerSpec, Layout
+from kvstrata.kv.layout import LayerSpec, Layout
 from kvstrata.models.probe import probe
 from kvstrata.models.turning import POSITIONS, turned, with_turns
 from tests.tiny import ARCHITECTURES, tiny_module

@@ -13,7 +13,7 @@ import pytest
 
 from kvstrata.models.cpu_options import CpuOptions
 from kvstrata.models.load import load
-from kvstrata.packed import blocks, kept
+from kvstrata.packed import block, kept
 from kvstrata.packed.weight import pack
 from tests.models.conftest import QUANTIZATION, quantized_module, write_model
 from tests.packed.test_place import num_short
@@ -71,7 +71,7 @@ def test_second_load_packs_nothing_and_computes_the_same(
 
 def test_second_load_does_not_try_blocks(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first = num_short(load(model).module)
-    monkeypatch.setattr(blocks, "_outputs", None)
+    monkeypatch.setattr(block, "_outputs", None)
     assert num_short(load(model).module) == first > 0
 
 

@@ -9,11 +9,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvstrata.attention import cpu
-from kvstrata.attention.attend import install
-from kvstrata.layers.base import AttentionLayer
-from kvstrata.layers.batch import AttentionRows, BatchCache
-from kvstrata.layers.sequence import SequenceCache
+from kvstrata.attention.cpu import step as cpu_step
+from kvstrata.attention.dispatch import install
+from kvstrata.kv.attention_layer import AttentionLayer
+from kvstrata.kv.batch_cache import AttentionRows, BatchCache
+from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.packed.place import place
 from tests.packed.test_place import ROUNDED, quantized_module
 from tests.tiny import layout_of, tiny_loaded
@@ -21,7 +21,7 @@ from tests.tiny import layout_of, tiny_loaded
 PROMPTS = ([5, 9, 2, 40, 41], [7, 3] * 9, [11])
 STEPS = 6
 
-pytestmark = pytest.mark.skipif(not cpu.available(), reason="numba is not installed")
+pytestmark = pytest.mark.skipif(not cpu_step.available(), reason="numba is not installed")
 
 
 def _decoded(architecture: str, rows: int) -> np.ndarray:
@@ -53,8 +53,8 @@ def _decoded(architecture: str, rows: int) -> np.ndarray:
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text"])
 def test_it_is_what_the_way_through_mlx_gives(architecture: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Any] = []
-    attend_next = cpu.attend_next
-    monkeypatch.setattr(cpu, "attend_next", lambda *a: (taken.append(a), attend_next(*a))[1])
+    attend_next = cpu_step.attend_next
+    monkeypatch.setattr(cpu_step, "attend_next", lambda *a: (taken.append(a), attend_next(*a))[1])
     found = _decoded(architecture, rows)
     assert taken
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models import activations, qwen3_next, switch_layers
 
-from kvstrata.codecs import paths
+from kvstrata.codecs import backends
 from kvstrata.packed import operations
 
-pytestmark = pytest.mark.skipif(paths.active() != "cpu", reason="needs numba, and no GPU")
+pytestmark = pytest.mark.skipif(backends.active() != "cpu", reason="needs numba, and no GPU")
 
 SIZES = st.integers(1, 3 * operations.FEWEST)
 

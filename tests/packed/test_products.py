@@ -15,9 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.codecs import cpu_vectors
-from kvstrata.packed import block_kernels, kernels, operation_kernels, rows, tiles
+from kvstrata.codecs.cpu import vectors as cpu_vectors
 from kvstrata.packed import quantized as quantized_module
+from kvstrata.packed.cpu import block_kernels as cpu_block_kernels
+from kvstrata.packed.cpu import products as cpu_products
+from kvstrata.packed.cpu import rows as cpu_rows
+from kvstrata.packed.cpu import tiles as cpu_tiles
 from kvstrata.packed.form import Activations
 from kvstrata.packed.quantized import Quantized
 from kvstrata.packed.weight import BLAS_VECTORS, PackedWeight, Vectors, joined, pack
@@ -154,17 +157,16 @@ def test_formats_without_tiles_say_so() -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="it compiles for another processor of the same kind")
 def test_a_machine_without_vnni_passes_all_of_these(tmp_path: Path) -> None:
     env = {**os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CACHE_DIR": str(tmp_path)}
-    looked = "from kvstrata.packed import tiles; assert (tiles.DOT, tiles.NUM_ABREAST) == ('', 1)"
+    looked = "from kvstrata.packed.cpu import tiles; assert (tiles.DOT, tiles.NUM_ABREAST) == ('', 1)"
     subprocess.run([sys.executable, "-c", looked], env=env, check=True)
     subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__], env=env, check=True)
 
 
 def test_compiled_code_on_disk_belongs_to_the_modules_that_it_is_made_of() -> None:
     for built, parts in (
-        (kernels, (cpu_vectors, quantized_module, tiles)),
-        (rows, (cpu_vectors,)),
-        (operation_kernels, (cpu_vectors,)),
-        (block_kernels, (kernels, rows)),
+        (cpu_products, (cpu_vectors, quantized_module, cpu_tiles)),
+        (cpu_rows, (cpu_vectors,)),
+        (cpu_block_kernels, (cpu_vectors, cpu_products, cpu_rows)),
     ):
         texts = [Path(str(module.__file__)).read_bytes() for module in parts]
         wanted = hashlib.sha256(b"".join(texts)).hexdigest()[:16]

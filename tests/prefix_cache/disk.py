@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from kvstrata.codecs.registry import parse
-from kvstrata.disk.options import DiskOptions
-from kvstrata.disk.tier import DiskTier
-from kvstrata.layers.kinds import Layout
+from kvstrata.kv.layout import Layout
+from kvstrata.kv.packing import tally
+from kvstrata.kv.precision_plan import make_plan
 from kvstrata.prefix_cache.config import CacheConfig, CacheLimits, DiskWrite
 from kvstrata.prefix_cache.keys import Identity, as_ids, chain
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.tier_client import BlockLoad, TierClient
-from kvstrata.spans.contents import tally
-from kvstrata.spans.plan import make_plan
-from kvstrata.tier.lookups import finish
+from kvstrata.tiers.disk.tier import DiskTier
+from kvstrata.tiers.lookups import finish
+from kvstrata.tiers.options import DiskOptions
 from tests.prefix_cache.kv import LAYOUT, Clock, settle, store_tokens
 
 MIB = 1 << 20

@@ -9,21 +9,21 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstrata.attention.parts import CutPart, Part, RawPart, SealedPart
+from kvstrata.attention.segments import CutPart, Part, RawPart, SealedPart
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.registry import parse
-from kvstrata.layers.kinds import LayerSpec, Layout
-from kvstrata.layers.recurrent import RecurrentLayer
-from kvstrata.layers.sequence import SequenceCache
+from kvstrata.kv.checkpoints import take_mark
+from kvstrata.kv.layout import LayerSpec, Layout
+from kvstrata.kv.precision_plan import make_plan
+from kvstrata.kv.recurrent_layer import RecurrentLayer
+from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.prefix_cache.config import CacheConfig, CacheLimits
 from kvstrata.prefix_cache.entries import Lease
 from kvstrata.prefix_cache.entry_table import CacheListener
 from kvstrata.prefix_cache.insertion import Insertion
 from kvstrata.prefix_cache.keys import Identity, TokenIds, as_ids
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
-from kvstrata.spans.marks import take_mark
-from kvstrata.spans.plan import make_plan
 
 DIM = 64
 NUM_LAYERS = 2

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
-from kvstrata.tier.base import CALM_SHARE
-from tests.disk.faults import FaultyFiles, fail, wait_for
+from kvstrata.tiers.interface import CALM_SHARE
 from tests.prefix_cache.disk import MIB, load, random_tokens, reachable, store_on, written
 from tests.prefix_cache.kv import TOKEN_BYTES, settle, store_tokens
+from tests.tiers.disk.faults import FaultyFiles, fail, wait_for
 
 CHATS = [random_tokens(1024, seed) for seed in range(10)]  # 1 MiB each, in 4 blocks
 BLOCK_BYTES = 256 * TOKEN_BYTES

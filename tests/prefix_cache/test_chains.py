@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.layers.kinds import Layout
+from kvstrata.kv.layout import Layout
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.transcode import MAX_SPANS
-from tests.disk.blocks import rows_of
 from tests.prefix_cache.disk import chat, load, random_tokens, reachable, store_on, write_turns, written
 from tests.prefix_cache.kv import HYBRID, LAYOUT, Run, check_lease, settle, store_tokens
+from tests.tiers.disk.blocks import rows_of
 
 NUM_TURNS = 3 * MAX_SPANS
 LAYOUTS = [pytest.param(LAYOUT, id="full"), pytest.param(HYBRID, id="hybrid")]

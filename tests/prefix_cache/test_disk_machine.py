@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from kvstrata.codecs.registry import parse
+from kvstrata.kv.precision_plan import make_plan
 from kvstrata.prefix_cache.config import DiskWrite
 from kvstrata.prefix_cache.keys import as_ids
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.radix_tree import RadixTree
 from kvstrata.prefix_cache.requantize import PrecisionChange
-from kvstrata.spans.plan import make_plan
 from tests.prefix_cache.disk import load, random_tokens, reachable, store_on, written
 from tests.prefix_cache.kv import LAYOUT, Run, check_lease, settle, store_tokens
 

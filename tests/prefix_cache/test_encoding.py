@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from kvstrata.kv.span import Span
+from kvstrata.kv.transcode import LayerRewrite
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.usage import precision_of
-from kvstrata.spans.rewrite import LayerRewrite
-from kvstrata.spans.span import Span
 from tests.prefix_cache.disk import load, random_tokens, reachable, store_on, written
 from tests.prefix_cache.kv import Run, check_lease, new_cache, settle, store_tokens
 

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstrata.codecs.registry import parse
+from kvstrata.kv.precision_plan import make_plan
+from kvstrata.kv.span import live_bytes
 from kvstrata.prefix_cache.entries import Lease
 from kvstrata.prefix_cache.keys import root_key
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.requantize import PrecisionChange
 from kvstrata.prefix_cache.usage import UsageShare, share_of
-from kvstrata.spans.live import live_bytes
-from kvstrata.spans.plan import make_plan
 from tests.prefix_cache.kv import HYBRID, LAYOUT, Clock, Run, Told, check_lease, new_cache, settle, store_tokens
 
 Tokens = tuple[int, ...]

@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 
+from kvstrata.kv.precision_plan import make_plan
 from kvstrata.prefix_cache import entry_table
 from kvstrata.prefix_cache.config import CacheConfig, CacheLimits
 from kvstrata.prefix_cache.keys import Identity
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
-from kvstrata.spans.plan import make_plan
 from tests.prefix_cache.kv import LAYOUT, TOKEN_BYTES, new_cache, store_tokens
 from tests.prefix_cache.test_store import tokens
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.disk.folder import file_name
 from kvstrata.prefix_cache.entries import Entry
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
-from kvstrata.tier import removals
-from tests.disk.blocks import rows_of
+from kvstrata.tiers import removals
+from kvstrata.tiers.disk.folder import file_name
 from tests.prefix_cache.disk import load, random_tokens, reachable, store_on, written
 from tests.prefix_cache.kv import TOKEN_BYTES, settle, store_tokens
+from tests.tiers.disk.blocks import rows_of
 
 NUM_TOKENS = 256
 NUM_CHATS = 12

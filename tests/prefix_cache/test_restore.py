@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from kvstrata.codecs.registry import parse
-from kvstrata.disk.files import Files
+from kvstrata.kv.precision_plan import Plan, make_plan
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.requantize import NO_MEMORY, PrecisionChange
-from kvstrata.spans.plan import Plan, make_plan
+from kvstrata.tiers.disk.filesystem import Files
 from tests.prefix_cache.disk import random_tokens, store_on, write_turns, written
 from tests.prefix_cache.kv import LAYOUT, TOKEN_BYTES, check_lease, settle
 

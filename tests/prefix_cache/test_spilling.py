@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 from kvstrata.codecs.registry import parse
-from kvstrata.layers.kinds import Layout
+from kvstrata.kv.layout import Layout
+from kvstrata.kv.precision_plan import Plan, make_plan
 from kvstrata.prefix_cache.keys import as_ids, chain, root_key
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.requantize import PrecisionChange
 from kvstrata.prefix_cache.transcode import MAX_SPANS
 from kvstrata.prefix_cache.usage import share_of
-from kvstrata.spans.plan import Plan, make_plan
-from kvstrata.tier.base import Accepted
-from kvstrata.tier.block import Block
-from kvstrata.tier.daily_budget import SECONDS_OF_A_DAY
-from tests.disk.blocks import rows_of
+from kvstrata.tiers.block import Block
+from kvstrata.tiers.interface import Accepted
+from kvstrata.tiers.write_limits import SECONDS_OF_A_DAY
 from tests.prefix_cache.disk import begin_load, chat, load, random_tokens, reachable, store_on, write_turns, written
 from tests.prefix_cache.kv import HYBRID, LAYOUT, TOKEN_BYTES, Clock, Run, check_lease, settle, store_tokens
+from tests.tiers.disk.blocks import rows_of
 
 LAYOUTS = [pytest.param(LAYOUT, id="full"), pytest.param(HYBRID, id="hybrid")]
 

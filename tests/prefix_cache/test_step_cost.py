@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from kvstrata.codecs.registry import parse
+from kvstrata.kv.precision_plan import make_plan
 from kvstrata.prefix_cache import requantize
 from kvstrata.prefix_cache.entries import Entry
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.requantize import PrecisionChange
-from kvstrata.spans.plan import make_plan
 from tests.prefix_cache.disk import store_on
 from tests.prefix_cache.kv import LAYOUT, new_cache, settle, store_tokens
 

@@ -10,15 +10,15 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.codecs.registry import parse
-from kvstrata.layers.sequence import SequenceCache
+from kvstrata.kv.checkpoints import Mark
+from kvstrata.kv.precision_plan import make_plan
+from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.prefix_cache.config import CacheConfig
 from kvstrata.prefix_cache.entries import Lease, PrecisionTarget
 from kvstrata.prefix_cache.keys import TokenIds
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.requantize import PrecisionChange
 from kvstrata.prefix_cache.transcode import MAX_SPANS
-from kvstrata.spans.marks import Mark
-from kvstrata.spans.plan import make_plan
 from tests.prefix_cache.kv import (
     HYBRID,
     LAYOUT,

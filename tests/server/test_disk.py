@@ -15,8 +15,8 @@ from kvstrata.backend import device
 from kvstrata.cli import app
 from kvstrata.cli.serve import start_lines
 from kvstrata.config import load as load_settings
-from kvstrata.disk.files import Files
 from kvstrata.models.load import load
+from kvstrata.tiers.disk.filesystem import Files
 from tests.engine.test_disk import make_computing_slow
 from tests.models.conftest import write_model
 from tests.server.conftest import Served, running

@@ -25,7 +25,7 @@ show_messages(sys.argv[1])
 uvicorn.Config(None, log_level=sys.argv[1])
 logging.error("a library")
 for level in sys.argv[2:]:
-    getattr(logging.getLogger("kvstrata.disk.writer"), level)("it is %s", level)
+    getattr(logging.getLogger("kvstrata.tiers.disk.writer"), level)("it is %s", level)
 """
 
 
@@ -56,7 +56,7 @@ import logging, sys, uvicorn
 from kvstrata.server.logs import show_messages
 show_messages("info", "json")
 uvicorn.Config(None, log_level="info", log_config=None)
-logging.getLogger("kvstrata.disk.writer").warning("one\\nline %s", "Größe", extra={"fields": {"status": 7}})
+logging.getLogger("kvstrata.tiers.disk.writer").warning("one\\nline %s", "Größe", extra={"fields": {"status": 7}})
 logging.getLogger("uvicorn.error").info("of uvicorn")
 logging.getLogger("kvstrata").debug("too fine")
 try:

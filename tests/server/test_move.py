@@ -340,8 +340,7 @@ def test_prompt_caches_that_say_something_else_are_refused(plain_file: bytes) ->
 
 
 def enveloped(content: bytes) -> bytes:
-    from kvstrata.bundle.format import Header
-    from kvstrata.bundle.writing import BundleWriter
+    from kvstrata.tiers.bundle import BundleWriter, Header
 
     writer = BundleWriter(Header("prompt_cache", prompt={"tokens": PROMPT}))
     pieces = itertools.chain(writer.begin(), writer.record([memoryview(content)], len(content)), writer.end())

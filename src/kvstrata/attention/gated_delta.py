@@ -15,7 +15,7 @@ from __future__ import annotations
 import mlx.core as mx
 from mlx_lm.models import gated_delta as stock
 
-from kvstrata.attention import cpu_delta
+from kvstrata.attention.cpu import gated_delta as cpu_gated_delta
 
 BLOCK = 64  # tokens
 # Of fewer tokens than this each is a step of its own, which takes fewer operations.
@@ -53,8 +53,8 @@ def update(
         beta = mx.where(mask[..., None], beta, mx.array(0, beta.dtype))
         # Whatever lies there: nothing times NaN is NaN.
         k, v = (mx.where(mask[..., None, None], array, mx.array(0, array.dtype)) for array in (k, v))
-    if cpu_delta.takes(q, k, v, g, beta, state):
-        return cpu_delta.update(q, k, v, g, beta, state)
+    if cpu_gated_delta.takes(q, k, v, g, beta, state):
+        return cpu_gated_delta.update(q, k, v, g, beta, state)
     if g.ndim == 4 or q.shape[1] < FEWEST:
         return _by_token(q, k, v, g, beta, state)
     return by_blocks(q, k, v, g, beta, state)

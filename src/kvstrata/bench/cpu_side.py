@@ -21,7 +21,7 @@ from kvstrata.engine.request import Sampling
 from kvstrata.engine.runner import BatchRow, ModelRunner, PendingStep
 from kvstrata.engine.sampling import Sampler
 from kvstrata.errors import KvstrataError
-from kvstrata.layers.sequence import SequenceCache
+from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.models.cpu_options import CpuOptions
 from kvstrata.models.load import load
 from kvstrata.models.loaded import LoadedModel
@@ -109,7 +109,7 @@ def _load(path: str | None, weights: Any, activations: Any) -> tuple[Side, Answe
 
 def _import_libraries() -> None:
     """What a process has whatever its model: llama.cpp's are loaded before its model too."""
-    for name in ("mlx_lm.utils", *(("kvstrata.packed.blocks",) if find_spec("numba") else ())):
+    for name in ("mlx_lm.utils", *(("kvstrata.packed.block",) if find_spec("numba") else ())):
         import_module(name)
 
 

@@ -18,12 +18,12 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from kvstrata.bench.driver import MIB, Figure, Progress, in_turns, lay_out, median_ratio, silent
 from kvstrata.codecs.registry import parse
 from kvstrata.errors import ModelError
-from kvstrata.layers.raw_window import RawWindow
-from kvstrata.layers.sequence import SequenceCache
-from kvstrata.layers.tail import FullLayer
+from kvstrata.kv.full_layer import FullLayer
+from kvstrata.kv.precision_plan import make_plan
+from kvstrata.kv.raw_window import RawWindow
+from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
-from kvstrata.spans.plan import make_plan
 
 PRECISIONS = ("raw", "planes:8", "planes:4")
 QUANTIZED_BITS = (8, 4)  # of mlx-lm's quantized cache, in groups of 64

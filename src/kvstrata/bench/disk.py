@@ -28,13 +28,13 @@ from kvstrata.bench.driver import (
     seconds,
     silent,
 )
-from kvstrata.disk.options import DiskOptions
-from kvstrata.disk.tier import DiskTier
 from kvstrata.errors import KvstrataError
 from kvstrata.prefix_cache.keys import chain
-from kvstrata.tier.base import Refused
-from kvstrata.tier.block import BLOCK_TOKENS, Block, Tensor
-from kvstrata.tier.reading import Loaded, Missing
+from kvstrata.tiers.block import BLOCK_TOKENS, Block, Tensor
+from kvstrata.tiers.disk.tier import DiskTier
+from kvstrata.tiers.interface import Refused
+from kvstrata.tiers.options import DiskOptions
+from kvstrata.tiers.read_pool import Loaded, Missing
 
 ROOT = bytes(32)
 MOST_S = 600.0

@@ -21,12 +21,12 @@ from typing import Any
 from kvstrata.bench.driver import Figure, Progress, lay_out, leave_page_cache, median_ratio, silent
 from kvstrata.bench.streams import Prompt, Stream, answer, greedy, random_prompt, running
 from kvstrata.codecs.registry import parse
-from kvstrata.disk.files import Files
-from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.tiers.disk.filesystem import Files
+from kvstrata.tiers.options import DiskOptions
 
 DISK_BYTES = 8 << 30
 WARM_TOKENS = 64

@@ -12,11 +12,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvstrata.attention import portable_check
-from kvstrata.attention.attend import attend
-from kvstrata.attention.parts import CutPart, Part, Parts, RawPart, SealedPart
+from kvstrata.attention.dispatch import attend
+from kvstrata.attention.metal import trials as metal_trials
+from kvstrata.attention.segments import CutPart, Part, Parts, RawPart, SealedPart
 from kvstrata.bench.driver import MIB, Figure, lay_out
-from kvstrata.codecs import paths
+from kvstrata.codecs import backends
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.registry import parse
@@ -89,14 +89,14 @@ def _nbytes(shape: Sequence[int], dtype: mx.Dtype) -> int:
 
 
 def measure(tokens: Sequence[int] = (1024, 8192, 32768), dtype: mx.Dtype = mx.bfloat16) -> list[GraphFigure]:
-    with paths.as_on_metal():
+    with backends.as_on_metal():
         figures = [_figure(case, count, rows, dtype) for count in tokens for case, rows in _cases(count, dtype)]
     return [*figures, *measure_kernel(tokens, dtype)]
 
 
 def measure_kernel(tokens: Sequence[int], dtype: mx.Dtype = mx.bfloat16) -> list[GraphFigure]:
     """With our kernel, of one row and of a batch."""
-    with paths.as_on_metal(), portable_check.as_if_tried("metal"):
+    with backends.as_on_metal(), metal_trials.as_if_tried("metal"):
         return [_figure(case, count, rows, dtype) for count in tokens for case, rows in _kernel_cases(count, dtype)]
 
 

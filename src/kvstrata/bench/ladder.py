@@ -25,7 +25,7 @@ from kvstrata.engine.engine import Engine
 from kvstrata.engine.memory_plan import limit_for
 from kvstrata.engine.profiling import PassShape, max_chunk, remembered_scratch
 from kvstrata.engine.runner import ModelRunner
-from kvstrata.layers.kinds import Layout, arrays_in
+from kvstrata.kv.layout import Layout, arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe

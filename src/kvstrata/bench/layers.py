@@ -18,8 +18,8 @@ from kvstrata.bench.passes import Run, Score, Subject, Text, Window, run, score,
 from kvstrata.bench.watch import UNWATCHED, Watch
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.errors import ConfigError
-from kvstrata.layers.kinds import Layout
-from kvstrata.spans.plan import Plan, make_plan, raw_plan
+from kvstrata.kv.layout import Layout
+from kvstrata.kv.precision_plan import Plan, make_plan, raw_plan
 
 Side = Literal["k", "v"]
 SIDES: tuple[Side, ...] = ("k", "v")

@@ -16,17 +16,18 @@ import mlx.core as mx
 from mlx_lm.models import llama
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
-from kvstrata.attention import cpu, cuda_rows
+from kvstrata.attention.cpu import step as cpu_step
+from kvstrata.attention.cuda import rows as cuda_rows
 from kvstrata.bench.driver import MIB, Figure, Progress, lay_out, silent
 from kvstrata.codecs.registry import parse
-from kvstrata.layers.attention_rows import AttentionRows
-from kvstrata.layers.batch import BatchCache
-from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in
-from kvstrata.layers.sequence import SequenceCache
+from kvstrata.kv.attention_rows import AttentionRows
+from kvstrata.kv.batch_cache import BatchCache
+from kvstrata.kv.layout import LayerSpec, Layout, arrays_in
+from kvstrata.kv.precision_plan import make_plan
+from kvstrata.kv.sequence_cache import SequenceCache
+from kvstrata.kv.span import live_span
+from kvstrata.kv.transcode import rewrite_layer
 from kvstrata.models.probe import probe
-from kvstrata.spans.live import live_span
-from kvstrata.spans.plan import make_plan
-from kvstrata.spans.rewrite import rewrite_layer
 
 HEADS, HEAD_DIM = 2, 64
 LAYERS = 8
@@ -238,7 +239,7 @@ def _append_rows(caches: Sequence[Any], rows: int) -> None:
     new = mx.zeros((rows, HEADS, 1, HEAD_DIM))
     for cache in caches:
         keys, _ = cache.update_and_fetch(new, new)
-        if isinstance(keys, cpu.Step | cuda_rows.Step):
+        if isinstance(keys, cpu_step.Step | cuda_rows.Step):
             keys.write()
     mx.eval([array for cache in caches for array in _arrays(cache)])
 

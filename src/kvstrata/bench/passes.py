@@ -18,10 +18,10 @@ from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from kvstrata.bench.encoding_cache import EncodingLayer
 from kvstrata.errors import ConfigError
-from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in
+from kvstrata.kv.layout import LayerSpec, Layout, arrays_in
+from kvstrata.kv.precision_plan import Plan
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
-from kvstrata.spans.plan import Plan
 
 MODES = ("prefill", "decode")
 DECODE_TOKENS = 128

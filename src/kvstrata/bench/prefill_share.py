@@ -18,7 +18,7 @@ from kvstrata.bench.streams import Streams, answer, greedy, random_prompt, runni
 from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.engine import Engine
 from kvstrata.errors import KvstrataError
-from kvstrata.layers.kinds import arrays_in
+from kvstrata.kv.layout import arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 

@@ -26,8 +26,8 @@ from kvstrata.bench.passes import (
 from kvstrata.bench.watch import UNWATCHED, Watch
 from kvstrata.codecs.registry import parse
 from kvstrata.errors import ConfigError
+from kvstrata.kv.precision_plan import Plan, make_plan, raw_plan
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.spans.plan import Plan, make_plan, raw_plan
 
 Pair = tuple[str, str]
 

@@ -19,7 +19,7 @@ from kvstrata.engine.cache_api import CacheApi
 from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.executor import EngineCore
-from kvstrata.layers.kinds import arrays_in
+from kvstrata.kv.layout import arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.requantize import ChangeProgress, ChangeResult, PrecisionChange

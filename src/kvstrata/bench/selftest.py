@@ -14,14 +14,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.attention import portable_check
-from kvstrata.attention.attend import attend
-from kvstrata.attention.attend import kernels as attention_kernels
-from kvstrata.attention.parts import CutPart, Part, Parts, RawPart, SealedPart
-from kvstrata.codecs import paths, planes_check
+from kvstrata.attention.dispatch import attend
+from kvstrata.attention.dispatch import kernels as attention_kernels
+from kvstrata.attention.metal import trials as metal_trials
+from kvstrata.attention.segments import CutPart, Part, Parts, RawPart, SealedPart
+from kvstrata.codecs import backends
+from kvstrata.codecs import trials as codec_trials
 from kvstrata.codecs.base import Codec
-from kvstrata.codecs.products import exact_scores, least_rows
-from kvstrata.codecs.raw import RawCodec
+from kvstrata.codecs.raw import RawCodec, exact_scores, least_rows
 from kvstrata.codecs.registry import parse
 
 HEADS, KV_HEADS, DIM = 8, 2, 128
@@ -92,11 +92,11 @@ def kernels() -> dict[str, Any]:
     """What computes here."""
     halves = dict(_halves())
     kinds = [(dtype, DIM, DIM) for dtype in DTYPES.values()]
-    trials = portable_check.report([portable_check.Kind(*kind, HEADS // KV_HEADS) for kind in kinds])
+    trials = metal_trials.report([metal_trials.Kind(*kind, HEADS // KV_HEADS) for kind in kinds])
     return {
-        "path": paths.active(),
+        "path": backends.active(),
         "decode_step_trials": trials,
-        "planes_trials": planes_check.report(),
+        "planes_trials": codec_trials.report(),
         "attention": attention_kernels(kinds),
         "rows_for_16_bit_scores": {name: least_rows(dtype) for name, dtype in halves.items()},
     }

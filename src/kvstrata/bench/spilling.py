@@ -19,7 +19,6 @@ import numpy as np
 from kvstrata.bench.driver import MIB, Figure, Progress, lay_out, silent
 from kvstrata.bench.streams import Streams, greedy, random_prompt, running
 from kvstrata.codecs.registry import parse
-from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.executor import EngineCore
@@ -27,6 +26,7 @@ from kvstrata.errors import KvstrataError
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
+from kvstrata.tiers.options import DiskOptions
 
 DISK_BYTES = 8 << 30
 STREAM_PROMPT_TOKENS = 64

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from kvstrata.bench.passes import Subject, Text
     from kvstrata.bench.quality import Protocol, Quality
     from kvstrata.bench.watch import Watch
+    from kvstrata.kv.precision_plan import Plan
     from kvstrata.models.loaded import LoadedModel
-    from kvstrata.spans.plan import Plan
 
 SAMPLE = Path(__file__).parents[1] / "bench" / "sample.txt"
 
@@ -177,7 +177,7 @@ def _compared(
     from kvstrata.bench.layers import bits_by_layer, plan_by_layer
     from kvstrata.bench.quality import measure_plans
     from kvstrata.codecs.registry import parse
-    from kvstrata.spans.plan import make_plan
+    from kvstrata.kv.precision_plan import make_plan
 
     plans: dict[tuple[str, str], Plan] = {}
     for pair in protocol.pairs:

@@ -14,8 +14,8 @@ from kvstrata.cli.remote import AsJson
 from kvstrata.errors import KvstrataError
 
 if TYPE_CHECKING:
-    from kvstrata.disk.rebuild import DamagedFile, UnreadFile
-    from kvstrata.disk.row import BlockRow
+    from kvstrata.tiers.disk.index import BlockRow
+    from kvstrata.tiers.disk.scan import DamagedFile, UnreadFile
 
 _FOLDER = typer.Argument(
     help="The folder that --disk-cache-dir names.", envvar="KVSTRATA_DISK_CACHE_DIR", exists=True, file_okay=False
@@ -30,8 +30,8 @@ def ls(folder: FolderOrNone = None, remote: cache_store.Remote = None, as_json: 
     if folder is None:
         cache_store.ls(_require(remote), as_json=as_json)
         return
-    from kvstrata.disk.inspect import list_blocks
     from kvstrata.sizes import human_bytes
+    from kvstrata.tiers.disk.inspect import list_blocks
 
     listing = list_blocks(folder)
     rows = [_row(row) for row in listing.rows]
@@ -63,9 +63,9 @@ def verify(
     if folder is None:
         cache_store.verify(_require(remote), secret_file, as_json=as_json)
         return
-    from kvstrata.disk.inspect import verify as verify_blocks
     from kvstrata.prefix_cache.keys import chain
     from kvstrata.sizes import human_bytes
+    from kvstrata.tiers.disk.inspect import verify as verify_blocks
 
     found = verify_blocks(folder, chain=chain)
     if as_json:
@@ -91,7 +91,7 @@ def gc(
     as_json: AsJson = False,
 ) -> None:
     """Remove what no server can use: left-over temporaries, damaged and orphaned blocks, quarantined files."""
-    from kvstrata.disk.inspect import collect_garbage, find_garbage
+    from kvstrata.tiers.disk.inspect import collect_garbage, find_garbage
 
     garbage = find_garbage(folder) if dry_run else collect_garbage(folder)
     paths = [str(path) for path in garbage.paths()]

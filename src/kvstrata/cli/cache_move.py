@@ -94,8 +94,7 @@ def _content(file: Path, prompt: dict[str, Any]) -> Iterator[bytes]:
     if not prompt:
         yield from _read(file)
         return
-    from kvstrata.bundle.format import Header
-    from kvstrata.bundle.writing import BundleWriter
+    from kvstrata.tiers.bundle import BundleWriter, Header
 
     writer = BundleWriter(Header("prompt_cache", prompt=prompt))
     pieces = (memoryview(piece) for piece in _read(file))

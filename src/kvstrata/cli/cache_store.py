@@ -13,8 +13,8 @@ import typer
 from kvstrata.errors import KvstrataError
 
 if TYPE_CHECKING:
-    from kvstrata.remote.inspect import Measured
-    from kvstrata.remote.stores.base import Store
+    from kvstrata.tiers.remote.inspect import Measured
+    from kvstrata.tiers.remote.store import Store
 
 Remote = Annotated[
     str | None,
@@ -40,8 +40,8 @@ SecretFile = Annotated[
 
 def ls(url: str, *, as_json: bool) -> None:
     """Names tell nothing without the tokens, so there are only sizes."""
-    from kvstrata.remote.inspect import blocks_in
     from kvstrata.sizes import human_bytes
+    from kvstrata.tiers.remote.inspect import blocks_in
 
     with opened(url) as store:
         blocks = blocks_in(store)
@@ -56,10 +56,10 @@ def ls(url: str, *, as_json: bool) -> None:
 def verify(url: str, secret_file: Path | None, *, as_json: bool) -> None:
     """Ends with 1 if something is damaged."""
     from kvstrata.prefix_cache.keys import chain
-    from kvstrata.remote.inspect import verify as verify_blocks
-    from kvstrata.remote.secret import keys_for
-    from kvstrata.remote.url import parse
     from kvstrata.sizes import human_bytes
+    from kvstrata.tiers.remote.inspect import verify as verify_blocks
+    from kvstrata.tiers.remote.sealing import keys_for
+    from kvstrata.tiers.remote.url import parse
 
     keys = keys_for(parse(url), secret_file)
     with opened(url) as store:
@@ -77,7 +77,7 @@ def verify(url: str, secret_file: Path | None, *, as_json: bool) -> None:
 
 
 def measured(url: str) -> Measured:
-    from kvstrata.remote.inspect import measure
+    from kvstrata.tiers.remote.inspect import measure
 
     with opened(url) as store:
         return measure(store)
@@ -86,9 +86,9 @@ def measured(url: str) -> Measured:
 @contextmanager
 def opened(url: str) -> Iterator[Store]:
     """A fault of the store is one line."""
-    from kvstrata.remote.faults import StoreFault
-    from kvstrata.remote.stores.open import make_store, words_for
-    from kvstrata.remote.url import parse
+    from kvstrata.tiers.remote.health import StoreFault
+    from kvstrata.tiers.remote.open_store import make_store, words_for
+    from kvstrata.tiers.remote.url import parse
 
     place = parse(url)
     store = make_store(place)

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvstrata.codecs import paths
+from kvstrata.codecs import backends
 from kvstrata.codecs.base import (
     FLOATS,
     WORDS,
@@ -22,11 +22,12 @@ from kvstrata.codecs.base import (
     UnsupportedCodec,
     check_input,
     check_queries,
+    decode_tiles,
+    encode_tiles,
     finite,
     join_plain,
     own,
 )
-from kvstrata.codecs.tiles import decode_tiles, encode_tiles
 
 BITS = (8, 6, 5, 4, 3, 2)
 GROUPS = (32, 64, 128)
@@ -91,7 +92,7 @@ class AffineCodec:
         return planes.arrays["packed"], planes.arrays["scales"], planes.arrays["biases"]
 
     def decode(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
-        if paths.active() == "cpu":
+        if backends.active() == "cpu":
             # The scales in the dtype that is fast: MLX takes four times as long with float16 on a CPU.
             return self._decode_tile(planes, mx.float32).astype(dtype)
         return decode_tiles(planes, lambda tile: self._decode_tile(tile, dtype))
@@ -102,13 +103,13 @@ class AffineCodec:
 
     def scores(self, q: mx.array, planes: Planes) -> mx.array:
         check_queries(q, planes, planes.dim)
-        if paths.active() == "metal":
+        if backends.active() == "metal":
             return self.scores_packed(q, planes)
         return q.astype(mx.float32) @ self.decode(planes, mx.float32).swapaxes(-1, -2)
 
     def mix(self, p: mx.array, planes: Planes) -> mx.array:
         check_queries(p, planes, planes.num_tokens)
-        if paths.active() == "metal":
+        if backends.active() == "metal":
             return self.mix_packed(p, planes)
         return p.astype(mx.float32) @ self.decode(planes, mx.float32)
 

@@ -1,30 +1,72 @@
-"""What every codec can do, and the planes that it makes.
-
-All arrays are [..., tokens, dim]; the leading axes (layers, heads) are any, and the same for queries and planes: a
-caller with grouped heads folds the group into the queries. Scores and mixes are float32, because `q . mean` of a
-centred codec can be hundreds of times larger than what distinguishes two tokens.
-
-Odd values are the same for all codecs but `raw`, which keeps every bit: NaN is stored as 0, and what float16 cannot
-hold as +-65504 (scales are float16). Only the vector that had them is coarser for it; nothing decodes to NaN or
-infinity.
-"""
+"""The codec protocol and encoded arrays; work in tiles."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
-from kvstrata.codecs.segments import Segments, cut_segments
+from kvstrata.codecs import backends
+from kvstrata.codecs.mean_runs import GROUP_TOKENS, Segments, cut_segments
 from kvstrata.errors import ConfigError
+
+# More tiles save little: what is read and written is then what counts.
+MOST_TILES = 8
+
+# An array of so many values is one tile: its scratch is some MiB.
+SMALL_VALUES = 1 << 18
+
+
+def encode_tiles(
+    x: mx.array, position: int, encode: Callable[[mx.array, int], dict[str, mx.array]]
+) -> dict[str, mx.array]:
+    """Planes of [..., tokens, dim], the first token at `position`. Tiles end where segments do."""
+    tiles: list[dict[str, mx.array]] = []
+    for start, end in _ranges(position, x.shape[-2], x.size):
+        tiles.append(encode(x[..., start:end, :], position + start))
+        mx.eval(list(tiles[-1].values()))
+    return {name: _joined([tile[name] for tile in tiles]) for name in tiles[0]}
+
+
+def decode_tiles(planes: Planes, decode: Callable[[Planes], mx.array]) -> mx.array:
+    """On CUDA in one piece, and lazily: a prefill there does not stop at each layer."""
+    if backends.active() == "cuda":
+        return decode(planes)
+    tiles: list[mx.array] = []
+    ranges = list(_ranges(planes.position, planes.num_tokens, planes.num_values))
+    for start, end in ranges:
+        tiles.append(decode(planes.view(start, end) if len(ranges) > 1 else planes))
+        if len(ranges) > 1:
+            mx.eval(tiles[-1])
+    return _joined(tiles)
+
+
+def _ranges(position: int, num_tokens: int, num_values: int) -> Iterator[tuple[int, int]]:
+    if num_values <= SMALL_VALUES:
+        yield 0, num_tokens
+        return
+    groups = -(-num_tokens // GROUP_TOKENS)
+    size = -(-groups // MOST_TILES) * GROUP_TOKENS
+    start = 0
+    while start < num_tokens:
+        end = min(num_tokens, start + size - (position + start) % GROUP_TOKENS)
+        yield start, end
+        start = end
+
+
+def _joined(tiles: list[mx.array]) -> mx.array:
+    return mx.concatenate(tiles, axis=-2) if len(tiles) > 1 else tiles[0]
+
 
 LARGEST = 65504.0  # of float16
 
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+
 HALF = (mx.float16,)
+
 WORDS = (mx.uint32,)
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from kvstrata.codecs import cpu, cuda_codes, paths, planes_check, turns
+from kvstrata.codecs import backends, rope, trials
 from kvstrata.codecs.base import (
     HALF,
     LARGEST,
@@ -32,15 +32,17 @@ from kvstrata.codecs.base import (
     check_input,
     check_neighbours,
     check_queries,
+    decode_tiles,
+    encode_tiles,
     finite,
     half,
     own,
 )
-from kvstrata.codecs.packing import pack, unpack
-from kvstrata.codecs.rotation import check_dim, rotate, rotate_back
-from kvstrata.codecs.segments import GROUP_TOKENS, segments_of, sums
-from kvstrata.codecs.tiles import decode_tiles, encode_tiles
-from kvstrata.codecs.turns import Turn
+from kvstrata.codecs.cpu import planes as cpu_planes
+from kvstrata.codecs.cuda import planes as cuda_planes
+from kvstrata.codecs.hadamard import check_dim, rotate, rotate_back
+from kvstrata.codecs.mean_runs import GROUP_TOKENS, segments_of, sums
+from kvstrata.codecs.rope import Turn
 
 
 class CodePlane(NamedTuple):
@@ -57,7 +59,9 @@ CODE_PLANES = {
     "next": CodePlane(2, 1 / 8, 0.5 / 8 - 0.25),
     "low": CodePlane(4, 1 / 128, 0.5 / 128 - 0.5 / 8),
 }
+
 HELD = {8: ("top", "next", "low"), 4: ("top", "next"), 2: ("top",)}
+
 # Groups of `mx.quantized_matmul`, the best first. None divides 80: that is decoded.
 PRODUCT_GROUPS = (128, 64, 32)
 
@@ -104,12 +108,12 @@ class PlanesCodec:
     def encode(self, x: mx.array, position: int = 0) -> Planes:
         check_input(self, x, position)
         segments = segments_of(position, x.shape[-2])
-        if paths.active() == "cuda" and x.shape[-1] <= cuda_codes.MAX_DIM:
-            return own(self, cuda_codes.encode_planes(x, self.bits, position, self.turn), x, position, segments)
-        if paths.active() == "cpu":
-            arrays = cpu.encode_planes(x.astype(mx.float32), position, self.turn)
+        if backends.active() == "cuda" and x.shape[-1] <= cuda_planes.MAX_DIM:
+            return own(self, cuda_planes.encode_planes(x, self.bits, position, self.turn), x, position, segments)
+        if backends.active() == "cpu":
+            arrays = cpu_planes.encode_planes(x.astype(mx.float32), position, self.turn)
         else:
-            arrays = planes_check.encode(x, position, self) or self.encode_by_mlx(x, position)
+            arrays = trials.encode(x, position, self) or self.encode_by_mlx(x, position)
         return own(self, {name: arrays[name] for name in (*HELD[self.bits], "scales", "means")}, x, position, segments)
 
     def encode_by_mlx(self, x: mx.array, position: int) -> dict[str, mx.array]:
@@ -122,8 +126,8 @@ class PlanesCodec:
         x, segments = x.astype(mx.float32), segments_of(position, x.shape[-2])
         # A vector with something odd in it must not move the mean of the others.
         usual = mx.where(mx.abs(x) <= LARGEST, x, 0.0)
-        means = turns.means_of(usual, position, self.turn).astype(mx.float16)
-        centres = turns.Means(means.astype(mx.float32), segments, position, self.turn).centres()
+        means = rope.means_of(usual, position, self.turn).astype(mx.float16)
+        centres = rope.Means(means.astype(mx.float32), segments, position, self.turn).centres()
         y = rotate(finite(x) - centres)
         scales = half(mx.max(mx.abs(y), axis=-1, keepdims=True))
         # Codes belong to the scale as it is stored, so its rounding costs nothing.
@@ -133,11 +137,11 @@ class PlanesCodec:
         return {**codes, "scales": scales, "means": means}
 
     def decode(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
-        if paths.active() == "cpu":
-            return cpu.decode_planes(planes.arrays, self.bits, self._means(planes)).astype(dtype)
-        if paths.active() == "cuda" and planes.dim <= cuda_codes.MAX_DIM:
-            return cuda_codes.decode_planes(planes, dtype)
-        decoded = planes_check.decode(planes, dtype, self)
+        if backends.active() == "cpu":
+            return cpu_planes.decode_planes(planes.arrays, self.bits, self._means(planes)).astype(dtype)
+        if backends.active() == "cuda" and planes.dim <= cuda_planes.MAX_DIM:
+            return cuda_planes.decode_planes(planes, dtype)
+        decoded = trials.decode(planes, dtype, self)
         return self.decode_by_mlx(planes, dtype) if decoded is None else decoded
 
     def decode_by_mlx(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
@@ -146,11 +150,13 @@ class PlanesCodec:
 
     def scores(self, q: mx.array, planes: Planes) -> mx.array:
         check_queries(q, planes, planes.dim)
-        if paths.active() == "cpu" and q.shape[-2] <= cpu.FUSED_QUERIES:
-            return cpu.score_planes(q.astype(mx.float32), planes.arrays, self.bits) + self._means(planes).shares(q)
-        if paths.active() == "cuda" and cuda_codes.pays(q.shape[-2], planes.dim):
-            return cuda_codes.score_planes(q, planes)
-        if paths.active() == "metal" and _product_group(planes.dim):
+        if backends.active() == "cpu" and q.shape[-2] <= cpu_planes.FUSED_QUERIES:
+            return cpu_planes.score_planes(q.astype(mx.float32), planes.arrays, self.bits) + self._means(planes).shares(
+                q
+            )
+        if backends.active() == "cuda" and cuda_planes.pays(q.shape[-2], planes.dim):
+            return cuda_planes.score_planes(q, planes)
+        if backends.active() == "metal" and _product_group(planes.dim):
             return self.scores_packed(q, planes)
         return q.astype(mx.float32) @ self._decoded(planes).swapaxes(-1, -2)
 
@@ -159,17 +165,17 @@ class PlanesCodec:
         if self.turn is not None:
             # Values do not turn, but for those of models that put keys there, which they fetch as plain arrays.
             return p.astype(mx.float32) @ self._decoded(planes)
-        if paths.active() == "cpu" and p.shape[-2] <= cpu.FUSED_QUERIES:
-            return cpu.mix_planes(p.astype(mx.float32), planes.arrays, self.bits, planes.segments)
-        if paths.active() == "cuda" and cuda_codes.pays(p.shape[-2], planes.dim):
-            return cuda_codes.mix_planes(p, planes)
-        if paths.active() == "metal" and _product_group(planes.dim):
+        if backends.active() == "cpu" and p.shape[-2] <= cpu_planes.FUSED_QUERIES:
+            return cpu_planes.mix_planes(p.astype(mx.float32), planes.arrays, self.bits, planes.segments)
+        if backends.active() == "cuda" and cuda_planes.pays(p.shape[-2], planes.dim):
+            return cuda_planes.mix_planes(p, planes)
+        if backends.active() == "metal" and _product_group(planes.dim):
             return self.mix_packed(p, planes)
         return p.astype(mx.float32) @ self._decoded(planes)
 
     def _decoded(self, planes: Planes) -> mx.array:
         """For a product: without a stop in the middle of a step where MLX's own operations do it."""
-        stops = paths.active() in ("cpu", "cuda")
+        stops = backends.active() in ("cpu", "cuda")
         return self.decode(planes, mx.float32) if stops else self.decode_stock(planes)
 
     def decode_stock(self, planes: Planes) -> mx.array:
@@ -196,9 +202,9 @@ class PlanesCodec:
         )
         return rotate_back(sum(others, start=first)) + sums(p, planes.segments) @ self._means(planes).values
 
-    def _means(self, planes: Planes) -> turns.Means:
+    def _means(self, planes: Planes) -> rope.Means:
         values = planes.arrays["means"].astype(mx.float32)
-        return turns.Means(values, planes.segments, planes.position, self.turn)
+        return rope.Means(values, planes.segments, planes.position, self.turn)
 
     def _affine(self, planes: Planes) -> Iterator[tuple[float, _Affine]]:
         """Each plane as the affine array that it is, in units of its step: so planes share scales, and biases where
@@ -268,3 +274,17 @@ def _one_group(a: Planes, b: Planes) -> bool:
     if b.position % GROUP_TOKENS == 0:
         return False
     return bool(mx.array_equal(a.arrays["means"][..., -1, :], b.arrays["means"][..., 0, :]))
+
+
+def pack(codes: mx.array, bits: int) -> mx.array:
+    """uint32 [..., n] -> uint32 [..., n * bits / 32], for bits that divide 32."""
+    lanes = 32 // bits
+    shifts = mx.arange(lanes, dtype=mx.uint32) * bits
+    return mx.sum(codes.reshape(*codes.shape[:-1], -1, lanes) << shifts, axis=-1)
+
+
+def unpack(words: mx.array, bits: int) -> mx.array:
+    """uint32 [..., n * bits / 32] -> uint32 [..., n]"""
+    shifts = mx.arange(32 // bits, dtype=mx.uint32) * bits
+    codes = (words[..., None] >> shifts) & ((1 << bits) - 1)
+    return codes.reshape(*words.shape[:-1], -1)

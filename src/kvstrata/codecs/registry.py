@@ -19,7 +19,7 @@ from kvstrata.codecs.affine import DEFAULT_GROUP, AffineCodec
 from kvstrata.codecs.base import Codec, MismatchedPlanes, Planes, UnsupportedCodec
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
-from kvstrata.codecs.turns import Turn, turn_from
+from kvstrata.codecs.rope import Turn, turn_from
 
 NAMES = "raw, affine:8 (or 6, 5, 4, 3, 2; :g32 or :g128), planes:8 (4, 2)"
 LLAMA_CPP = {"f16": "raw", "bf16": "raw", "q8_0": "planes:8", "q4_0": "planes:4"}

@@ -1,101 +1,289 @@
-"""What is known of a kernel of ours once it ran beside MLX's operations: whether it is right, and how fast both are."""
+"""Whether vectors become planes, and planes vectors, by the portable kernels on this machine.
+
+Encoding, decoding, and decoding of several parts to one array are tried once for each dtype and size of vectors, beside
+MLX's own operations: where a kernel fails, is off or is not faster, MLX's operations stay. On CUDA and on a CPU others
+are in their place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import mlx.core as mx
+import numpy as np
 
-from kvstrata.codecs.kernel_text import Dialect, Run, run_on_gpu
-from kvstrata.codecs.paths import active
+from kvstrata.codecs.backends import Stands, Trial, failed, largest
+from kvstrata.codecs.base import Planes
+from kvstrata.codecs.mean_runs import segments_of
+from kvstrata.codecs.metal import planes as metal_planes
+from kvstrata.codecs.metal.kernel_text import Dialect, Run
+from kvstrata.codecs.metal.planes import Stretch
+from kvstrata.codecs.rope import Turn, make_turn
 
+What = Literal["encode", "decode", "join"]
 
-@dataclass(frozen=True)
-class Trial:
-    what: str
-    error: float | None  # None: it failed
-    allowed: float
-    ours_ms: float | None = None  # None: not timed, for it is not right
-    stock_ms: float | None = None
-    failure: str = ""
+# The mean difference of decoded values, as a share of their mean size: here and there a code is its neighbour.
+ENCODED_WITHIN = 5e-3
 
-    @property
-    def is_right(self) -> bool:
-        return self.error is not None and self.error <= self.allowed
+# The largest difference, as a share of the largest value, which is rounded to the dtype.
+DECODED_WITHIN = {mx.float32: 1e-4, mx.float16: 2e-3, mx.bfloat16: 1.2e-2}
 
-    @property
-    def is_used(self) -> bool:
-        if not self.is_right or self.ours_ms is None or self.stock_ms is None:
-            return False
-        return self.ours_ms < self.stock_ms
+BITS = (8, 4, 2)
 
-    def __str__(self) -> str:
-        """For people to read: whose it is, and why."""
-        if self.error is None:
-            return f"{self.what}: MLX, for the kernel failed: {self.failure}"
-        if not self.is_right:
-            return f"{self.what}: MLX, for the kernel is off by {self.error:.3g}"
-        return f"{self.what}: {'own' if self.is_used else 'MLX'} ({self.ours_ms:.3g} ms, MLX {self.stock_ms:.3g})"
+HEADS, TOKENS, POSITION = 2, 300, 200
 
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "used": self.is_used}
+TIMED_HEADS, TIMED_TOKENS, TIMED_BITS, ROUNDS = 8, 2048, 4, 3
+
+logger = logging.getLogger(__name__)
 
 
-def failed(what: str, allowed: float, failure: Exception) -> Trial:
-    return Trial(what, None, allowed, failure=f"{type(failure).__name__}: {failure}"[:300])
-
-
-def largest(errors: Iterable[float]) -> float:
-    """What is no number is the largest of all."""
-    return max(errors, key=lambda error: error if error == error else float("inf"))
-
-
-class Stand(NamedTuple):
-    """What is taken for this machine's, untried."""
-
-    dialect: Dialect
-    run: Run
-
-
-class Stands:
-    """Which text a machine's kernels are made of, and how they run: this machine's, or what stands in for it."""
-
-    def __init__(self) -> None:
-        self._stands: list[Stand] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._stands)
-
-    @contextmanager
-    def use(self, dialect: Dialect, run: Run) -> Iterator[None]:
-        self._stands.append(Stand(dialect, run))
-        try:
-            yield
-        finally:
-            self._stands.pop()
+class Stock(Protocol):
+    """The codec by MLX's own operations."""
 
     @property
-    def dialect(self) -> Dialect | None:
-        """None: this machine has no use for the kernels. On CUDA others are in their place."""
-        return self._stands[-1].dialect if self._stands else metal_here()
+    def bits(self) -> int: ...
 
     @property
-    def run(self) -> Run:
-        return self._stands[-1].run if self._stands else run_on_gpu
+    def turn(self) -> Turn | None: ...
+
+    def encode_by_mlx(self, x: mx.array, position: int) -> dict[str, mx.array]: ...
+
+    def decode_by_mlx(self, planes: Planes, dtype: mx.Dtype) -> mx.array: ...
 
 
-def metal_here() -> Dialect | None:
-    """None: no Mac's GPU computes."""
-    has_metal = active() == "metal" and mx.metal.is_available() and mx.default_device() == mx.gpu
-    return "metal" if has_metal else None
+class Kind(NamedTuple):
+    dtype: mx.Dtype
+    dim: int
 
 
-def relative_error(a: mx.array, b: mx.array) -> float:
-    """Return the largest difference as a share of the largest value of `b`."""
-    a, b = a.astype(mx.float32), b.astype(mx.float32)
-    value = (mx.abs(a - b).max() / mx.abs(b).max()).item()
-    assert isinstance(value, float)
-    return value
+_stands = Stands()
+
+_tried: dict[tuple[Kind, What], Trial] = {}
+
+
+def as_if_tried(dialect: Dialect, run: Run) -> AbstractContextManager[None]:
+    """Take the kernels for right and fast: for tests."""
+    return _stands.use(dialect, run)
+
+
+def dialect() -> Dialect | None:
+    return _stands.dialect
+
+
+def encode(x: mx.array, position: int, stock: Stock) -> dict[str, mx.array] | None:
+    """The planes of [..., tokens, dim]. None: not by the kernel."""
+    if dialect() is None or not metal_planes.takes(x) or not _is_used("encode", Kind(x.dtype, x.shape[-1]), stock):
+        return None
+    try:
+        return _encoded(x, position, stock)
+    except Exception as failure:  # noqa: BLE001
+        # Storing must not fail for the sake of speed.
+        _complain(f"{type(failure).__name__}: {failure}")
+        return None
+
+
+def decode(planes: Planes, dtype: mx.Dtype, stock: Stock) -> mx.array | None:
+    """-> [..., tokens, dim]. None: not by the kernel."""
+    if dialect() is None or dtype not in DECODED_WITHIN or not metal_planes.takes_planes(planes):
+        return None
+    if not _is_used("decode", Kind(dtype, planes.dim), stock):
+        return None
+    try:
+        return _decoded(planes, dtype)
+    except Exception as failure:  # noqa: BLE001
+        _complain(f"{type(failure).__name__}: {failure}")
+        return None
+
+
+def join(stretches: Sequence[Stretch], dtype: mx.Dtype) -> mx.array | None:
+    """What follows each other, planes among it -> [heads, tokens, dim]. None: not by the kernel."""
+    codec = next((held.codec for held, _, _ in stretches if isinstance(held, Planes)), None)
+    if dialect() is None or codec is None or not metal_planes.takes_stretches(stretches, dtype):
+        return None
+    if not _is_used("join", Kind(dtype, stretches[0].dim), codec):
+        return None
+    try:
+        return _joined(stretches, dtype)
+    except Exception as failure:  # noqa: BLE001
+        _complain(f"{type(failure).__name__}: {failure}")
+        return None
+
+
+def _encoded(x: mx.array, position: int, stock: Stock) -> dict[str, mx.array]:
+    found = dialect()
+    assert found is not None
+    return metal_planes.encode(x, stock.bits, position, stock.turn, found, _stands.run)
+
+
+def _decoded(planes: Planes, dtype: mx.Dtype) -> mx.array:
+    found = dialect()
+    assert found is not None
+    return metal_planes.decode(planes, dtype, found, _stands.run)
+
+
+def _joined(stretches: Sequence[Stretch], dtype: mx.Dtype) -> mx.array:
+    found = dialect()
+    assert found is not None
+    return metal_planes.join(stretches, dtype, found, _stands.run)
+
+
+def _is_used(what: What, kind: Kind, stock: Any) -> bool:
+    return bool(_stands) or trial(what, kind, stock).is_used
+
+
+def trial(what: What, kind: Kind, stock: Any) -> Trial:
+    """`stock` is a codec: its bits and its turn are replaced by those that are tried."""
+    found = _tried.get((kind, what))
+    if found is None:
+        found = _tried[kind, what] = _trial(what, kind, stock)
+        log = logger.info if found.is_used else logger.warning
+        log("Planes of vectors of %d, %s: %s.", kind.dim, kind.dtype, found)
+    return found
+
+
+def try_now(kind: Kind, stock: Any, whats: Sequence[What] = get_args(What)) -> bool:
+    """Where it was not done yet. False: this machine has no such kernels, or they do not take such vectors."""
+    if dialect() is None or not metal_planes.takes_vectors(*kind):
+        return False
+    for what in whats:
+        trial(what, kind, stock)
+    return True
+
+
+def kernels(kinds: Collection[Kind]) -> list[str]:
+    """Whose loops make and read planes, for people to read. Asks for no trial."""
+    by_kind: dict[Kind, list[str]] = {}
+    for (kind, _), found in list(_tried.items()):  # another thread may add to it
+        if kind in kinds:
+            by_kind.setdefault(kind, []).append(str(found))
+    return [f"planes of {kind.dim} values, {kind.dtype}: {', '.join(said)}" for kind, said in by_kind.items()]
+
+
+def used() -> list[str]:
+    """Kernels that were tried, and are used. They are named alike at every start."""
+    return sorted(f"{what} {kind.dtype} {kind.dim}" for (kind, what), found in list(_tried.items()) if found.is_used)
+
+
+def report() -> list[dict[str, Any]]:
+    """Of all that was tried, for `doctor`."""
+    return [{"vectors": [str(kind.dtype), kind.dim], **found.as_json()} for (kind, _), found in list(_tried.items())]
+
+
+def _trial(what: What, kind: Kind, stock: Any) -> Trial:
+    allowed = ENCODED_WITHIN if what == "encode" else DECODED_WITHIN[kind.dtype]
+    try:
+        error = _join_error(kind, stock) if what == "join" else _error(what, kind, stock)
+        if not error <= allowed:
+            return Trial(what, error, allowed)
+        ours_ms, stock_ms = (_milliseconds(work) for work in _timed(what, kind, stock))
+    except Exception as failure:  # noqa: BLE001
+        # Whatever a compiler or a driver says: then there are MLX's operations.
+        return failed(what, allowed, failure)
+    return Trial(what, error, allowed, ours_ms, stock_ms)
+
+
+def _timed(what: What, kind: Kind, stock: Any) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Ours, and what it would take the place of."""
+    codec = replace(stock, bits=TIMED_BITS, turn=_turn(kind.dim))  # keys turn in most models, and that takes longer
+    x = _normal((TIMED_HEADS, TIMED_TOKENS, kind.dim), 1, kind.dtype)
+    if what == "encode":
+        return lambda: _encoded(x, 0, codec), lambda: codec.encode_by_mlx(x, 0)
+    planes = _planes(codec, codec.encode_by_mlx(x, 0), x, 0)
+    if what == "decode":
+        return lambda: _decoded(planes, kind.dtype), lambda: codec.decode_by_mlx(planes, kind.dtype)
+    stretches = [Stretch(planes, 0, TIMED_TOKENS), Stretch(planes, 0, TIMED_TOKENS), Stretch(x, 0, TIMED_TOKENS // 4)]
+    return lambda: _joined(stretches, kind.dtype), lambda: _in_turn(
+        stretches, lambda planes: codec.decode(planes, kind.dtype)
+    )
+
+
+def _in_turn(stretches: Sequence[Stretch], decode: Callable[[Planes], mx.array]) -> mx.array:
+    """One by one, then joined."""
+    dense = [
+        held[:, start:end] if isinstance(held, mx.array) else decode(held.view(start, end))
+        for held, start, end in stretches
+    ]
+    return mx.concatenate(dense, axis=1)
+
+
+def _by_mlx(planes: Planes, dtype: mx.Dtype) -> mx.array:
+    codec: Any = planes.codec
+    return codec.decode_by_mlx(planes, dtype)
+
+
+def _join_error(kind: Kind, stock: Any) -> float:
+    """Of launches of each shape, and of more parts than one takes: planes of all bits, cut and whole, and raw."""
+    turn = _turn(kind.dim)
+    coded = []
+    for number, bits in enumerate((8, 4, 2, 8, 8, 4)):
+        codec = replace(stock, bits=bits, turn=turn if number % 2 else None)
+        x = _normal((HEADS, TOKENS, kind.dim), number, kind.dtype)
+        planes = _planes(codec, codec.encode_by_mlx(x, POSITION), x, POSITION)
+        coded.append(Stretch(planes, 7 * number, TOKENS - 5 * number))
+    raw = Stretch(_normal((HEADS, 50, kind.dim), 9, kind.dtype), 3, 44)
+    errors = []
+    for stretches in ([coded[0], raw], [coded[1], raw, *coded[2:4], raw], [*coded, raw]):
+        found = _joined(stretches, kind.dtype).astype(mx.float32)
+        wanted = _in_turn(stretches, partial(_by_mlx, dtype=kind.dtype)).astype(mx.float32)
+        errors.append(float(np.array(mx.abs(found - wanted).max() / mx.abs(wanted).max())))
+    return largest(errors)
+
+
+def _error(what: What, kind: Kind, stock: Any) -> float:
+    """The largest one: of every number of bits, with means that turn and plain ones."""
+    errors = []
+    for bits in BITS:
+        for turn in (None, _turn(kind.dim)):
+            codec = replace(stock, bits=bits, turn=turn)
+            x = _normal((HEADS, TOKENS, kind.dim), bits, kind.dtype)
+            theirs = _planes(codec, codec.encode_by_mlx(x, POSITION), x, POSITION)
+            wanted = codec.decode_by_mlx(theirs, kind.dtype).astype(mx.float32)
+            if what == "encode":
+                ours = _planes(codec, _encoded(x, POSITION, codec), x, POSITION)
+                found = codec.decode_by_mlx(ours, kind.dtype).astype(mx.float32)
+                error = mx.abs(found - wanted).mean() / mx.abs(wanted).mean()
+            else:
+                found = _decoded(theirs, kind.dtype).astype(mx.float32)
+                error = mx.abs(found - wanted).max() / mx.abs(wanted).max()
+            errors.append(float(np.array(error)))
+    return largest(errors)
+
+
+def _turn(dim: int) -> Turn:
+    return make_turn(100.0 ** (-np.arange(dim // 2) / dim))
+
+
+def _planes(codec: Any, arrays: dict[str, mx.array], x: mx.array, position: int) -> Planes:
+    mx.eval(list(arrays.values()))
+    num_tokens, dim = x.shape[-2:]
+    return Planes(codec, arrays, num_tokens, position, dim, segments_of(position, num_tokens))
+
+
+def _milliseconds(work: Callable[[], Any]) -> float:
+    """The best of some, the first apart."""
+    found = []
+    for _ in range(1 + ROUNDS):
+        mx.synchronize()
+        began_s = time.perf_counter()
+        mx.eval(work())
+        mx.synchronize()
+        found.append(1e3 * (time.perf_counter() - began_s))
+    return min(found[1:])
+
+
+def _normal(shape: tuple[int, ...], seed: int, dtype: mx.Dtype) -> mx.array:
+    x = (mx.random.normal(shape, key=mx.random.key(seed)) + 1).astype(dtype)
+    mx.eval(x)
+    return x
+
+
+@cache
+def _complain(what: str) -> None:
+    """Once for each."""
+    logger.warning("Planes are made by MLX's operations, which is slower: a kernel could not be launched: %s", what)

@@ -15,13 +15,10 @@ from pydantic_settings.sources import InitSettingsSource
 from kvstrata.backend.addresses import is_loopback
 from kvstrata.config.files import read_key_file
 from kvstrata.config.names import ENV_PREFIX, NOT_A_KEY, is_key, is_service_link
-from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.config import CHECKPOINT_EVERY_TOKENS, EngineLimits
 from kvstrata.errors import ConfigError
 from kvstrata.models.cpu_options import CpuOptions, CpuWeights
 from kvstrata.prefix_cache.config import CacheConfig, DiskWrite
-from kvstrata.remote.options import RemoteOptions
-from kvstrata.remote.url import parse as parse_url
 from kvstrata.server.wire.bounds import Bounds
 from kvstrata.setting import (
     ActivationBits,
@@ -37,6 +34,8 @@ from kvstrata.setting import (
     setting,
 )
 from kvstrata.sizes import Size
+from kvstrata.tiers.options import DiskOptions, RemoteOptions
+from kvstrata.tiers.remote.url import parse as parse_url
 
 
 def _store_url(text: str) -> str:

@@ -17,7 +17,7 @@ from kvstrata.engine.runner import ModelRunner
 from kvstrata.engine.scheduler import CHUNK_S
 from kvstrata.engine.sequence import SequenceTable
 from kvstrata.engine.speeds import StepSpeeds
-from kvstrata.layers.buffers import without_cache
+from kvstrata.kv.buffers import without_cache
 from kvstrata.prefix_cache.ladder import HIGH
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 

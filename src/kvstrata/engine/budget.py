@@ -13,15 +13,15 @@ from functools import cache, partial
 from itertools import product
 
 from kvstrata.codecs.base import Codec
+from kvstrata.codecs.mean_runs import GROUP_TOKENS
 from kvstrata.codecs.planes import PlanesCodec
-from kvstrata.codecs.segments import GROUP_TOKENS
 from kvstrata.engine.config import KvConfig
 from kvstrata.errors import ConfigError, NeverFits
-from kvstrata.layers.buffers import round_up
-from kvstrata.layers.kinds import Layout
-from kvstrata.layers.sequence import Pair, SequenceCache
+from kvstrata.kv.buffers import round_up
+from kvstrata.kv.layout import Layout
+from kvstrata.kv.precision_plan import Plan, make_plan, raw_plan
+from kvstrata.kv.sequence_cache import Pair, SequenceCache
 from kvstrata.prefix_cache.ladder import STEP_BITS
-from kvstrata.spans.plan import Plan, make_plan, raw_plan
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,11 @@ from functools import cached_property
 
 import mlx.core as mx
 
-from kvstrata.attention import cpu
+from kvstrata.attention.cpu import step as cpu_step
 from kvstrata.backend import device, max_arrays
 from kvstrata.backend.heap import map_large_buffers
 from kvstrata.backend.stages import begin
 from kvstrata.codecs.registry import parse
-from kvstrata.disk.files import Files
-from kvstrata.disk.options import DiskOptions
-from kvstrata.disk.tier import DiskTier
 from kvstrata.engine.admission import Admission, MemoryAccount
 from kvstrata.engine.background import BackgroundPacer
 from kvstrata.engine.budget import Budget, FormatCatalog, least_token_bytes, sealed_pairs
@@ -31,7 +28,9 @@ from kvstrata.engine.runner import ModelRunner
 from kvstrata.engine.scheduler import UNMEASURED, PassCost
 from kvstrata.engine.sequence import SequenceTable
 from kvstrata.engine.speeds import StepSpeeds
-from kvstrata.layers.kinds import Layout
+from kvstrata.kv.layout import Layout
+from kvstrata.kv.packing import tally
+from kvstrata.kv.precision_plan import edges_of, make_plan
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
@@ -41,13 +40,13 @@ from kvstrata.prefix_cache.keys import Identity, chain
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.sharing import SharedTierClient
 from kvstrata.prefix_cache.tier_client import Post, TierClient, without_tier
-from kvstrata.remote.options import RemoteOptions
-from kvstrata.remote.tier import RemoteTier
-from kvstrata.spans.contents import tally
-from kvstrata.spans.plan import edges_of, make_plan
 from kvstrata.text.detokenizer import Detokenizer
 from kvstrata.text.special import SpecialTokens, special_tokens
-from kvstrata.tier.block import BLOCK_TOKENS
+from kvstrata.tiers.block import BLOCK_TOKENS
+from kvstrata.tiers.disk.filesystem import Files
+from kvstrata.tiers.disk.tier import DiskTier
+from kvstrata.tiers.options import DiskOptions, RemoteOptions
+from kvstrata.tiers.remote.tier import RemoteTier
 
 # Share of the arrays that a machine allows, for cached spans. The rest is for weights, running sequences and passes.
 CACHED_ARRAYS = 0.75
@@ -114,7 +113,7 @@ def prepare_model(loaded: LoadedModel, limits: EngineLimits, kv_config: KvConfig
     if limits.wired_bytes:
         mx.set_wired_limit(limits.wired_bytes)
     begin("kernels", "Loading kernels (compiled at the first start)")
-    cpu.warm_up()
+    cpu_step.warm_up()
     begin("probe", "Trying how the model can be batched")
     layout = probe(loaded.module, limits.max_kv_size)
     warm_up_kernels(layout)

@@ -12,16 +12,15 @@ from typing import Any, BinaryIO, Literal, TypeVar
 
 import numpy as np
 
-from kvstrata.bundle.format import AGAIN, MAGIC, Header, ModelNamed, Section, require_same_model
-from kvstrata.bundle.reading import CHANGED, Bundle, Lineage, blocks, open_bundle
-from kvstrata.bundle.tensors import TensorTable, looks_like_tensors, read_table
-from kvstrata.bundle.writing import PIECE_BYTES, BundleWriter
-from kvstrata.disk.format import LARGEST_HEADER_BYTES
 from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.prompt_cache_file import PROMPT_NEEDED, PromptCacheReader, PromptCacheWriter, example_checkpoint
 from kvstrata.engine.thread import EngineThread
 from kvstrata.errors import ConfigError, InvalidRequest, Unavailable, UnusableFile
-from kvstrata.layers.kinds import Layout
+from kvstrata.kv.block_checks import check_description
+from kvstrata.kv.checkpoints import Mark
+from kvstrata.kv.layout import Layout
+from kvstrata.kv.mlx_prompt_files import TensorTable, looks_like_tensors, read_table
+from kvstrata.kv.packing import block_bytes
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.jobs import Steps
 from kvstrata.prefix_cache.keys import Identity, TokenIds, chain
@@ -29,10 +28,23 @@ from kvstrata.prefix_cache.prefetch import TierOffer
 from kvstrata.prefix_cache.prefix_cache import PrefixCache as PrefixCache
 from kvstrata.prefix_cache.tier_client import BlockLoad
 from kvstrata.prefix_cache.transfer import ExportProgress, ImportProgress, ImportResult, neutral_root
-from kvstrata.spans.blocks import block_bytes
-from kvstrata.spans.checks import check_description
-from kvstrata.spans.marks import Mark
-from kvstrata.tier.block import BASE, Block
+from kvstrata.tiers.block import BASE, Block
+from kvstrata.tiers.block_file import LARGEST_HEADER_BYTES
+from kvstrata.tiers.bundle import (
+    AGAIN,
+    CHANGED,
+    MAGIC,
+    PIECE_BYTES,
+    Bundle,
+    BundleWriter,
+    Header,
+    Lineage,
+    ModelNamed,
+    Section,
+    blocks,
+    open_bundle,
+    require_same_model,
+)
 
 # Longest waits of an export for a tier: for its answer, and for its blocks.
 LOOKUP_S = 30.0

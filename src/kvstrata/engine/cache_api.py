@@ -16,8 +16,9 @@ from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.prefix_lookup import PrefixLookup
 from kvstrata.engine.sequence import Sequence
 from kvstrata.errors import InvalidRequest
-from kvstrata.layers.sequence import SequenceCache
-from kvstrata.layers.tail import FullLayer
+from kvstrata.kv.full_layer import FullLayer
+from kvstrata.kv.sequence_cache import SequenceCache
+from kvstrata.kv.span import SpanRange
 from kvstrata.prefix_cache.conversation_list import (
     CachedConversation,
     ConversationListing,
@@ -37,10 +38,8 @@ from kvstrata.prefix_cache.matching import Explanation
 from kvstrata.prefix_cache.requantize import ChangeProgress, ChangeResult, PrecisionChange, Scope, TierChange
 from kvstrata.prefix_cache.tier_client import TierRun
 from kvstrata.prefix_cache.usage import PartUsage, TierUsage, precision_of
-from kvstrata.spans.span import SpanRange
-from kvstrata.tier.base import SharedUsage
-from kvstrata.tier.chains import OnDisk
-from kvstrata.tier.lookups import Lookup, answered
+from kvstrata.tiers.interface import OnDisk, SharedUsage
+from kvstrata.tiers.lookups import Lookup, answered
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstrata.codecs.base import Codec
-from kvstrata.disk.files import Files
-from kvstrata.disk.options import DiskOptions
+from kvstrata.kv.convert import RAW
+from kvstrata.kv.precision_plan import EDGE
 from kvstrata.prefix_cache.config import CacheConfig
 from kvstrata.prefix_cache.entry_table import CacheListener
-from kvstrata.remote.options import RemoteOptions
-from kvstrata.spans.convert import RAW
-from kvstrata.spans.plan import EDGE
+from kvstrata.tiers.disk.filesystem import Files
+from kvstrata.tiers.options import DiskOptions, RemoteOptions
 
 # Tokens between two state checkpoints of a long prompt, in models with window or recurrent layers.
 CHECKPOINT_EVERY_TOKENS = 4096

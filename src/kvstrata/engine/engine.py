@@ -15,10 +15,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from kvstrata.attention import attend
-from kvstrata.codecs import paths
-from kvstrata.disk.files import Files
-from kvstrata.disk.options import DiskOptions
+from kvstrata.attention import dispatch
+from kvstrata.codecs import backends
 from kvstrata.engine.build import identity_of
 from kvstrata.engine.bundle_transfer import BundleTransfer
 from kvstrata.engine.cache_api import CacheApi
@@ -28,12 +26,13 @@ from kvstrata.engine.request import EngineState, Event, Failed, Finished, Reques
 from kvstrata.engine.sequence import Sequence
 from kvstrata.engine.thread import EndRequest, EngineThread, Submit
 from kvstrata.errors import ContextTooLong, InvalidRequest, QueueFull, RequestError, Unavailable
+from kvstrata.kv.checkpoints import needs_marks
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.entry_table import CacheListener
 from kvstrata.prefix_cache.keys import Identity, owner_of
-from kvstrata.remote.options import RemoteOptions
-from kvstrata.spans.marks import needs_marks
+from kvstrata.tiers.disk.filesystem import Files
+from kvstrata.tiers.options import DiskOptions, RemoteOptions
 
 log = logging.getLogger(__name__)
 
@@ -141,8 +140,8 @@ class Engine:
             "attention": {
                 "path": layout.path,
                 "why": layout.reason,
-                "kernels": attend.kernels(layout.head_kinds()),
-                "quantized": paths.active(),
+                "kernels": dispatch.kernels(layout.head_kinds()),
+                "quantized": backends.active(),
             },
             "key_means": layout.turning(),
             "max_kv_size": self._limits.max_kv_size,

@@ -20,11 +20,11 @@ from kvstrata.engine.budget import (
 )
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.errors import ConfigError
-from kvstrata.layers.kinds import LayerSpec, Layout
+from kvstrata.kv.convert import bits_of
+from kvstrata.kv.layout import LayerSpec, Layout
+from kvstrata.kv.precision_plan import Plan, make_plan, raw_plan
 from kvstrata.models.outline import Outline
-from kvstrata.spans.convert import bits_of
-from kvstrata.spans.plan import Plan, make_plan, raw_plan
-from kvstrata.tier.block import BLOCK_TOKENS
+from kvstrata.tiers.block import BLOCK_TOKENS
 
 # Memory limit without a setting, as a share of the device's memory.
 DEFAULT_SHARE = 0.75

@@ -15,13 +15,15 @@ from typing import Literal
 
 import numpy as np
 
-from kvstrata.codecs.segments import GROUP_TOKENS
+from kvstrata.codecs.mean_runs import GROUP_TOKENS
 from kvstrata.engine.budget import KvFormat
 from kvstrata.engine.request import PinRequest, Request
 from kvstrata.engine.runner import ModelRunner
 from kvstrata.engine.sequence import Sequence, SequenceTable
-from kvstrata.layers.raw_window import RawWindow
-from kvstrata.layers.sequence import SequenceCache
+from kvstrata.kv.checkpoints import take_mark
+from kvstrata.kv.raw_window import RawWindow
+from kvstrata.kv.sequence_cache import SequenceCache
+from kvstrata.kv.span import SEAL_TOKENS, Span, SpanRange
 from kvstrata.prefix_cache.entries import CachedPrefix, Entry, Lease, PrecisionTarget
 from kvstrata.prefix_cache.insertion import Insertion
 from kvstrata.prefix_cache.keys import num_common
@@ -32,10 +34,7 @@ from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.reclaim import Reclaimer
 from kvstrata.prefix_cache.tier_client import BlockLoad
 from kvstrata.prefix_cache.worth import ReuseClass
-from kvstrata.spans.live import SEAL_TOKENS
-from kvstrata.spans.marks import take_mark
-from kvstrata.spans.span import Span, SpanRange
-from kvstrata.tier.block import BLOCK_TOKENS
+from kvstrata.tiers.block import BLOCK_TOKENS
 
 # Longest wait for the tiers to say what they have; then a request continues without them. Answers take milliseconds.
 LOOKUP_S = 1.0

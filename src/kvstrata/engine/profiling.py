@@ -22,14 +22,15 @@ import mlx.core as mx
 from blake3 import blake3
 
 import kvstrata
-from kvstrata.attention import cuda_reading, portable_check
-from kvstrata.attention.cuda_check import join_works
-from kvstrata.attention.parts import Part, RawPart, SealedPart, Source
+from kvstrata.attention.cuda.trials import join_works
+from kvstrata.attention.metal import trials as metal_trials
+from kvstrata.attention.segments import Part, RawPart, SealedPart, Source
 from kvstrata.backend import device
 from kvstrata.backend.allocator import limits_restored
 from kvstrata.backend.notebook import read_notes, write_notes
-from kvstrata.codecs import paths, planes_check
+from kvstrata.codecs import backends, trials
 from kvstrata.codecs.base import UnsupportedCodec
+from kvstrata.codecs.cuda import host_copy as cuda_host_copy
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.engine.memory_plan import (
@@ -45,9 +46,9 @@ from kvstrata.engine.request import Sampling
 from kvstrata.engine.runner import ModelRunner
 from kvstrata.engine.sampling import Sampler, sample
 from kvstrata.engine.scheduler import PassCost
-from kvstrata.layers.kinds import LayerSpec, Layout
-from kvstrata.layers.recurrent import RecurrentLayer
-from kvstrata.layers.sequence import Pair, Prefix, SequenceCache
+from kvstrata.kv.layout import LayerSpec, Layout
+from kvstrata.kv.recurrent_layer import RecurrentLayer
+from kvstrata.kv.sequence_cache import Pair, Prefix, SequenceCache
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.ladder import STEP_BITS
 
@@ -136,8 +137,8 @@ def _notes_key(loaded: LoadedModel, runner: ModelRunner, shape: PassShape) -> st
         [repr(spec) for spec in runner.layout.flat()],
         [shape.rows, shape.vocab_size, shape.chunk_tokens, codecs],
         min(shape.max_context_tokens, measured_context() + shape.chunk_tokens),
-        [device().name, paths.active(), version("mlx"), version("mlx-lm"), source_digest()],
-        [*portable_check.used(), *planes_check.used()],
+        [device().name, backends.active(), version("mlx"), version("mlx-lm"), source_digest()],
+        [*metal_trials.used(), *trials.used()],
     ]
     return blake3(json.dumps(conditions, sort_keys=True, default=repr).encode()).hexdigest()
 
@@ -288,9 +289,9 @@ def context_sources(spec: LayerSpec, pair: Pair, num_tokens: int) -> tuple[Sourc
 
     On a GPU these are segments that no single launch decodes: on Metal many, on CUDA some that another sequence writes.
     """
-    if paths.active() == "metal":
+    if backends.active() == "metal":
         return tuple(_seal(*_zeros(spec, size), pair) for size in _split_evenly(num_tokens, NUM_METAL_SEGMENTS))
-    if paths.active() == "cuda" and num_tokens > 1:
+    if backends.active() == "cuda" and num_tokens > 1:
         num_sealed, num_others = _split_evenly(num_tokens, 2)
         k, v = (array[None] for array in _zeros(spec, num_others))
         mx.eval(k, v)
@@ -412,23 +413,23 @@ def warm_up_kernels(layout: Layout) -> int:
     because a change of precision is assessed in float32.
     """
     cached = [spec for spec in layout.flat() if spec.kind in ("full", "window")]
-    if paths.active() == "metal":
+    if backends.active() == "metal":
         return _try_kernels(cached)
-    return _compile_kernels(cached) if paths.active() == "cuda" else 0
+    return _compile_kernels(cached) if backends.active() == "cuda" else 0
 
 
 def _try_kernels(specs: Sequence[LayerSpec]) -> int:
     """Try the kernels for Metal on a vector of each dtype and dimension."""
     codec = PlanesCodec(8)
-    vectors = {planes_check.Kind(spec.dtype, dim) for spec in specs for dim in (spec.k_dim, spec.v_dim)}
-    assessed = {planes_check.Kind(mx.float32, spec.k_dim) for spec in specs} - vectors
-    tried = [planes_check.try_now(vector, codec) for vector in vectors]
-    return sum(tried) + sum(planes_check.try_now(vector, codec, ("decode",)) for vector in assessed)
+    vectors = {trials.Kind(spec.dtype, dim) for spec in specs for dim in (spec.k_dim, spec.v_dim)}
+    assessed = {trials.Kind(mx.float32, spec.k_dim) for spec in specs} - vectors
+    tried = [trials.try_now(vector, codec) for vector in vectors]
+    return sum(tried) + sum(trials.try_now(vector, codec, ("decode",)) for vector in assessed)
 
 
 def _compile_kernels(specs: Sequence[LayerSpec]) -> int:
     """Encode and decode a vector of each dtype, dimension and rotation under each precision, on CUDA."""
-    cuda_reading.works()
+    cuda_host_copy.works()
     # MLX also compiles a kernel for the gather of log-probabilities.
     mx.eval(sample(mx.zeros((1, 8)), [Sampler(Sampling(num_logprobs=1), (), 8)]).arrays())
     for dtype, k_dim, v_dim, rotation in {(spec.dtype, spec.k_dim, spec.v_dim, spec.k_turn) for spec in specs}:

@@ -13,36 +13,45 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from kvstrata.attention.parts import Parts, SealedPart
-from kvstrata.bundle.reading import CHANGED
-from kvstrata.bundle.tensors import TensorNamed, TensorTable, encode_table
+from kvstrata.attention.segments import Parts, SealedPart
 from kvstrata.codecs.affine import AffineCodec
 from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.runner import ModelRunner
 from kvstrata.errors import InvalidRequest, UnusableFile
-from kvstrata.layers.kept import PromptCaches
-from kvstrata.layers.kinds import Layout
-from kvstrata.layers.sequence import SequenceCache
-from kvstrata.layers.tail import FullLayer
-from kvstrata.prefix_cache.jobs import Steps
-from kvstrata.prefix_cache.keys import TokenIds
-from kvstrata.prefix_cache.transfer import ExportProgress
-from kvstrata.spans.checks import check_mark, check_parts
-from kvstrata.spans.marks import Mark, MarkState, RecurrentState, needs_marks, take_mark
-from kvstrata.spans.mlx_caches import adopt_mlx_lm
-from kvstrata.spans.prompt_file import (
+from kvstrata.kv.block_checks import check_mark, check_parts
+from kvstrata.kv.checkpoints import Mark, MarkState, RecurrentState, needs_marks, take_mark
+from kvstrata.kv.full_layer import FullLayer
+from kvstrata.kv.layout import Layout
+from kvstrata.kv.mixed_pass import PromptCaches
+from kvstrata.kv.mlx_caches import adopt_mlx_lm
+from kvstrata.kv.mlx_prompt_files import (
     TOKENS,
+    FullLayerIn,
     LayerFile,
     Scalars,
     Stored,
+    TensorNamed,
+    TensorTable,
+    cut_tensor,
+    encode_table,
     flattened,
+    full_layer,
     layers_in,
+    layers_out,
     metadata_of,
+    num_tokens_in,
+    other_layer,
     scalar_kinds,
+    sealed_piece,
+    tensors_of,
+    trees_of,
 )
-from kvstrata.spans.prompt_in import FullLayerIn, cut_tensor, full_layer, num_tokens_in, other_layer, sealed_piece
-from kvstrata.spans.prompt_out import layers_out, tensors_of, trees_of
-from kvstrata.spans.span import Span, SpanRange, prefix_of
+from kvstrata.kv.sequence_cache import SequenceCache
+from kvstrata.kv.span import Span, SpanRange, prefix_of
+from kvstrata.prefix_cache.jobs import Steps
+from kvstrata.prefix_cache.keys import TokenIds
+from kvstrata.prefix_cache.transfer import ExportProgress
+from kvstrata.tiers.bundle import CHANGED
 
 # Tokens at both ends of a span that are recomputed in all layers.
 FIRST_TOKENS, LAST_TOKENS = 32, 8

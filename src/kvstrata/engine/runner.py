@@ -21,12 +21,11 @@ import numpy as np
 from kvstrata.engine.sampling import Sampled, Sampler, sample
 from kvstrata.grammar.masks import Allowed, Masks
 from kvstrata.grammar.matcher import Matcher, shortened
-from kvstrata.layers.batch import BatchCache
-from kvstrata.layers.compiled import CompiledStep
-from kvstrata.layers.kept import PromptCaches
-from kvstrata.layers.kinds import Layout, arrays_in
-from kvstrata.layers.mixed import MixedPass
-from kvstrata.layers.sequence import Prefix, SequenceCache
+from kvstrata.kv.batch_cache import BatchCache
+from kvstrata.kv.decode_step import CompiledStep
+from kvstrata.kv.layout import Layout, arrays_in
+from kvstrata.kv.mixed_pass import MixedPass, PromptCaches
+from kvstrata.kv.sequence_cache import Prefix, SequenceCache
 
 log = logging.getLogger(__name__)
 

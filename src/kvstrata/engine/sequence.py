@@ -24,7 +24,7 @@ from kvstrata.engine.request import (
 )
 from kvstrata.engine.sampling import Sampler
 from kvstrata.grammar.matcher import Matcher
-from kvstrata.layers.sequence import SequenceCache
+from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.prefix_cache.conversations import PromptDivergence
 from kvstrata.prefix_cache.keys import TokenIds
 from kvstrata.text.detokenizer import Detokenizer

@@ -59,7 +59,7 @@ def weights_here() -> str:
     """What becomes of quantized weights on this CPU, and what multiplies them, for people to read."""
     if importlib.util.find_spec("numba") is None:
         return "become float32: numba is missing"
-    from kvstrata.packed.tiles import DOT
+    from kvstrata.packed.cpu.tiles import DOT
 
     instruction = {"sdot": "sdot", "vpdpbusd": "VNNI"}
     found = next((word for name, word in instruction.items() if name in DOT), "plain vector instructions")

@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvstrata.codecs.trials import relative_error
+from kvstrata.codecs.backends import relative_error
 
 Product = Callable[..., mx.array]
 

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from kvstrata.layers.kept import KeptCaches
+from kvstrata.kv.mixed_pass import KeptCaches
 
 
 def trim_rows(model: Any) -> bool:

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from kvstrata.backend.open_files import raise_open_files
 from kvstrata.backend.stages import begin
 from kvstrata.errors import ModelError
-from kvstrata.layers.kinds import arrays_in
+from kvstrata.kv.layout import arrays_in
 from kvstrata.models.cpu_form import choose_form
 from kvstrata.models.cpu_options import DEFAULT, CpuOptions
 from kvstrata.models.files import check_folder, read_json

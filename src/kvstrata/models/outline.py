@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from kvstrata.attention.attend import install
+from kvstrata.attention.dispatch import install
 from kvstrata.backend import MlxBackend
 from kvstrata.backend.open_files import raise_open_files
-from kvstrata.codecs import paths
+from kvstrata.codecs import backends
 from kvstrata.errors import ModelError
-from kvstrata.layers.kinds import LayerSpec, Layout, measure, read_kinds
-from kvstrata.layers.sequence import SequenceCache
+from kvstrata.kv.layout import LayerSpec, Layout, measure, read_kinds
+from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.models.cpu_form import choose_form
 from kvstrata.models.cpu_options import DEFAULT, CpuOptions
 from kvstrata.models.files import check_folder, weight_files
@@ -97,7 +97,7 @@ def outline_layers(module: Any, *, is_mla: bool = False) -> tuple[Layout, mx.arr
 
 def _run(module: Any, layout: Layout) -> tuple[tuple[LayerSpec, ...], mx.array]:
     cache = SequenceCache(layout, module, CAPACITY)
-    with paths.without_kernels():
+    with backends.without_kernels():
         logits = module(mx.array([PROMPT]), cache=cache.caches())
     return measure(layout.layers, cache.layers, len(PROMPT)), logits
 

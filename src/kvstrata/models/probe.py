@@ -16,14 +16,14 @@ from typing import Any
 import mlx.core as mx
 
 from kvstrata.attention import gated_delta
-from kvstrata.attention.attend import install
-from kvstrata.attention.cuda_rows import NotCompiled
+from kvstrata.attention.cuda.rows import NotCompiled
+from kvstrata.attention.dispatch import install
 from kvstrata.errors import ModelError
-from kvstrata.layers.batch import BatchCache
-from kvstrata.layers.compiled import CompiledStep, can_compile
-from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in, measure, read_kinds
-from kvstrata.layers.mixed import MixedPass, can_mix
-from kvstrata.layers.sequence import SequenceCache
+from kvstrata.kv.batch_cache import BatchCache
+from kvstrata.kv.decode_step import CompiledStep, can_compile
+from kvstrata.kv.layout import LayerSpec, Layout, arrays_in, measure, read_kinds
+from kvstrata.kv.mixed_pass import MixedPass, can_mix
+from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.models.experts import mend_products
 from kvstrata.models.heads import trim_rows
 from kvstrata.models.turning import with_turns

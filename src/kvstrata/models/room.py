@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from kvstrata.backend import free_memory_bytes
 from kvstrata.errors import ModelError
-from kvstrata.layers.kinds import arrays_in
+from kvstrata.kv.layout import arrays_in
 from kvstrata.models.files import weight_files
 from kvstrata.packed.form import CpuForm
 from kvstrata.sizes import human_bytes

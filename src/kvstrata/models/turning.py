@@ -17,8 +17,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvstrata.codecs.turns import Turn, make_turn
-from kvstrata.layers.kinds import LayerSpec, Layout
+from kvstrata.codecs.rope import Turn, make_turn
+from kvstrata.kv.layout import LayerSpec, Layout
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ import numpy as np
 from blake3 import blake3
 
 from kvstrata.backend.folders import cache_root
-from kvstrata.packed.tiles import DOT
+from kvstrata.packed.cpu.tiles import DOT
 from kvstrata.packed.weight import Form, PackedWeight
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class KeptWeights:
     """Contents of a file of packed weights."""
 
     weights: Mapping[str, Sequence[PackedWeight]]  # of layers by their names: one, or one for each expert or head
-    activations: Mapping[str, int]  # of blocks that have a short form (`packed/blocks.py`), by their names
+    activations: Mapping[str, int]  # of blocks that have a short form (`packed/block.py`), by their names
 
 
 def kept_path(fingerprint: str) -> Path:

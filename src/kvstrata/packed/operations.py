@@ -15,8 +15,8 @@ import numpy as np
 from mlx_lm.models import activations
 
 from kvstrata.backend.rebinding import rebind
-from kvstrata.codecs import paths
-from kvstrata.codecs.cpu import are_computed, threads_for
+from kvstrata.codecs import backends
+from kvstrata.codecs.cpu.planes import are_computed, threads_for
 
 # Numbers. With fewer, MLX is done before a loop has begun.
 FEWEST = 1024
@@ -36,17 +36,17 @@ def install() -> None:
 def silu(x: mx.array) -> mx.array:
     if not _takes(x):
         return _silu(x)
-    from kvstrata.packed import operation_kernels
+    from kvstrata.packed.cpu import block_kernels as cpu_block_kernels
 
-    return _by(operation_kernels.silu, x.shape, np.asarray(x))
+    return _by(cpu_block_kernels.silu, x.shape, np.asarray(x))
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     if gate.shape != x.shape or not _takes(gate, x):
         return activations.swiglu(gate, x)
-    from kvstrata.packed import operation_kernels
+    from kvstrata.packed.cpu import block_kernels as cpu_block_kernels
 
-    return _by(operation_kernels.gated, x.shape, np.asarray(gate), np.asarray(x))
+    return _by(cpu_block_kernels.gated, x.shape, np.asarray(gate), np.asarray(x))
 
 
 def precise_swiglu(h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
@@ -64,14 +64,14 @@ def conv1d(
     is_by_channel = groups == x.shape[-1] == weight.shape[0]
     if not is_plain or not is_by_channel or x.shape[1] < weight.shape[1] or not _takes(x, weight):
         return _conv1d(x, weight, stride, padding, dilation, groups, **options)
-    from kvstrata.packed import operation_kernels
+    from kvstrata.packed.cpu import block_kernels as cpu_block_kernels
 
     shape = (x.shape[0], x.shape[1] - weight.shape[1] + 1, x.shape[2])
-    return _by(operation_kernels.convolve, shape, np.asarray(x), np.asarray(weight)[..., 0].T, flat=False)
+    return _by(cpu_block_kernels.convolve, shape, np.asarray(x), np.asarray(weight)[..., 0].T, flat=False)
 
 
 def _takes(*arrays: mx.array) -> bool:
-    is_ours = paths.active() == "cpu" and arrays[0].size >= FEWEST
+    is_ours = backends.active() == "cpu" and arrays[0].size >= FEWEST
     return is_ours and all(array.dtype == mx.float32 for array in arrays) and are_computed(arrays)
 
 

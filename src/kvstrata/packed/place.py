@@ -50,7 +50,7 @@ def place(model: nn.Module, form: CpuForm, fingerprint: str = "") -> None:
 
 
 def _place_packed(model: nn.Module, form: CpuForm, fingerprint: str) -> None:
-    from kvstrata.packed.blocks import shorten
+    from kvstrata.packed.block import shorten
     from kvstrata.packed.kept import kept_path, read_kept, writing_kept
 
     if not fingerprint:

@@ -15,12 +15,12 @@ import mlx.core as mx
 import numpy as np
 
 from kvstrata.backend.sgemm import sgemm
-from kvstrata.packed import kernels
+from kvstrata.packed.cpu import products as cpu_products
+from kvstrata.packed.cpu.tiles import BASES
 from kvstrata.packed.form import Activations
 from kvstrata.packed.quantized import TILE_COLUMNS, TILE_ROWS, Quantized, whole_tiles
-from kvstrata.packed.tiles import BASES
 
-KINDS = {mx.float16: kernels.HALF, mx.bfloat16: kernels.BFLOAT, mx.float32: kernels.FLOAT}
+KINDS = {mx.float16: cpu_products.HALF, mx.bfloat16: cpu_products.BFLOAT, mx.float32: cpu_products.FLOAT}
 # More vectors of float32 than this are better served by BLAS over rows that are unpacked for it ...
 BLAS_VECTORS = 4
 # ... so many values at a time, which stay in a cache.
@@ -40,12 +40,12 @@ class Vectors:
             low = np.empty(values.shape if activations == 16 else (0, 0), np.int8)
             self.coded = (np.empty(values.shape, np.int8), low, *np.empty((2, *groups), np.float32))
             is_large = values.size >= PARALLEL_VALUES and len(values) > 1
-            (kernels.quantize_parallel if is_large else kernels.quantize)(values, self.coded)
+            (cpu_products.quantize_parallel if is_large else cpu_products.quantize)(values, self.coded)
 
     @cached_property
     def sums(self) -> np.ndarray:
         made = np.empty((self.values.shape[0], self.values.shape[1] // TILE_COLUMNS), np.float32)
-        kernels.add_groups(self.values, made)
+        cpu_products.add_groups(self.values, made)
         return made
 
 
@@ -86,9 +86,9 @@ class PackedWeight:
 
     def _multiply(self, x: Vectors, out: np.ndarray, first: int) -> None:
         if x.coded is not None:
-            kernels.multiply(self.fields, x.coded, out, first)
+            cpu_products.multiply(self.fields, x.coded, out, first)
         elif len(x.values) <= BLAS_VECTORS:
-            kernels.multiply_exactly(self.fields, x.values, x.sums, out, first)
+            cpu_products.multiply_exactly(self.fields, x.values, x.sums, out, first)
         else:
             step = max(1, UNPACKED_VALUES // self.shape[1] // TILE_ROWS)
             for start in range(0, self._num_rows, step):
@@ -107,7 +107,7 @@ class PackedWeight:
 
     def _eights(self, places: np.ndarray) -> np.ndarray:
         made = np.empty((len(places) * TILE_ROWS, self.shape[1]), np.float32)
-        kernels.unpack(self.fields, places, made)
+        cpu_products.unpack(self.fields, places, made)
         return made
 
 
@@ -116,10 +116,10 @@ def pack(source: Quantized) -> PackedWeight:
     mx.eval(source.arrays)
     stream = np.asarray(source.weight).view(np.uint8).reshape(-1)
     codes = np.zeros(whole_tiles(rows) * TILE_ROWS * columns * source.bits // 8, np.uint8)
-    kernels.pack(stream, source.bits, len(stream) // rows, codes)
+    cpu_products.pack(stream, source.bits, len(stream) // rows, codes)
     scales = np.stack([_by_tiles(_octets(part)) for part in source.arrays[1:]], axis=2)
     if source.biases is None:
-        form = Form(kernels.FP4, kernels.EXPONENT, source.group, columns)
+        form = Form(cpu_products.FP4, cpu_products.EXPONENT, source.group, columns)
     else:
         form = Form(source.bits, KINDS[source.scales.dtype], source.group, columns)
     return PackedWeight(mx.array(codes), mx.array(scales.reshape(-1).view(np.uint8)), form, rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from kvstrata.layers.raw_window import RawWindow
+from kvstrata.kv.raw_window import RawWindow
 
 if TYPE_CHECKING:
     from kvstrata.codecs.base import Codec

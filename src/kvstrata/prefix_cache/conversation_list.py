@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from blake3 import blake3
 
+from kvstrata.kv.span import Span
 from kvstrata.prefix_cache.conversations import ConversationTracker, TrackedConversation
 from kvstrata.prefix_cache.entries import CachedPrefix, Entry
 from kvstrata.prefix_cache.entry_table import EntryTable, EvictionCandidates
@@ -26,8 +27,7 @@ from kvstrata.prefix_cache.matching import PrefixMatcher, ranges_of
 from kvstrata.prefix_cache.radix_tree import Node, RadixTree
 from kvstrata.prefix_cache.tier_client import TierClient, TierRun
 from kvstrata.prefix_cache.usage import PrecisionRun, precision_of, precision_runs
-from kvstrata.spans.span import Span
-from kvstrata.tier.lookups import Lookup, answered
+from kvstrata.tiers.lookups import Lookup, answered
 
 NO_IDS: TokenIds = np.empty(0, np.int32)
 

@@ -6,12 +6,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from kvstrata.layers.sequence import Prefix
+from kvstrata.kv.precision_plan import Plan
+from kvstrata.kv.sequence_cache import Prefix
+from kvstrata.kv.span import Span, SpanRange
 from kvstrata.prefix_cache.keys import TokenIds
 from kvstrata.prefix_cache.radix_tree import Node
 from kvstrata.prefix_cache.worth import ReuseClass
-from kvstrata.spans.plan import Plan
-from kvstrata.spans.span import Span, SpanRange
 
 # A span with less than this share of its bytes on the disk has stepped down since it was written.
 STEPPED_DOWN = 0.95

@@ -11,16 +11,16 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
+from kvstrata.kv.checkpoints import Mark
+from kvstrata.kv.gather import num_arrays
+from kvstrata.kv.span import empty_span
+from kvstrata.kv.transcode import shrink
 from kvstrata.prefix_cache.config import CacheLimits
 from kvstrata.prefix_cache.entries import ArchivedCopy, DirtySets, Entry, PrecisionTarget
 from kvstrata.prefix_cache.eviction_order import Chosen, EvictionOrder, LeafValue, UseRecords
 from kvstrata.prefix_cache.keys import TokenIds
 from kvstrata.prefix_cache.radix_tree import Inserted, Node, RadixTree
 from kvstrata.prefix_cache.worth import PrefillCost, Reuse, ReuseClass
-from kvstrata.spans.gather import num_arrays
-from kvstrata.spans.marks import Mark
-from kvstrata.spans.rewrite import shrink
-from kvstrata.spans.span import empty_span
 
 # A trimmed leaf keeps a multiple of this number of tokens.
 QUANTUM_TOKENS = 256

@@ -18,8 +18,8 @@ from kvstrata.prefix_cache.offload import Handover, Offloader, UnwrittenReason
 from kvstrata.prefix_cache.radix_tree import Match, Node
 from kvstrata.prefix_cache.tier_client import TierClient
 from kvstrata.prefix_cache.transcode import Transcoder
-from kvstrata.tier.base import Removed
-from kvstrata.tier.lookups import Lookup, answered
+from kvstrata.tiers.interface import Removed
+from kvstrata.tiers.lookups import Lookup, answered
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from kvstrata.prefix_cache.eviction import DropReason
 from kvstrata.prefix_cache.offload import Offloader
 from kvstrata.prefix_cache.tier_client import TierClient, ids_to
 from kvstrata.prefix_cache.transcode import Transcoder
-from kvstrata.tier.base import Tier
-from kvstrata.tier.chains import Link
-from kvstrata.tier.lookups import Lookup, finish
+from kvstrata.tiers.interface import Link, Tier
+from kvstrata.tiers.lookups import Lookup, finish
 
 REASON_TEXTS: Mapping[DropReason, str] = {
     "disk_slow": "the time was up",

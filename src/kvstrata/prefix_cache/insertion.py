@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from kvstrata.kv.checkpoints import Mark
 from kvstrata.prefix_cache.entries import Entry, Lease
 from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.eviction import DropCounters
@@ -13,7 +14,6 @@ from kvstrata.prefix_cache.pins import Pins
 from kvstrata.prefix_cache.precision import StepDownPolicy
 from kvstrata.prefix_cache.transcode import Transcoder
 from kvstrata.prefix_cache.worth import ReuseClass
-from kvstrata.spans.marks import Mark
 
 
 class Leases:

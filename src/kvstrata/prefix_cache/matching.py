@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvstrata.layers.kinds import Layout
+from kvstrata.kv.checkpoints import Mark, needs_marks, reaches
+from kvstrata.kv.layout import Layout
+from kvstrata.kv.span import SpanRange
 from kvstrata.prefix_cache.entries import CachedPrefix, Entry
 from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.keys import Identity, TokenIds, Tokens, as_ids, owner_key, root_key
 from kvstrata.prefix_cache.radix_tree import Divergence, Match
-from kvstrata.spans.marks import Mark, needs_marks, reaches
-from kvstrata.spans.span import SpanRange
-from kvstrata.tier.chains import OnDisk
+from kvstrata.tiers.interface import OnDisk
 
 NO_PREFIX = CachedPrefix(0, (), (), None, 0)
 

@@ -13,6 +13,9 @@ from itertools import islice
 from typing import Literal
 from weakref import WeakKeyDictionary
 
+from kvstrata.kv.convert import RAW
+from kvstrata.kv.packing import PRECISION, boundaries, by_label, pack_mark, packing
+from kvstrata.kv.transcode import rewrite_layer
 from kvstrata.prefix_cache.entries import STEPPED_DOWN, ArchivedCopy, Entry
 from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.jobs import FailureLog, Job, JobQueue
@@ -20,14 +23,9 @@ from kvstrata.prefix_cache.keys import TokenIds, chain
 from kvstrata.prefix_cache.precision import PrecisionPolicy
 from kvstrata.prefix_cache.radix_tree import Node
 from kvstrata.prefix_cache.tier_client import TierClient, entry_at, first_live_entry, ids_to, make_block
-from kvstrata.spans.blocks import boundaries, pack_mark, packing
-from kvstrata.spans.contents import PRECISION, by_label
-from kvstrata.spans.convert import RAW
-from kvstrata.spans.rewrite import rewrite_layer
-from kvstrata.tier.base import Refusal, Refused, Tier, Writing
-from kvstrata.tier.block import BASE, MARK, Block, BlockId
-from kvstrata.tier.chains import Link
-from kvstrata.tier.removals import BlockRemoval, RemovalCause
+from kvstrata.tiers.block import BASE, MARK, Block, BlockId
+from kvstrata.tiers.interface import Link, Refusal, Refused, Tier, Writing
+from kvstrata.tiers.removals import BlockRemoval, RemovalCause
 
 # Share of the memory for cached spans from which on entries are written ahead of eviction.
 OFFLOAD_SHARE = 0.7

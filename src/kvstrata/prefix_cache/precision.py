@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
-from kvstrata.layers.kinds import LayerSpec, Layout
-from kvstrata.layers.raw_window import RawWindow
-from kvstrata.layers.sequence import Pair
+from kvstrata.kv.convert import becomes
+from kvstrata.kv.gather import gather_some, has_to_gather
+from kvstrata.kv.layout import LayerSpec, Layout
+from kvstrata.kv.precision_plan import Plan, raw_plan
+from kvstrata.kv.raw_window import RawWindow
+from kvstrata.kv.sequence_cache import Pair
+from kvstrata.kv.span import has_to_seal, sealable_tokens, sealing, written_end
+from kvstrata.kv.transcode import LayerRewrite, is_under, marks_are_under, rewriting_marks
 from kvstrata.prefix_cache.config import CacheConfig, CacheLimits
 from kvstrata.prefix_cache.entries import Entry
 from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.jobs import Job
 from kvstrata.prefix_cache.ladder import HIGH, LOW, Bits, Ladder, LadderMove, SpanPrecision
-from kvstrata.spans.convert import becomes
-from kvstrata.spans.gather import gather_some, has_to_gather
-from kvstrata.spans.live import has_to_seal, sealable_tokens, sealing, written_end
-from kvstrata.spans.plan import Plan, raw_plan
-from kvstrata.spans.rewrite import LayerRewrite, is_under, marks_are_under, rewriting_marks
 
 
 class PrecisionPolicy:

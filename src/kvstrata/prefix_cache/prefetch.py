@@ -14,7 +14,12 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.attention.parts import CutPart, Part, SealedPart
+from kvstrata.attention.segments import CutPart, Part, SealedPart
+from kvstrata.kv.convert import bits_of
+from kvstrata.kv.packing import span_of
+from kvstrata.kv.precision_plan import Plan
+from kvstrata.kv.span import Span
+from kvstrata.kv.transcode import shrink
 from kvstrata.prefix_cache.entries import STEPPED_DOWN, ArchivedCopy, Entry
 from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.insertion import Inserter
@@ -25,14 +30,9 @@ from kvstrata.prefix_cache.reclaim import Reclaimer
 from kvstrata.prefix_cache.sharing import SharedTierClient
 from kvstrata.prefix_cache.tier_client import BlockLoad, TierClient, ids_to
 from kvstrata.prefix_cache.worth import ReuseClass
-from kvstrata.spans.blocks import span_of
-from kvstrata.spans.convert import bits_of
-from kvstrata.spans.plan import Plan
-from kvstrata.spans.rewrite import shrink
-from kvstrata.spans.span import Span
-from kvstrata.tier.block import BLOCK_TOKENS
-from kvstrata.tier.chains import Link, TierMatch
-from kvstrata.tier.lookups import Lookup
+from kvstrata.tiers.block import BLOCK_TOKENS
+from kvstrata.tiers.interface import Link, TierMatch
+from kvstrata.tiers.lookups import Lookup
 
 # How long a request waits for the answer of a tier on a network: this share of the time that computing the missing
 # tokens would take.

@@ -8,8 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from kvstrata.layers.kinds import Layout
-from kvstrata.layers.sequence import SequenceCache
+from kvstrata.kv.checkpoints import needs_marks
+from kvstrata.kv.convert import RAW
+from kvstrata.kv.layout import Layout
+from kvstrata.kv.precision_plan import raw_plan
+from kvstrata.kv.sequence_cache import SequenceCache
+from kvstrata.kv.span import empty_span, live_span, prefix_of
 from kvstrata.prefix_cache.config import CacheConfig, CacheLimits
 from kvstrata.prefix_cache.conversations import ConversationTracker
 from kvstrata.prefix_cache.entries import CachedPrefix, Entry, Lease
@@ -33,13 +37,8 @@ from kvstrata.prefix_cache.transcode import Transcoder
 from kvstrata.prefix_cache.transfer import ConversationExport, ConversationImport
 from kvstrata.prefix_cache.usage import UsageReporter
 from kvstrata.prefix_cache.worth import Reuse, ReuseClass
-from kvstrata.spans.convert import RAW
-from kvstrata.spans.live import live_span
-from kvstrata.spans.marks import needs_marks
-from kvstrata.spans.plan import raw_plan
-from kvstrata.spans.span import empty_span, prefix_of
-from kvstrata.tier.chains import OnDisk
-from kvstrata.tier.lookups import Lookup, answered
+from kvstrata.tiers.interface import OnDisk
+from kvstrata.tiers.lookups import Lookup, answered
 
 # Bounds of the tokens of requests that eviction learns from.
 MIN_WATCHED, MAX_WATCHED = 1 << 12, 1 << 20

@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvstrata.codecs.base import Codec
+from kvstrata.kv.precision_estimate import Estimate, estimate, score_error
+from kvstrata.kv.precision_plan import Plan
+from kvstrata.kv.span import written_end
 from kvstrata.prefix_cache.entries import Entry, PrecisionTarget
 from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.jobs import run_to_end
@@ -17,9 +20,6 @@ from kvstrata.prefix_cache.prefetch import Restorer
 from kvstrata.prefix_cache.reclaim import Reclaimer
 from kvstrata.prefix_cache.transcode import Transcoder
 from kvstrata.prefix_cache.usage import TierUsage, recurrent_bytes
-from kvstrata.spans.estimate import Estimate, estimate, score_error
-from kvstrata.spans.live import written_end
-from kvstrata.spans.plan import Plan
 
 # Most spans that the expected error is measured on.
 MAX_SAMPLED = 3
@@ -27,7 +27,7 @@ MAX_SAMPLED = 3
 # Share of a plan's bytes below which a span counts as stored in fewer bits, so that the rest may be restored.
 RESTORE_SHARE = 0.9
 
-# Reasons for leaving bytes as they are; spans/estimate.py has more.
+# Reasons for leaving bytes as they are; kv/precision_estimate.py has more.
 RECURRENT = "recurrent state is never quantized"
 ON_DISK = "blocks on the disk keep the precision they were written in"
 NO_MEMORY = "no room in memory for more bits"

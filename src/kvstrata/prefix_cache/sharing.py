@@ -10,19 +10,17 @@ import time
 from collections.abc import Generator
 from dataclasses import dataclass
 
+from kvstrata.kv.packing import FewerBits, Packed, pack_shared_mark, packing_shared
+from kvstrata.kv.precision_plan import Plan
+from kvstrata.kv.span import SpanRange
 from kvstrata.prefix_cache.entries import Entry
 from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.jobs import FailureLog
 from kvstrata.prefix_cache.radix_tree import Node
 from kvstrata.prefix_cache.tier_client import TierClient, entry_at, first_live_entry, ids_to, make_block
-from kvstrata.spans.blocks import Packed
-from kvstrata.spans.plan import Plan
-from kvstrata.spans.shared import FewerBits, pack_shared_mark, packing_shared
-from kvstrata.spans.span import SpanRange
-from kvstrata.tier.base import Refusal, Refused, SharedTier, Wanted
-from kvstrata.tier.block import BASE, BLOCK_TOKENS, MARK, Block
-from kvstrata.tier.chains import Link, TokenIds
-from kvstrata.tier.lookups import Lookup
+from kvstrata.tiers.block import BASE, BLOCK_TOKENS, MARK, Block
+from kvstrata.tiers.interface import Link, Refusal, Refused, SharedTier, TokenIds, Wanted
+from kvstrata.tiers.lookups import Lookup
 
 # Entries that wait to be shared. Older ones are dropped: they are queued again when their conversation continues.
 MAX_WAITING = 256

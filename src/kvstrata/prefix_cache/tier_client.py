@@ -18,21 +18,19 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvstrata.attention.parts import SealedPart
+from kvstrata.attention.segments import SealedPart
 from kvstrata.errors import ConfigError
-from kvstrata.layers.kinds import Layout
+from kvstrata.kv.checkpoints import Mark, needs_marks
+from kvstrata.kv.layout import Layout
+from kvstrata.kv.packing import PRECISION, Packed, PackedArray, by_label, unpack, unpack_mark
 from kvstrata.prefix_cache.entries import Entry, Lease
 from kvstrata.prefix_cache.keys import TokenIds
 from kvstrata.prefix_cache.radix_tree import Node
-from kvstrata.spans.blocks import Packed, PackedArray, unpack, unpack_mark
-from kvstrata.spans.contents import PRECISION, by_label
-from kvstrata.spans.marks import Mark, needs_marks
-from kvstrata.tier.base import Removed, Tier
-from kvstrata.tier.block import BASE, MARK, Block, BlockId, Tensor
-from kvstrata.tier.chains import Link, OnDisk, TierMatch
-from kvstrata.tier.lookups import Lookup, Walk
-from kvstrata.tier.nothing import NoTier
-from kvstrata.tier.reading import BlockReading, Loaded, Missing
+from kvstrata.tiers.block import BASE, MARK, Block, BlockId, Tensor
+from kvstrata.tiers.interface import Link, OnDisk, Removed, Tier, TierMatch
+from kvstrata.tiers.lookups import Lookup, Walk
+from kvstrata.tiers.no_tier import NoTier
+from kvstrata.tiers.read_pool import BlockReading, Loaded, Missing
 
 log = logging.getLogger(__name__)
 

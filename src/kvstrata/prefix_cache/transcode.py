@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from kvstrata.kv.precision_plan import Plan
 from kvstrata.prefix_cache.entries import DirtySets, Entry, PrecisionTarget
 from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.jobs import FailureLog, Job, JobQueue
@@ -13,7 +14,6 @@ from kvstrata.prefix_cache.offload import Offloader
 from kvstrata.prefix_cache.precision import PrecisionPolicy, StepDown
 from kvstrata.prefix_cache.radix_tree import Node
 from kvstrata.prefix_cache.sharing import Sharer
-from kvstrata.spans.plan import Plan
 
 # Most spans from the first token to the end of a conversation: a few long spans are read faster than many short ones.
 MAX_SPANS = 8

@@ -8,8 +8,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvstrata.attention.parts import SealedPart
+from kvstrata.attention.segments import SealedPart
 from kvstrata.errors import InvalidRequest, MemoryPinned, NeverFits, Unavailable
+from kvstrata.kv.block_checks import check_mark, check_parts
+from kvstrata.kv.checkpoints import Mark
+from kvstrata.kv.packing import Packed, PackedArray, boundaries, pack_mark, packing, span_joining, unpack, unpack_mark
+from kvstrata.kv.span import Span, SpanRange
 from kvstrata.prefix_cache.entries import Entry, Lease
 from kvstrata.prefix_cache.insertion import Inserter
 from kvstrata.prefix_cache.jobs import JobQueue, Steps
@@ -18,11 +22,7 @@ from kvstrata.prefix_cache.matching import PrefixMatcher
 from kvstrata.prefix_cache.reclaim import Reclaimer
 from kvstrata.prefix_cache.worth import ReuseClass
 from kvstrata.sizes import human_bytes
-from kvstrata.spans.blocks import Packed, PackedArray, boundaries, pack_mark, packing, span_joining, unpack, unpack_mark
-from kvstrata.spans.checks import check_mark, check_parts
-from kvstrata.spans.marks import Mark
-from kvstrata.spans.span import Span, SpanRange
-from kvstrata.tier.block import BASE, MARK, Block, Tensor
+from kvstrata.tiers.block import BASE, MARK, Block, Tensor
 
 # Length of one step that gives a span memory of its own.
 STEP_S = 0.003

@@ -6,18 +6,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from kvstrata.attention.parts import SealedPart
+from kvstrata.attention.segments import SealedPart
+from kvstrata.kv.checkpoints import RecurrentState
+from kvstrata.kv.packing import KIND, PRECISION, by_label
+from kvstrata.kv.span import Span, live_bytes
 from kvstrata.prefix_cache.entries import DirtySets, Entry
 from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.keys import owner_of
 from kvstrata.prefix_cache.matching import PrefixMatcher
 from kvstrata.prefix_cache.sharing import SharedTierClient
 from kvstrata.prefix_cache.tier_client import TierClient
-from kvstrata.spans.contents import KIND, PRECISION, by_label
-from kvstrata.spans.live import live_bytes
-from kvstrata.spans.marks import RecurrentState
-from kvstrata.spans.span import Span
-from kvstrata.tier.base import SharedUsage, Usage
+from kvstrata.tiers.interface import SharedUsage, Usage
 
 
 @dataclass(frozen=True)

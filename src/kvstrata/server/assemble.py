@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp
 
-from kvstrata.attention.cpu import compile_codecs_beside
+from kvstrata.attention.cpu.step import compile_codecs_beside
 from kvstrata.backend import Device
 from kvstrata.backend.stages import begin
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.registry import parse
 from kvstrata.config import Settings
-from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.config import CacheListener, EngineLimits, KvConfig, half_of_places
 from kvstrata.engine.engine import Engine
 from kvstrata.errors import ConfigError
@@ -27,15 +26,13 @@ from kvstrata.events.address import options_of
 from kvstrata.events.feed import GRAIN, ListenerThread
 from kvstrata.events.open import bind_events, start_publisher
 from kvstrata.grammar.grammars import Grammars
+from kvstrata.kv.precision_plan import choose_codecs
 from kvstrata.metrics import Metrics
 from kvstrata.models.cpu_options import CpuOptions
 from kvstrata.models.generation import SamplingDefaults
 from kvstrata.models.load import load
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.ladder import parse_lengths
-from kvstrata.remote.options import RemoteOptions
-from kvstrata.remote.secret import keys_for
-from kvstrata.remote.url import parse as parse_url
 from kvstrata.server.auth import ApiKey, RequireKey
 from kvstrata.server.conversation.hygiene import Hygiene
 from kvstrata.server.cors import Cors
@@ -48,12 +45,14 @@ from kvstrata.server.replay.memory import ReplyMemory
 from kvstrata.server.service import Service
 from kvstrata.server.wire.bounds import Bounds
 from kvstrata.sizes import human_bytes
-from kvstrata.spans.plan import choose_codecs
 from kvstrata.text.harmony import harmony_marks
 from kvstrata.text.reply_form import ReplyForm
 from kvstrata.text.template import ChatTemplate
 from kvstrata.text.thinking_switch import ThinkingSwitch
 from kvstrata.text.tokens import longest_token_chars
+from kvstrata.tiers.options import DiskOptions, RemoteOptions
+from kvstrata.tiers.remote.sealing import keys_for
+from kvstrata.tiers.remote.url import parse as parse_url
 
 if TYPE_CHECKING:
     from kvstrata.events.publisher import Publisher

@@ -1,0 +1,1 @@
+"""Attention on a CPU: numba loops over MLX's memory."""

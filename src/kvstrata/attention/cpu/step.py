@@ -1,0 +1,336 @@
+"""Attention on a plain CPU in float32: kernels of our own on MLX's memory.
+
+MLX's `exp` is scalar and on one core there, and each of its operations costs about 10 us. Here a softmax is ten times
+faster, and a decode step of a whole batch, in one layer, is one call that writes the new tokens and attends to all.
+Products of matrices stay with MLX, which hands them to BLAS.
+
+The kernels see computed memory, so attention is a point where the graph is evaluated: on a CPU nothing is lost by that.
+They need numba, which the extra `cpu` installs; without it MLX's own operations are used.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from kvstrata.attention.segments import CutPart, Part, RawPart, SealedPart
+from kvstrata.codecs import backends
+from kvstrata.codecs.base import Planes
+from kvstrata.codecs.cpu import planes as codecs_cpu
+from kvstrata.codecs.cpu.planes import rotation_of, threads_for
+from kvstrata.codecs.mean_runs import GROUP_TOKENS
+from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.codecs.raw import RawCodec
+from kvstrata.codecs.rope import tables
+
+# Queries of one block of a causal prefill: keys that no query of the block sees are not multiplied at all.
+BLOCK = 128
+
+# Some times what the kernels of codecs/ take to compile. Past it they are compiled here.
+COMPILE_S = 120
+
+# Numbers that a step of a batch reads, from which on it pays to share them with other threads: if the products before
+# it have woken them, and if those may have run on threads of BLAS.
+PARALLEL_AWAKE, PARALLEL_ASLEEP = 1 << 16, 1 << 18
+
+NOWHERE = -1
+
+RAW_BITS = 32  # as in cpu_kernels, which needs numba to be looked at
+
+_NO_SINKS = np.empty(0, np.float32)
+
+# The process that compiles for this one, if there is one.
+_beside: list[subprocess.Popen[bytes]] = []
+
+
+class Coded(NamedTuple):
+    """How keys or values lie in memory: as they are, or under `planes`, and then where the planes but `top` lie."""
+
+    bits: int = RAW_BITS
+    next_address: int = 0
+    low_address: int = 0
+    scales_address: int = 0
+    means_address: int = 0
+    ends_address: int = 0  # int64: the first token after each segment
+    num_segments: int = 0
+    columns_address: int = 0  # float32 [dim, 256]: see turns.Tables
+    offset: int = 0  # of its first token in the group that shares a mean
+    first_dim: int = 0  # that turns
+    num_pairs: int = 0  # 0: the means do not turn
+    step: int = 0  # from a pair to the next
+    gap: int = 0  # from the first dim of a pair to its second
+
+
+RAW = Coded()
+
+
+class Run(NamedTuple):
+    """Tokens [start, start + num_tokens) of arrays [kv_heads, size, ...] without gaps."""
+
+    k_address: int  # of the values, or of plane `top`
+    v_address: int
+    size: int
+    write_at: int  # the slot of `size` that the new token goes to; NOWHERE: not into this run
+    num_tokens: int  # the new one included
+    start: int = 0
+    k: Coded = RAW
+    v: Coded = RAW
+    holds: Any = None  # what must live as long as the addresses are used; for buffers their layer sees to it
+
+    def fields(self) -> tuple[int, ...]:
+        """As the kernels read them."""
+        return (*self[:6], *self.k, *self.v)
+
+
+class Row(Protocol):
+    """One layer of one sequence."""
+
+    def runs_with_next(self) -> list[Run]: ...
+
+    def parts(self) -> Any: ...
+
+
+def available() -> bool:
+    return backends.active() == "cpu"
+
+
+def fits(*arrays: mx.array) -> bool:
+    return available() and all(array.dtype == mx.float32 for array in arrays)
+
+
+def kernels() -> str:
+    """Whose loops attention runs on, for people to read."""
+    if available():
+        return "own (numba), MLX where a mask or a dtype other than float32 needs it"
+    return "MLX" if not backends.on_cpu() else "MLX, slow on a CPU: install kvstrata[cpu] for numba"
+
+
+def warm_up() -> None:
+    """Have every kernel compiled now: the first one that is not on disk yet takes seconds."""
+    if not available():
+        return
+    from kvstrata.attention.cpu import kernels as cpu_kernels
+
+    tokens, buffer = np.zeros((1, 1, 1, 4), np.float32), np.zeros((1, 1, 2, 4), np.float32)
+    runs = np.array([(0, *Run(buffer.ctypes.data, buffer.ctypes.data, 2, 0, 1).fields())], np.int64)
+    compile_codecs_beside()
+    try:
+        cpu_kernels.write(tokens, tokens, runs)
+        rotations = (*rotation_of(4), *rotation_of(4))
+        cpu_kernels.decode(tokens, 1, runs, 1.0, _NO_SINKS, *rotations, np.zeros_like(tokens))
+        cpu_kernels.softmax_causal(np.zeros((1, 1), np.float32), 0, 1)
+        for other in _beside:
+            with suppress(subprocess.TimeoutExpired):
+                other.wait(COMPILE_S)
+    finally:
+        while _beside:
+            other = _beside.pop()
+            other.kill()
+            other.wait()
+    codecs_cpu.warm_up()
+
+
+def compile_codecs_beside() -> None:
+    """On the very first start another process compiles the kernels of codecs/ meanwhile, and leaves them on disk. Call
+    it before a model is loaded, and `warm_up` after that.
+
+    Numba compiles one function at a time in a process. What that process does not get done is done here later.
+    """
+    if _beside or not available() or _is_on_disk() or not sys.executable:
+        return
+    code = "import kvstrata; from kvstrata.codecs.cpu import planes; planes.warm_up()"
+    quiet = subprocess.DEVNULL
+    with suppress(OSError):
+        # -P: nothing is imported from the folder that the server was started in.
+        _beside.append(subprocess.Popen([sys.executable, "-P", "-c", code], stdin=quiet, stdout=quiet, stderr=quiet))
+
+
+def _is_on_disk() -> bool:
+    """Whether codecs' kernels were compiled since their text was changed, as far as one of them shows."""
+    from kvstrata.codecs.cpu import kernels as codec_kernels
+
+    last = codec_kernels.mix_planes
+    changed_s = Path(str(codec_kernels.__file__)).stat().st_mtime
+    kept = Path(str(last.stats.cache_path)).glob(f"*.{last.__name__}-*.nbi")
+    return any(path.stat().st_mtime >= changed_s for path in kept)
+
+
+class Step:
+    """One new token for each row, not written yet. Stands for the keys and for the values, as `Parts` does.
+
+    Writing waits until the queries are known: then the layer is evaluated once.
+    """
+
+    def __init__(self, rows: Sequence[Row], keys: mx.array, values: mx.array) -> None:
+        self._rows = rows
+        self._keys = keys  # [rows, kv_heads, 1, k_dim]
+        self._values = values
+        self._done: Written | None = None
+
+    def takes(self, queries: mx.array) -> bool:
+        return fits(queries)
+
+    def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
+        mx.eval(queries, self._keys, self._values)
+        written = self._written()
+        # Whatever the model has: another dtype or layout would have the kernels compiled once more, for seconds.
+        columns = _NO_SINKS if sinks is None else np.array(sinks.astype(mx.float32))
+        # The loops are compiled for arrays without gaps: only those become vector instructions.
+        return mx.array(written.attend(np.ascontiguousarray(queries), scale, columns, PARALLEL_ASLEEP))
+
+    def write(self) -> Sequence[Row]:
+        """Write the new tokens; for readers of the rows that take another path."""
+        mx.eval(self._keys, self._values)
+        self._written()
+        return self._rows
+
+    def _written(self) -> Written:
+        if self._done is None:
+            self._done = write(self._rows, np.ascontiguousarray(self._keys), np.ascontiguousarray(self._values))
+        return self._done
+
+
+def attend_next(rows: Sequence[Row], q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
+    """One new token for each row [rows, heads, 1, dim], as numpy has it: written, and attended with all before it."""
+    return write(rows, k, v).attend(q, scale, _NO_SINKS, PARALLEL_AWAKE)
+
+
+def write(rows: Sequence[Row], k: np.ndarray, v: np.ndarray) -> Written:
+    from kvstrata.attention.cpu import kernels as cpu_kernels
+
+    by_row = [row.runs_with_next() for row in rows]
+    runs = [run for runs in by_row for run in runs]
+    table = np.array([(i, *run.fields()) for i, runs in enumerate(by_row) for run in runs], np.int64)
+    cpu_kernels.write(k, v, table)
+    return Written(table, runs, k.shape[1], (k.shape[3], v.shape[3]))
+
+
+class Written(NamedTuple):
+    """Rows whose new tokens are in their buffers."""
+
+    table: np.ndarray  # [runs, 1 + fields of Run], the row first
+    runs: list[Run]  # of all rows; they hold what the table has addresses of
+    kv_heads: int
+    dims: tuple[int, int]  # of a key and of a value
+
+    def attend(self, q: np.ndarray, scale: float, sinks: np.ndarray, parallel_from: int) -> np.ndarray:
+        """`parallel_from`: numbers that are read, from which on other threads help."""
+        from kvstrata.attention.cpu import kernels as cpu_kernels
+
+        k_dim, v_dim = self.dims
+        out = np.zeros((*q.shape[:3], v_dim), np.float32)
+        num_read = self.kv_heads * sum([run.num_tokens for run in self.runs]) * (k_dim + v_dim)
+        rotations = (*rotation_of(k_dim), *rotation_of(v_dim))
+        with threads_for(is_large=num_read > parallel_from):
+            cpu_kernels.decode(q, self.kv_heads, self.table, scale, sinks, *rotations, out)
+        return out
+
+
+def run_of(part: Part) -> Run | None:
+    """What the kernels need to know of a part; None if they cannot read it. Good until it is written to."""
+    if not available():
+        return None
+    if isinstance(part, RawPart):
+        k, v = _address(part.k_buffer, mx.float32), _address(part.v_buffer, mx.float32)
+        return Run(k, v, part.k_buffer.shape[2], NOWHERE, part.num_tokens, part.start, holds=part) if k and v else None
+    whole, start = (part.whole, part.start) if isinstance(part, CutPart) else (part, 0)
+    if not isinstance(whole, SealedPart):
+        return None
+    k, v = _sealed(whole.k), _sealed(whole.v)
+    if k is None or v is None or v.coded.num_pairs:
+        return None
+    holds = (part, k.holds, v.holds)
+    return Run(k.address, v.address, whole.num_tokens, NOWHERE, part.num_tokens, start, k.coded, v.coded, holds)
+
+
+class _Sealed(NamedTuple):
+    address: int
+    coded: Coded
+    holds: tuple[np.ndarray, ...] = ()
+
+
+def _sealed(planes: Planes) -> _Sealed | None:
+    if isinstance(planes.codec, RawCodec):
+        address = _address(planes.arrays["values"], mx.float32)
+        return _Sealed(address, RAW) if address else None
+    if not isinstance(planes.codec, PlanesCodec):
+        return None
+    addresses = {name: _address(array) for name, array in planes.arrays.items()}
+    if not all(addresses.values()):
+        return None
+    ends = np.cumsum(planes.segments, dtype=np.int64)
+    coded = Coded(
+        planes.codec.bits,
+        addresses.get("next", 0),
+        addresses.get("low", 0),
+        addresses["scales"],
+        addresses["means"],
+        ends.ctypes.data,
+        len(ends),
+    )
+    turn = planes.codec.turn
+    if turn is None:
+        return _Sealed(addresses["top"], coded, (ends,))
+    columns = tables(turn, planes.dim).columns
+    turned = coded._replace(
+        columns_address=columns.ctypes.data,
+        offset=planes.position % GROUP_TOKENS,
+        first_dim=turn.first,
+        num_pairs=turn.num_pairs,
+        **dict(zip(("step", "gap"), turn.strides, strict=True)),
+    )
+    return _Sealed(addresses["top"], turned, (ends, columns))
+
+
+def _address(array: mx.array, dtype: mx.Dtype | None = None) -> int:
+    """0 for what the kernels cannot walk through: another dtype, or gaps."""
+    if dtype is not None and array.dtype != dtype:
+        return 0
+    mx.eval(array)
+    view = np.asarray(array)
+    return view.ctypes.data if view.flags.c_contiguous else 0
+
+
+def softmax(scores: mx.array) -> mx.array:
+    """Over the last axis. On a CPU in place: `scores` must be the caller's alone."""
+    if not fits(scores):
+        return mx.softmax(scores, axis=-1, precise=True)
+    mx.eval(scores)
+    view = np.asarray(scores)
+    if not view.flags.c_contiguous:
+        return mx.softmax(scores, axis=-1, precise=True)
+    columns = scores.shape[-1]
+    _softmax_causal(view.reshape(-1, columns), columns, 1)  # every query sees every column
+    return scores
+
+
+def _softmax_causal(scores: np.ndarray, past: int, tokens: int) -> None:
+    from kvstrata.attention.cpu import kernels as cpu_kernels
+
+    # MLX has computed the scores: threads of ours are asleep.
+    with threads_for(is_large=scores.size > PARALLEL_ASLEEP):
+        cpu_kernels.softmax_causal(scores, past, tokens)
+
+
+def prefill(q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
+    """Causal attention of one row: q [1, heads, tokens, k_dim] are the last of k [1, kv_heads, total, k_dim]."""
+    heads, tokens, kv_heads = q.shape[1], q.shape[2], k.shape[1]
+    past = k.shape[2] - tokens
+    grouped = (q * scale).reshape(1, kv_heads, heads // kv_heads, tokens, q.shape[3])
+    out = []
+    for start in range(0, tokens, BLOCK):
+        end = min(start + BLOCK, tokens)
+        block = grouped[:, :, :, start:end].reshape(1, kv_heads, -1, q.shape[3])
+        scores = block @ k[:, :, : past + end].swapaxes(-1, -2)
+        mx.eval(scores)
+        _softmax_causal(np.asarray(scores).reshape(-1, past + end), past + start, end - start)
+        mixed = scores @ v[:, :, : past + end]
+        out.append(mixed.reshape(1, heads, end - start, v.shape[3]))
+    return mx.concatenate(out, axis=2) if len(out) > 1 else out[0]

@@ -1,0 +1,128 @@
+"""Keys and values of a layer as plain arrays on CUDA, for a chunk: a launch for K and one for V, whatever they lie in.
+
+Stored parts are found through addresses, as a step finds them, and the result depends on what these point to: so MLX
+keeps it until the launches have ended. The tokens that the sequence has just written are an argument.
+Knows ranges; does not know parts, sequences or layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from kvstrata.attention.cuda.ranges import RAW_DTYPES, PlanesRange, Range, RawRange, is_raw
+from kvstrata.attention.cuda.step import addresses_of, held_by
+from kvstrata.attention.cuda.tables import parts_length, table_length
+from kvstrata.codecs.base import Planes
+from kvstrata.codecs.cuda import addresses as cuda_addresses
+from kvstrata.codecs.cuda import kernels as cuda_kernels
+from kvstrata.codecs.cuda.kernels import ENTRY
+from kvstrata.codecs.cuda.planes import DECODE_THREADS, RAW_BITS, angles_of, bits_of, signs, turn_constants, turn_of
+from kvstrata.codecs.mean_runs import GROUP_TOKENS, Segments
+from kvstrata.codecs.rope import Turn
+
+_OWN_BITS = 0
+
+_VALUES_PLACE = 5  # of values in a row of addresses
+
+_FEWEST_SPANS, _FEWEST_STARTS = 64, 512  # entries of a table: shapes change seldom
+
+
+class Joining(NamedTuple):
+    """What is joined: parts that do not change, then tokens of the sequence's own buffer, if there are any."""
+
+    ranges: Sequence[Range]
+    own: RawRange | None
+    turn: Turn | None  # of keys
+
+
+class Span(NamedTuple):
+    """Keys or values of one part."""
+
+    bits: int
+    num_tokens: int  # of the arrays
+    start: int
+    end: int
+    segments: Segments = ()
+    offset: int = 0  # of token 0 in the group that shares a mean
+
+
+class Tables(NamedTuple):
+    spans: mx.array  # int32 [1 + parts, 8], see decode.cuh
+    starts: mx.array  # int32: where each segment of each part begins, and where its last one ends
+    total: int  # tokens
+
+
+def joining(ranges: Sequence[Range], own: RawRange | None, dtype: mx.Dtype) -> Joining | None:
+    """None: the kernel does not take them, or there is nothing to join."""
+    parts = ranges if own is None else [*ranges, own]
+    planes = [part for part in ranges if isinstance(part, PlanesRange)]
+    turns = {turn_of(part.k) for part in planes if not is_raw(part.k)} or {None}
+    fits = dtype in RAW_DTYPES and all(part.fits and part.raw_dtypes <= {dtype} for part in parts)
+    if not planes or len(parts) < 2 or len(turns) > 1 or not fits:
+        return None
+    return Joining(ranges, own, *turns)
+
+
+def join(parts: Joining, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    """K and V, [1, kv_heads, tokens, dim]"""
+    ranges, own, turn = parts
+    addresses = cuda_addresses.collect([addresses_of(part) for part in ranges], parts_length(len(ranges)))
+    planes = next(part for part in ranges if isinstance(part, PlanesRange))
+    (heads,) = planes.k.leading
+    own_k, own_v = (own.k, own.v) if own else (_nothing(heads, x.dim, dtype) for x in (planes.k, planes.v))
+    k_spans, v_spans = [_span(part, part.k) for part in ranges], [_span(part, part.v) for part in ranges]
+    if own is not None:
+        k_spans.append(Span(_OWN_BITS, own.k.shape[2], own.start, own.end))
+        v_spans.append(k_spans[-1])
+    k = _decoded(_tables(tuple(k_spans)), addresses, own_k, turn, place=0)
+    v = _decoded(_tables(tuple(v_spans)), addresses, own_v, None, place=_VALUES_PLACE)
+    k, v = mx.depends([k, v], held_by([ranges], []))
+    return k, v
+
+
+def _span(part: Range, held: Planes | mx.array) -> Span:
+    if isinstance(held, mx.array):
+        return Span(RAW_BITS, held.shape[2], part.start, part.end)
+    offset = held.position % GROUP_TOKENS
+    return Span(bits_of(held), held.num_tokens, part.start, part.end, held.segments, offset)
+
+
+@lru_cache(maxsize=256)
+def _tables(spans: tuple[Span, ...]) -> Tables:
+    """Layers that are stored alike share them."""
+    rows = np.zeros((table_length(1 + len(spans), _FEWEST_SPANS), ENTRY), np.int32)
+    starts: list[int] = []
+    total = 0
+    for number, span in enumerate(spans):
+        is_coded = span.bits not in (RAW_BITS, _OWN_BITS)
+        numbers = (total, span.start, span.num_tokens, span.bits, len(span.segments), len(starts), span.offset)
+        rows[1 + number] = (*numbers, number if span.bits != _OWN_BITS else 0)
+        starts += np.cumsum((0, *span.segments)).tolist() if is_coded else []
+        total += span.end - span.start
+    rows[0, :2] = total, len(spans)
+    padding = table_length(len(starts), _FEWEST_STARTS) - len(starts)
+    return Tables(mx.array(rows), mx.array(np.array([*starts, *[0] * padding], np.int32)), total)
+
+
+def _decoded(tables: Tables, addresses: mx.array, own: mx.array, turn: Turn | None, *, place: int) -> mx.array:
+    (_, heads, _, dim), dtype = own.shape, own.dtype
+    num_units = heads * tables.total * (dim // 16)
+    (out,) = cuda_kernels.decode_parts().run(
+        (("T", dtype), ("DIM", dim), ("PLACE", place), *turn_constants(turn)),
+        inputs=[signs(dim), angles_of(turn), tables.spans, tables.starts, addresses, own],
+        output_shapes=[(1, heads, tables.total, dim)],
+        output_dtypes=[dtype],
+        grid=(-(-num_units // DECODE_THREADS) * DECODE_THREADS, 1, 1),
+        threadgroup=(DECODE_THREADS, 1, 1),
+    )
+    return out
+
+
+@lru_cache(maxsize=8)
+def _nothing(heads: int, dim: int, dtype: mx.Dtype) -> mx.array:
+    return mx.zeros((1, heads, 1, dim), dtype)

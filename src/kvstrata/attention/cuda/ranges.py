@@ -1,0 +1,255 @@
+"""Attention on CUDA: one query for each head over planes and raw vectors, with kernels of our own.
+
+Codes and vectors are read as they lie, a piece of up to 256 tokens to a warp, and what the pieces give is combined by
+their largest score and their sum of exponentials: exact, in float32. Prefill decodes a layer into scratch instead
+(`cuda_joined.py`). Knows planes and arrays; does not know sequences or layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from kvstrata.codecs.base import Planes
+from kvstrata.codecs.cuda import kernels as cuda_kernels
+from kvstrata.codecs.cuda.addresses import Whereabouts
+from kvstrata.codecs.cuda.kernels import WARPS, Constant, Kind
+from kvstrata.codecs.cuda.planes import (
+    FUSED_DIMS,
+    RAW_BITS,
+    THREADS,
+    arrays_of,
+    bits_of,
+    piece_tokens,
+    pieces_of,
+    scalar,
+    signs,
+    table_of,
+    tiles_for,
+    turn_constants,
+    turn_of,
+)
+from kvstrata.codecs.mean_runs import GROUP_TOKENS, Segments
+
+RAW_DTYPES = (mx.bfloat16, mx.float16)
+
+# Parts that one launch takes. More kinds of launch would be more to compile.
+PARTS_AT_ONCE = 3
+
+_COMBINE_THREADS = 1024
+
+
+class PieceSegments(NamedTuple):
+    segments: tuple[Segments, Segments]  # of keys and of values
+    offset: int  # of token 0 in the group that shares a mean
+
+    def pieces(self, start: int, end: int, heads: int) -> mx.array:
+        return pieces_of(self.segments, self.offset, start, end, piece_tokens(end - start, heads))
+
+
+class Packed:
+    """Arrays without gaps: those that are read through addresses MLX does not copy on the way."""
+
+    def __init__(self) -> None:
+        self._arrays: list[mx.array] | None = None
+
+    def of(self, arrays: Sequence[mx.array]) -> list[mx.array]:
+        if self._arrays is None:
+            self._arrays = [mx.contiguous(array) for array in arrays]
+        return self._arrays
+
+
+@dataclass(frozen=True, eq=False)
+class PlanesRange:
+    """Tokens [start, end) of planes [kv_heads, tokens, dim], of which one side may be raw. Made once for many steps, it
+    looks things up once."""
+
+    k: Planes
+    v: Planes
+    start: int
+    end: int
+    # Shared by all ranges of these planes.
+    where: Whereabouts = field(default_factory=Whereabouts)
+    packed: Packed = field(default_factory=lambda: Packed())
+
+    @cached_property
+    def fits(self) -> bool:
+        return fits(self.k) and fits(self.v) and turn_of(self.v) is None
+
+    @cached_property
+    def raw_dtypes(self) -> set[mx.Dtype]:
+        """Of the side that is raw."""
+        return {planes.arrays["values"].dtype for planes in (self.k, self.v) if is_raw(planes)}
+
+    @cached_property
+    def arrays(self) -> list[mx.array]:
+        return [*arrays_of(self.k), *arrays_of(self.v), table_of(turn_of(self.k), self.k.dim)]
+
+    def constants(self, number: int) -> list[Constant]:
+        """Of part `number` of a launch."""
+        bits: list[Constant] = [(f"K_BITS{number}", bits_of(self.k)), (f"V_BITS{number}", bits_of(self.v))]
+        return bits + turn_constants(turn_of(self.k), "K_", str(number))
+
+    @property
+    def segments(self) -> PieceSegments:
+        """All that pieces depend on, beside the range and their number."""
+        return PieceSegments((self.k.segments, self.v.segments), self.k.position % GROUP_TOKENS)
+
+    @cached_property
+    def pieces(self) -> mx.array:
+        return self.segments.pieces(self.start, self.end, self.k.leading[0])
+
+
+@dataclass(frozen=True, eq=False)
+class RawRange:
+    """Tokens [start, end) of vectors [1, kv_heads, tokens, dim], read where they lie."""
+
+    k: mx.array
+    v: mx.array
+    start: int
+    end: int
+    where: Whereabouts = field(default_factory=Whereabouts)  # of the buffer
+
+    @property
+    def fits(self) -> bool:
+        return _raw_fits(self.k, self.v)
+
+    @property
+    def raw_dtypes(self) -> set[mx.Dtype]:
+        return {self.k.dtype}
+
+    def views(self) -> list[mx.array]:
+        return [array[:, :, self.start : self.end] for array in (self.k, self.v)]
+
+
+Range = PlanesRange | RawRange
+
+
+class Partial(NamedTuple):
+    """Attention over some of the tokens, as each block of a launch found it."""
+
+    sums: mx.array  # float32 [kv_heads, blocks, queries, v_dim], not divided by the sum of exponentials
+    stats: mx.array  # float32 [kv_heads, blocks, queries, 2]: largest score, sum of exponentials
+
+
+class Attended(NamedTuple):
+    out: mx.array  # [kv_heads, queries, v_dim]
+    log_sum: mx.array  # float32 [kv_heads, queries]: log of the sum of the exponentials of all scores
+
+
+def _raw_fits(k: mx.array, v: mx.array) -> bool:
+    """Whether the kernels read these vectors [..., dim]."""
+    return k.dtype in RAW_DTYPES and k.dtype == v.dtype and k.shape[-1] in FUSED_DIMS and v.shape[-1] in FUSED_DIMS
+
+
+def fits(planes: Planes) -> bool:
+    """Whether the kernels read these planes; others are decoded."""
+    is_known = planes.arrays["values"].dtype in RAW_DTYPES if is_raw(planes) else "top" in planes.arrays
+    return is_known and planes.dim in FUSED_DIMS and len(planes.leading) == 1
+
+
+def is_raw(planes: Planes) -> bool:
+    return bits_of(planes) == RAW_BITS
+
+
+def have_one_dtype(ranges: Sequence[Range]) -> bool:
+    """A launch takes the bits of raw vectors for one dtype."""
+    return len({dtype for part in ranges for dtype in part.raw_dtypes}) <= 1
+
+
+def fit_together(ranges: Sequence[Range]) -> bool:
+    """Whether one `attend` reads all of them. It takes no planes of which one side is raw."""
+    is_mixed = any(isinstance(part, PlanesRange) and part.raw_dtypes for part in ranges)
+    return not is_mixed and have_one_dtype(ranges) and all(part.fits for part in ranges)
+
+
+def attend(
+    q: mx.array,  # [1, heads, 1, k_dim]
+    ranges: Sequence[Range],
+    scale: float,
+    sinks: mx.array | None = None,  # [heads]
+) -> mx.array:
+    """One query for each head over all ranges -> [1, heads, 1, v_dim]. They must `fit_together`."""
+    kv_heads = _num_heads(ranges[0])
+    grouped = q.reshape(kv_heads, q.shape[1] // kv_heads, q.shape[3])
+    launches = [ranges[i : i + PARTS_AT_ONCE] for i in range(0, len(ranges), PARTS_AT_ONCE)]
+    partials = [partial(grouped, parts, scale) for parts in launches]
+    return combine(partials, q.dtype, sinks).out.reshape(1, q.shape[1], 1, -1)
+
+
+def attend_planes(q: mx.array, k: Planes, v: Planes, start: int, end: int, scale: float = 1.0) -> Attended:
+    """q [kv_heads, queries, k_dim] over tokens [start, end) -> float32"""
+    return combine([partial(q, [PlanesRange(k, v, start, end)], scale)], mx.float32)
+
+
+def partial(q: mx.array, parts: Sequence[Range], scale: float) -> Partial:
+    """q [kv_heads, queries, k_dim], in one launch"""
+    heads, queries, k_dim = q.shape
+    v_dim = _v_dim(parts[0])
+    tiles = tiles_for(queries, max(k_dim, v_dim))
+    calls = [_call(i, part, heads) for i, part in enumerate(parts)]
+    num_blocks = sum(call.num_blocks for call in calls)
+    sums, stats = cuda_kernels.attend(tuple(call.kind for call in calls)).run(
+        inputs=[q, scalar(scale), signs(k_dim), signs(v_dim), *(x for call in calls for x in call.inputs)],
+        constants=(
+            *(("T", q.dtype), ("BF", _is_bf16(parts)), ("K_DIM", k_dim), ("V_DIM", v_dim), ("TILES", tiles)),
+            *(number for call in calls for number in call.constants),
+        ),
+        output_shapes=[(heads, num_blocks, queries, v_dim), (heads, num_blocks, queries, 2)],
+        output_dtypes=[mx.float32, mx.float32],
+        grid=(num_blocks * THREADS, heads, -(-queries // (4 * tiles))),
+        threadgroup=(THREADS, 1, 1),
+    )
+    return Partial(sums, stats)
+
+
+def combine(partials: Sequence[Partial], dtype: mx.Dtype, sinks: mx.array | None = None) -> Attended:
+    """A sink takes its share of the softmax and gives nothing."""
+    heads, _, queries, v_dim = partials[0].sums.shape
+    num_threads = _COMBINE_THREADS // v_dim * v_dim
+    out, log_sum = cuda_kernels.combine(len(partials)).run(
+        inputs=[scalar(0.0) if sinks is None else sinks.astype(mx.float32), *(x for pair in partials for x in pair)],
+        constants=(
+            ("T", dtype),
+            ("V_DIM", v_dim),
+            ("HAS_SINKS", sinks is not None),
+        ),
+        grid=(heads * queries * num_threads, 1, 1),
+        threadgroup=(num_threads, 1, 1),
+        output_shapes=[(heads, queries, v_dim), (heads, queries)],
+        output_dtypes=[dtype, mx.float32],
+    )
+    return Attended(out, log_sum)
+
+
+class _Call(NamedTuple):
+    """What a part adds to a launch."""
+
+    kind: Kind
+    inputs: list[mx.array]
+    constants: list[Constant]
+    num_blocks: int
+
+
+def _call(i: int, part: Range, heads: int) -> _Call:
+    if isinstance(part, RawRange):
+        num_tokens = part.end - part.start
+        size = piece_tokens(num_tokens, heads)
+        return _Call("raw", part.views(), [(f"SIZE{i}", size)], -(-num_tokens // (size * WARPS)))
+    return _Call("planes", [part.pieces, *part.arrays], part.constants(i), -(-part.pieces.shape[0] // WARPS))
+
+
+def _is_bf16(parts: Sequence[Range]) -> bool:
+    return any(isinstance(part, RawRange) and part.k.dtype == mx.bfloat16 for part in parts)
+
+
+def _num_heads(part: Range) -> int:
+    return part.k.shape[1] if isinstance(part, RawRange) else part.k.leading[0]
+
+
+def _v_dim(part: Range) -> int:
+    return part.v.shape[3] if isinstance(part, RawRange) else part.v.dim

@@ -1,0 +1,176 @@
+"""One new token for each row on CUDA: written and attended to in one launch for each layer.
+
+The launch writes into the rows' buffers without MLX's knowledge: neither its graph nor the one that CUDA gets of an
+evaluation has an edge to their later readers. So every launch of a pass is issued when the pass ends (`end_pass`
+hands `Step.launched` up), and what comes after it comes after it on the same stream. What a step reads of another
+sequence's buffer was written before the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, Protocol
+
+import mlx.core as mx
+
+from kvstrata.attention.cuda import step as cuda_step
+from kvstrata.attention.cuda.ranges import Range
+from kvstrata.attention.cuda.step import Slot
+from kvstrata.attention.cuda.trials import step_works
+from kvstrata.attention.segments import Part
+
+HeadKind = tuple[mx.Dtype, int, int]  # dtype, and the sizes of a key and of a value
+
+
+class Row(Protocol):
+    """One layer of one sequence."""
+
+    def before_slot(self) -> tuple[Part, ...]: ...
+
+    def next_slot(self) -> Slot:
+        """Make room for one more token, not counted yet."""
+        ...
+
+    def count_next(self) -> None:
+        """The place is taken: the caller writes the token there, or has written it by `put_last`."""
+        ...
+
+    def put_last(self, k: mx.array, v: mx.array) -> None: ...
+
+    def parts(self) -> tuple[Part, ...]: ...
+
+
+def takes_rows(keys: mx.array, values: mx.array) -> bool:
+    return keys.shape[2] == 1 and keys.dtype == values.dtype and step_works(keys.dtype, keys.shape[3], values.shape[3])
+
+
+def slots_of(rows: Sequence[Row]) -> list[Slot]:
+    """A place for each row's next token, counted."""
+    slots = []
+    for row in rows:
+        slots.append(row.next_slot())
+        row.count_next()
+    return slots
+
+
+def kernels(kinds: Collection[HeadKind]) -> str:
+    """Whose loops attention runs on, for people to read."""
+    if kinds and all(step_works(*kind) for kind in kinds):
+        return "own (CUDA) for decode steps of up to 8 queries for each KV head (4 beyond 128 dims), MLX for the rest"
+    return "MLX, by sequence: it has no step of a whole batch for these layers, or it did not work here (see the log)"
+
+
+class Counters:
+    """What blocks of a launch count themselves with: of one layer, whose launches wait for each other."""
+
+    def __init__(self) -> None:
+        self._counters: mx.array | None = None
+        self.known = cuda_step.Known()
+
+    def of(self, size: int) -> mx.array:
+        if self._counters is None or self._counters.size != size:
+            self._counters = mx.zeros((size,), mx.uint32)
+        return self._counters
+
+
+class Step:
+    """New tokens that are not written yet. Stands for the keys and for the values, as `Parts` does."""
+
+    def __init__(self, rows: Sequence[Row], keys: mx.array, values: mx.array, counters: Counters) -> None:
+        self._rows = rows
+        self._keys = keys  # [rows, kv_heads, 1, k_dim]
+        self._values = values
+        self._counters = counters
+        self._before: list[list[Range]] = []
+        self._slots: list[Slot] = []
+        self._reads: cuda_step.Reads | None = None
+        self._is_written = False
+        self._launches: list[mx.array] = []
+
+    @property
+    def launched(self) -> list[mx.array]:
+        """Once these are computed, the new tokens are written. What the launches read through addresses is among them:
+        MLX keeps it until they have ended."""
+        return [*self._launches, *cuda_step.held_by(self._before, self._slots)] if self._launches else []
+
+    def takes(self, queries: mx.array) -> bool:
+        if not cuda_step.fits(queries, self._keys, self._values):
+            return False
+        if not self._slots:
+            self._take_slots()
+        return self._reads is not None
+
+    def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
+        assert self._reads is not None, "ask `takes` first"
+        self._is_written = True
+        num_rows, kv_heads, _, k_dim = self._keys.shape
+        cuda_step.compile_all(queries.dtype, kv_heads, queries.shape[1] // kv_heads, k_dim, self._values.shape[3])
+        launch = cuda_step.launch_of(self._reads, self._slots, self._counters.of(num_rows * kv_heads))
+        out = cuda_step.attend_step(queries, self._keys, self._values, launch, scale, sinks)
+        self._launches.append(out)
+        return out
+
+    def write(self) -> Sequence[Row]:
+        """Write the new tokens; for readers of the rows that take another path."""
+        mx.eval(self._launches)
+        if not self._is_written:
+            if not self._slots:
+                self._take_slots()
+            for i, row in enumerate(self._rows):
+                row.put_last(self._keys[i : i + 1], self._values[i : i + 1])
+            self._is_written = True
+        return self._rows
+
+    def _take_slots(self) -> None:
+        """Make room for the new tokens, and find out whether the kernel can read all that the rows read."""
+        self._before = [[part.cuda_range() for part in row.before_slot()] for row in self._rows]
+        self._slots = slots_of(self._rows)
+        if all(part.fits for ranges in self._before for part in ranges):
+            self._reads = self._counters.known.reads(self._before, self._slots)
+
+
+class NotCompiled(Exception):
+    """The model does something with keys that a compiled step has no form for."""
+
+
+class Prepared:
+    """New tokens whose launch was prepared before the model was called. Stands for the keys and for the values."""
+
+    def __init__(self, keys: mx.array, values: mx.array, launch: cuda_step.Launch) -> None:
+        self._keys = keys
+        self._values = values
+        self._launch = launch
+
+    def takes(self, queries: mx.array) -> bool:
+        return cuda_step.fits(queries, self._keys, self._values)
+
+    def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
+        return cuda_step.attend_step(queries, self._keys, self._values, self._launch, scale, sinks)
+
+    def write(self) -> Sequence[Row]:
+        raise NotCompiled("a mask, or queries that the kernel does not take")
+
+
+class Found(NamedTuple):
+    """What a launch over one layer of all rows needs, found before the model is called. Nothing is counted."""
+
+    reads: cuda_step.Reads
+    counters: mx.array
+    kv_heads: int
+    held: list[mx.array]
+
+
+def find(rows: Sequence[Row], counters: Counters) -> Found | None:
+    """None: a launch cannot take it."""
+    before = [[part.cuda_range() for part in row.before_slot()] for row in rows]
+    if not all(part.fits for ranges in before for part in ranges):
+        return None
+    slots = [row.next_slot() for row in rows]
+    k, v = slots[0][:2]
+    kv_heads = k.shape[1]
+    if k.dtype != v.dtype or not step_works(k.dtype, k.shape[3], v.shape[3]):
+        return None
+    reads = counters.known.reads(before, slots)
+    if reads is None:
+        return None
+    return Found(reads, counters.of(len(rows) * kv_heads), kv_heads, cuda_step.held_by(before, slots))

@@ -1,0 +1,149 @@
+"""The tables of a decode step on CUDA: which row reads which tokens of which part. See step.cuh for what they hold.
+
+All but `places` stay as they are while the rows read the same parts, and layers that are stored alike share them.
+Lengths are rounded up, and short ones to those of a usual batch: a step of a new shape is traced first, which takes as
+long as several steps. Knows numbers only, no arrays of keys or values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from kvstrata.codecs.cuda.kernels import ENTRY, WARPS
+from kvstrata.codecs.cuda.planes import RAW_BITS, piece_rows, piece_tokens
+from kvstrata.codecs.mean_runs import Segments
+
+# Entries of a table at least, and blocks of a launch: those of one row, and of all together. Those that have no piece
+# end at once.
+_FEWEST_PIECES = 256
+
+_FEWEST_PARTS = 64
+
+_ROW_BLOCKS, _ALL_BLOCKS = 32, 1024
+
+
+class Kind(NamedTuple):
+    """What the arrays of a part are. Parts of the same kind differ in their addresses alone."""
+
+    k_bits: int
+    v_bits: int
+    num_tokens: int  # of the arrays
+    segments: tuple[Segments, Segments] = ((), ())  # of keys and of values; none of raw vectors
+    offset: int = 0  # of token 0 in the group that shares a mean
+    turn: tuple[int, int, int] = (0, 0, 0)  # pairs, first dim, whether pairs are neighbours
+
+
+def raw_kind(num_tokens: int) -> Kind:
+    return Kind(RAW_BITS, RAW_BITS, num_tokens)
+
+
+class RowReads(NamedTuple):
+    """By the number of a part: what a row reads beside its own buffer, and that one."""
+
+    reads: tuple[tuple[int, int, int], ...]  # part, first token, end
+    own: int
+
+
+class Tables(NamedTuple):
+    """As the kernel has them, but for `places`."""
+
+    pieces: mx.array  # int32 [pieces, 8]
+    kinds: mx.array  # int32 [parts, 8]
+    rows: tuple[tuple[int, int, int], ...]  # of each row: its own buffer, its first piece, how many pieces
+
+
+class Place(NamedTuple):
+    """Where a row's new token goes in its own buffer."""
+
+    at: int
+    num_tokens: int  # with the new one
+
+
+class Places(NamedTuple):
+    table: mx.array  # int32 [rows, 8]
+    num_blocks: int  # of the row that has most, rounded up
+
+
+@lru_cache(maxsize=32)
+def tables_of(kinds: tuple[Kind, ...], rows: tuple[RowReads, ...], heads: int) -> Tables:
+    num_heads = len(rows) * heads
+    found: list[np.ndarray] = []
+    placed, first = [], 0
+    for row in rows:
+        mine = [_pieces(number, kinds[number], start, end, num_heads) for number, start, end in row.reads]
+        count = sum(map(len, mine))
+        placed.append((row.own, first, count))
+        found += mine
+        first += count
+    pieces = np.concatenate(found) if found else _NOTHING
+    return Tables(
+        _padded(pieces, table_length(len(pieces), _FEWEST_PIECES)),
+        _padded(_kind_rows(kinds), parts_length(len(kinds))),
+        tuple(placed),
+    )
+
+
+def places_of(tables: Tables, places: Sequence[Place], heads: int) -> Places:
+    longest, num_heads = max([place.num_tokens for place in places]), len(places) * heads
+    fewest = min(_ROW_BLOCKS, max(1, _ALL_BLOCKS // num_heads))
+    return _places(tables.rows, tuple(places), piece_tokens(longest, num_heads), fewest)
+
+
+@lru_cache(maxsize=64)
+def _places(rows: tuple[tuple[int, int, int], ...], places: tuple[Place, ...], size: int, fewest: int) -> Places:
+    table = np.zeros((len(rows), ENTRY), np.int32)
+    table[:, [0, 4, 5]] = rows
+    table[:, 1:3] = places
+    table[:, 3] = size
+    num_pieces = table[:, 5] - (-table[:, 2] // size)
+    return Places(mx.array(table), rounded_up(max(fewest, -(-int(num_pieces.max()) // WARPS))))
+
+
+def parts_length(num_parts: int) -> int:
+    """Of tables that have an entry for each part."""
+    return table_length(num_parts, _FEWEST_PARTS)
+
+
+def table_length(number: int, fewest: int) -> int:
+    return max(fewest, 1 << (number - 1).bit_length() if number else 0)
+
+
+def rounded_up(number: int) -> int:
+    """To a power of two, or to one and a half of it."""
+    size = 1
+    while size < number:
+        if size >= 2 and size + size // 2 >= number:
+            return size + size // 2
+        size *= 2
+    return size
+
+
+_NOTHING = np.zeros((0, ENTRY), np.int32)
+
+
+def _pieces(number: int, kind: Kind, start: int, end: int, num_heads: int) -> np.ndarray:
+    size = piece_tokens(end - start, num_heads)
+    if kind.k_bits == kind.v_bits == RAW_BITS:
+        firsts = np.arange(start, end, size)
+        known = np.zeros((len(firsts), 5), np.int32)
+        known[:, 0], known[:, 1] = firsts, np.minimum(size, end - firsts)
+    else:
+        known = piece_rows(kind.segments, kind.offset, start, end, size)
+    rows = np.zeros((len(known), ENTRY), np.int32)
+    rows[:, 0], rows[:, 1:6] = number, known
+    return rows
+
+
+def _kind_rows(kinds: Sequence[Kind]) -> np.ndarray:
+    return np.array(
+        [(k.k_bits, k.v_bits, k.num_tokens, len(k.segments[0]), len(k.segments[1]), *k.turn) for k in kinds], np.int32
+    )
+
+
+def _padded(rows: np.ndarray, length: int) -> mx.array:
+    return mx.array(np.concatenate([rows, np.zeros((length - len(rows), ENTRY), np.int32)]))

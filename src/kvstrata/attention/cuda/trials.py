@@ -1,0 +1,164 @@
+"""Whether the kernels that go by addresses are right on this machine: tried once, before anything is served with them.
+
+The step writes into buffers behind MLX's back, and compilers and drivers differ. Where it fails or gives other numbers
+than MLX's own attention, attention goes by sequence instead: slower, and right. So do chunks, part by part.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+
+import mlx.core as mx
+import numpy as np
+
+from kvstrata.attention.cuda import step as cuda_step
+from kvstrata.attention.cuda.join import Joining, join, joining
+from kvstrata.attention.cuda.ranges import RAW_DTYPES, PlanesRange, Range, RawRange
+from kvstrata.codecs import backends
+from kvstrata.codecs.backends import relative_error
+from kvstrata.codecs.base import Planes
+from kvstrata.codecs.cuda.addresses import Whereabouts
+from kvstrata.codecs.cuda.planes import FUSED_DIMS, RAW_BITS
+from kvstrata.codecs.mean_runs import segments_of
+from kvstrata.codecs.planes import HELD, PlanesCodec
+from kvstrata.codecs.raw import RawCodec
+from kvstrata.codecs.rope import Turn, make_turn
+
+_HEADS, _GROUP, _SCALE = 2, 2, 0.1
+
+_BUFFER_TOKENS, _NUM_BEFORE = 512, 300
+
+_BITS = ((8, 8), (4, 2), (2, 4), (RAW_BITS, 8), (4, RAW_BITS))  # of keys and of values
+
+_TOLERANCE = 0.02  # of the largest value: 16-bit rounding stays well below
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def step_works(dtype: mx.Dtype, k_dim: int, v_dim: int) -> bool:
+    """For keys and values of this kind; whether this back-end has such kernels at all included."""
+    if backends.active() != "cuda" or dtype not in RAW_DTYPES or not {k_dim, v_dim} <= {*FUSED_DIMS}:
+        return False
+    try:
+        error = _step_error(dtype, k_dim, v_dim)
+    except (RuntimeError, ValueError) as failure:
+        logger.warning("Batches attend by sequence, which is slower: the kernel does not run here: %s", failure)
+        return False
+    if not error < _TOLERANCE:
+        logger.warning("Batches attend by sequence, which is slower: the kernel is off by %.3g here.", error)
+        return False
+    return True
+
+
+def joined_works(dtype: mx.Dtype, parts: Joining) -> bool:
+    """For parts of this kind."""
+    planes = next(part for part in parts.ranges if isinstance(part, PlanesRange))
+    return join_works(dtype, planes.k.dim, planes.v.dim, parts.turn)
+
+
+@cache
+def join_works(dtype: mx.Dtype, k_dim: int, v_dim: int, turn: Turn | None) -> bool:
+    if backends.active() != "cuda" or dtype not in RAW_DTYPES or not {k_dim, v_dim} <= {*FUSED_DIMS}:
+        return False
+    try:
+        error = _join_error(dtype, k_dim, v_dim, turn)
+    except (RuntimeError, ValueError) as failure:
+        logger.warning("Chunks decode part by part, which is slower: the kernel does not run here: %s", failure)
+        return False
+    if not error < _TOLERANCE:
+        logger.warning("Chunks decode part by part, which is slower: the kernel is off by %.3g here.", error)
+        return False
+    return True
+
+
+def _join_error(dtype: mx.Dtype, k_dim: int, v_dim: int, turn: Turn | None) -> float:
+    planes = [_planes(dtype, k_dim, v_dim, *bits, turn) for bits in _BITS]
+    stored, own = (_pair(1, _BUFFER_TOKENS, k_dim, v_dim, seed, dtype) for seed in (2, 4))
+    mx.eval(stored, own)
+    parts = joining([planes[0], RawRange(*stored, 5, 70), *planes[1:]], RawRange(*own, 0, 9), dtype)
+    assert parts is not None
+    dense = [_dense(part, dtype) for part in planes]
+    dense[1:1] = [[array[:, :, 5:70] for array in stored]]
+    dense.append([array[:, :, :9] for array in own])
+    pairs = zip(join(parts, dtype), zip(*dense, strict=True), strict=True)
+    return max(relative_error(found, mx.concatenate(list(wanted), axis=2)) for found, wanted in pairs)
+
+
+def _step_error(dtype: mx.Dtype, k_dim: int, v_dim: int) -> float:
+    """Two rows of two steps, the second of them over planes and over what the first one has: the largest difference."""
+    turn = make_turn(100.0 ** (-np.arange(k_dim // 2) / k_dim))
+    planes = [_planes(dtype, k_dim, v_dim, *bits, turn) for bits in _BITS]
+    buffers = [_pair(1, _BUFFER_TOKENS, k_dim, v_dim, seed, dtype) for seed in (2, 4)]
+    expected = [_pair(1, _BUFFER_TOKENS, k_dim, v_dim, seed, dtype) for seed in (2, 4)]
+    mx.eval(buffers, expected)
+    wheres = [Whereabouts() for _ in buffers]
+    before: list[list[Range]] = [[], [*planes, RawRange(*buffers[0], 0, 70, wheres[0])]]
+    counters, known = mx.zeros((2 * _HEADS,), mx.uint32), cuda_step.Known()
+    errors = []
+    for step in range(2):
+        places = (200 + step, 9 + step)
+        slots = [
+            cuda_step.Slot(*pair, _BUFFER_TOKENS, at, at + 1, where)
+            for pair, at, where in zip(buffers, places, wheres, strict=True)
+        ]
+        q = _random((2, _HEADS * _GROUP, 1, k_dim), 10 + step, dtype)
+        # What a launch writes it must read, too: the new key is near the queries, and so has most of the weight.
+        new = (q[:, ::_GROUP] * 2, _random((2, _HEADS, 1, v_dim), 6 + step, dtype))
+        reads = known.reads(before, slots)
+        assert reads is not None
+        out = cuda_step.attend_step(q, *new, cuda_step.launch_of(reads, slots, counters), _SCALE)
+        mx.eval(out)
+        for row, at in enumerate(places):
+            for buffer, tokens in zip(expected[row], new, strict=True):
+                buffer[:, :, at] = tokens[row : row + 1, :, 0]
+            read = [_dense(part, dtype) for part in planes] if row else []
+            read += [[array[:, :, :70] for array in expected[0]]] if row else []
+            read.append([array[:, :, : at + 1] for array in expected[row]])
+            errors.append(relative_error(out[row : row + 1], _stock(q[row : row + 1], read)))
+    pairs = zip((x for pair in buffers for x in pair), (x for pair in expected for x in pair), strict=True)
+    written = [mx.array_equal(*pair).item() for pair in pairs]
+    return max(errors) if all(written) else float("inf")
+
+
+def _planes(dtype: mx.Dtype, k_dim: int, v_dim: int, k_bits: int, v_bits: int, turn: Turn | None) -> PlanesRange:
+    k = _encoded_stock(k_bits, turn, _random((_HEADS, _NUM_BEFORE, k_dim), k_bits, dtype))
+    v = _encoded_stock(v_bits, None, _random((_HEADS, _NUM_BEFORE, v_dim), 20 + v_bits, dtype))
+    return PlanesRange(k, v, 3, _NUM_BEFORE)
+
+
+def _encoded_stock(bits: int, turn: Turn | None, x: mx.array) -> Planes:
+    """With stock operations: kernels that do it would have to be compiled."""
+    if bits == RAW_BITS:
+        return RawCodec().adopt(x)
+    codec = PlanesCodec(bits, turn)
+    arrays = codec.encode_stock(x, 0)
+    held = {name: arrays[name] for name in (*HELD[codec.bits], "scales", "means")}
+    return Planes(codec, held, x.shape[1], 0, x.shape[2], segments_of(0, x.shape[1]))
+
+
+def _stock(q: mx.array, read: Sequence[Sequence[mx.array]]) -> mx.array:
+    k, v = (mx.concatenate([pair[i] for pair in read], axis=2) for i in (0, 1))
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=_SCALE)
+
+
+def _dense(part: PlanesRange, dtype: mx.Dtype) -> list[mx.array]:
+    dense = []
+    for planes in (part.k, part.v):
+        codec = planes.codec
+        values = codec.decode_stock(planes) if isinstance(codec, PlanesCodec) else codec.decode(planes, dtype)
+        dense.append(values.astype(dtype)[None, :, part.start : part.end])
+    return dense
+
+
+def _pair(
+    num_rows: int, num_tokens: int, k_dim: int, v_dim: int, seed: int, dtype: mx.Dtype
+) -> tuple[mx.array, mx.array]:
+    shapes = [(num_rows, _HEADS, num_tokens, dim) for dim in (k_dim, v_dim)]
+    return _random(shapes[0], seed, dtype), _random(shapes[1], seed + 1, dtype)
+
+
+def _random(shape: tuple[int, ...], seed: int, dtype: mx.Dtype) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)

@@ -1,0 +1,1 @@
+"""Attention with the portable kernel: one text for Metal, CUDA and the tests."""

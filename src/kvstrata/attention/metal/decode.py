@@ -1,0 +1,127 @@
+"""Attention of a decode step by the kernel that is written once for Metal, CUDA and tests.
+
+A step is a few launches that each attend over some of the parts, and one that combines what they found
+(portable_plan.py). Nothing is written but results: new tokens are in their buffers before.
+
+Knows what parts are stored as; does not know sequences, or whether the machine runs the kernels (portable_check.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from kvstrata.attention.metal.launch_plan import Asked, Form, Laid, Mean, Plan, laid, plan
+from kvstrata.codecs.base import Planes
+from kvstrata.codecs.cuda.planes import turn_of
+from kvstrata.codecs.mean_runs import GROUP_TOKENS
+from kvstrata.codecs.metal import kernel_text as metal_kernel_text
+from kvstrata.codecs.metal.kernel_text import LARGEST_DIM, RAW_KINDS, Dialect, Launch, Run
+from kvstrata.codecs.metal.planes import FEWEST_ENTRIES
+
+
+class Read(NamedTuple):
+    """Tokens [start, end) of arrays [kv_heads, size, ...]."""
+
+    laid: Laid
+    start: int
+    end: int
+    size: int
+    arrays: tuple[mx.array, ...]  # of keys, then of values. Raw: the vectors; planes: codes, scales, means
+
+
+def read_buffers(k: mx.array, v: mx.array, start: int, end: int) -> Read | None:
+    """Of raw vectors [1, kv_heads, size, dim]. None: the kernel does not read them."""
+    (one, kv_heads, size, k_dim), (_, _, v_size, v_dim) = k.shape, v.shape
+    k_kind, v_kind = RAW_KINDS.get(k.dtype), RAW_KINDS.get(v.dtype)
+    if one != 1 or size != v_size or not (k_kind and v_kind and _dims_fit(k_dim, v_dim)):
+        return None
+    return Read(laid(Form(k_dim, v_dim, kv_heads), k_kind, v_kind), start, end, size, (k, v))
+
+
+def read_planes(k: Planes, v: Planes, start: int, end: int) -> Read | None:
+    """Of what is sealed, raw or coded. None: the kernel does not read it."""
+    if not _dims_fit(k.dim, v.dim) or len(k.leading) != 1 or turn_of(v) is not None:
+        return None
+    kinds = _kind_of(k), _kind_of(v)
+    arrays = (*_arrays_of(k), *_arrays_of(v))
+    if not all(kinds) or min(array.size for array in arrays) < FEWEST_ENTRIES:
+        return None
+    mean = None
+    if min(kinds) <= 8:
+        counts = (_num_means(k), _num_means(v))
+        mean = Mean((k.segments, v.segments), counts, k.position % GROUP_TOKENS, turn_of(k))
+    return Read(laid(Form(k.dim, v.dim, k.leading[0]), *kinds, mean), start, end, k.num_tokens, arrays)
+
+
+def _num_means(planes: Planes) -> int:
+    return planes.arrays["means"].shape[-2] if "means" in planes.arrays else 1
+
+
+def _kind_of(planes: Planes) -> int:
+    """0: none that the kernel knows."""
+    held = planes.arrays
+    if "values" in held:
+        return RAW_KINDS.get(held["values"].dtype, 0)
+    if "top" not in held:
+        return 0
+    return 8 if "low" in held else 4 if "next" in held else 2
+
+
+def _arrays_of(planes: Planes) -> list[mx.array]:
+    names = ("values", "top", "next", "low", "scales", "means")
+    return [planes.arrays[name] for name in names if name in planes.arrays]
+
+
+def _dims_fit(*dims: int) -> bool:
+    return all(dim % 16 == 0 and dim <= LARGEST_DIM for dim in dims)
+
+
+class Step(NamedTuple):
+    """A decode step in one layer, planned."""
+
+    plan: Plan
+    arrays: list[mx.array]  # of all parts of all rows; the plan has their numbers
+
+
+def step_of(
+    q: mx.array,  # [rows, heads, 1, k_dim]
+    rows: Sequence[Sequence[Read | None]],
+    scale: float,
+    sinks: mx.array | None,
+    dialect: Dialect,
+) -> Step | None:
+    """None: the kernel does not take it."""
+    num_rows, heads, num_queries, k_dim = q.shape
+    if num_queries != 1 or num_rows != len(rows) or q.dtype not in RAW_KINDS or q.size < FEWEST_ENTRIES:
+        return None
+    arrays, numbers = [], []
+    for row, reads in enumerate(rows):
+        if not reads:
+            return None
+        for read in reads:
+            if read is None:
+                return None
+            numbers.append((row, *read[:4]))
+            arrays += read.arrays
+    firsts: dict[int, int] = {}
+    same = tuple([firsts.setdefault(id(array), i) for i, array in enumerate(arrays)])
+    asked = Asked(num_rows, heads, k_dim, scale, q.dtype, None if sinks is None else sinks.dtype, dialect)
+    found = plan(tuple(numbers), same, asked)
+    return None if found is None else Step(found, arrays)
+
+
+def attend(q: mx.array, step: Step, sinks: mx.array | None = None, run: Run = metal_kernel_text.run_on_gpu) -> mx.array:
+    """One query for each head of each row, over all that the row reads -> [rows, heads, 1, v_dim]"""
+    (launches, last), arrays = step.plan, step.arrays
+    partials = []
+    for each in launches:
+        inputs = [q, each.table, each.angles, *[arrays[i] for i in each.arrays]]
+        partials += run(Launch(each.text, inputs, each.groups, [each.shape], [mx.float32]))
+    others = [] if sinks is None else [sinks]
+    padding = partials[:1] * (last.num_partials - len(partials))
+    inputs = [last.ranges, *others, *partials, *padding]
+    (out,) = run(Launch(last.text, inputs, last.groups, [last.shape], [q.dtype]))
+    return out

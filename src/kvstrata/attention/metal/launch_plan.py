@@ -1,0 +1,324 @@
+"""How a decode step becomes launches of the portable kernel: which part goes where, and the tables of numbers.
+
+Parts of all rows are sorted into launches by the arrays that a launch takes, for Metal has 31 places for buffers. Plans
+are made of numbers alone, so all layers of a step that read alike share one. Knows no arrays' contents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from kvstrata.codecs.cuda.planes import pieces_of
+from kvstrata.codecs.mean_runs import Segments
+from kvstrata.codecs.metal import kernel_text as metal_kernel_text
+from kvstrata.codecs.metal.kernel_text import LANES, RAW_KINDS, Dialect, Sizes, Slots, Text
+from kvstrata.codecs.metal.planes import angles_of, head_numbers
+from kvstrata.codecs.rope import Turn
+
+MOST_BUFFERS = 31  # of a launch, on Metal
+
+OTHER_BUFFERS = 4  # queries, table, angles, result
+
+# The shapes that launches have, few of them: each is compiled when a server starts. The smallest that fits is taken.
+SHAPES = (Slots(0, 0, 8), Slots(0, 0, 26), Slots(6, 4, 16), Slots(12, 8, 6), Slots(12, 12, 2))
+
+PARTIAL_COUNTS = (1, 2, 4, 8, 16)  # that a launch combines
+
+ENOUGH_GROUPS = 1024  # to keep a GPU busy
+
+LONGEST_PIECE, SHORTEST_PIECE = 256, 32
+
+MOST_SPLITS = 64  # of a row: combining walks through them
+
+SPLITS_AT, PIECE_NUMBERS = 16, 12  # as attend_body.h has them
+
+
+class Form(NamedTuple):
+    k_dim: int
+    v_dim: int
+    kv_heads: int
+
+
+class Mean(NamedTuple):
+    segments: tuple[Segments, Segments]  # of keys and of values
+    counts: tuple[int, int]  # of means, for each head
+    offset: int  # of token 0 in the group that shares a mean
+    turn: Turn | None  # of the keys' means
+
+
+@dataclass(frozen=True, eq=False)
+class Laid:
+    """How keys and values lie in arrays. There is one object for each way, which is its own key."""
+
+    form: Form
+    k_kind: int  # as source/vectors.h has them
+    v_kind: int
+    mean: Mean
+
+    @property
+    def turn(self) -> Turn | None:
+        return self.mean.turn
+
+    @property
+    def kinds(self) -> int:
+        return self.k_kind | self.v_kind << 8 | (self.turn is not None) << 16
+
+    @property
+    def sorts(self) -> str:
+        """Of its arrays, by a letter for each: words of codes, halves, raw vectors."""
+        return "".join("r" if kind > 8 else "w" * _NUM_PLANES[kind] + "hh" for kind in (self.k_kind, self.v_kind))
+
+
+_NUM_PLANES = {8: 3, 4: 2, 2: 1}
+
+_NO_MEAN = Mean(((), ()), (1, 1), 0, None)
+
+
+@lru_cache(maxsize=1024)
+def laid(form: Form, k_kind: int, v_kind: int, mean: Mean | None = None) -> Laid:
+    return Laid(form, k_kind, v_kind, mean or _NO_MEAN)
+
+
+class Numbers(NamedTuple):
+    """Tokens [start, end) of a part of `row`."""
+
+    row: int
+    laid: Laid
+    start: int
+    end: int
+    size: int
+
+
+class Asked(NamedTuple):
+    num_rows: int
+    heads: int
+    k_dim: int
+    scale: float
+    dtype: mx.Dtype
+    sinks: mx.Dtype | None
+    dialect: Dialect
+
+
+class Partial(NamedTuple):
+    """A launch that attends."""
+
+    text: Text
+    table: mx.array
+    angles: mx.array
+    arrays: tuple[int, ...]  # by their number among those of all parts
+    groups: tuple[int, int, int]
+    shape: tuple[int, ...]
+
+
+class Last(NamedTuple):
+    """The launch that combines."""
+
+    text: Text
+    ranges: mx.array
+    num_partials: int
+    groups: tuple[int, int, int]
+    shape: tuple[int, ...]
+
+
+class Plan(NamedTuple):
+    launches: tuple[Partial, ...]
+    last: Last
+
+
+# Of some steps, each with the kinds of layer that a model has: they change when a token is added.
+@lru_cache(maxsize=32)
+def plan(
+    parts: tuple[tuple[int, Laid, int, int, int], ...],  # see `Numbers`
+    same: tuple[int, ...],  # for each array of each part, the first number that this array has
+    asked: Asked,
+) -> Plan | None:
+    """None: the kernel does not take it."""
+    numbers = [Numbers(*part) for part in parts]
+    form = numbers[0].laid.form
+    if any(part.laid.form != form for part in numbers) or form.k_dim != asked.k_dim:
+        return None
+    loads = loads_of(numbers, same)
+    if len(loads) > PARTIAL_COUNTS[-1]:
+        return None
+    sizes = Sizes(form.k_dim, form.v_dim, asked.heads // form.kv_heads)
+    num_tokens = sum(part.end - part.start for part in numbers)
+    cut = cut_of(num_tokens * form.kv_heads * sizes.num_tiles, num_tokens // asked.num_rows)
+    launches, ranges = [], []
+    for load in loads:
+        text = metal_kernel_text.attend_text(asked.dialect, sizes, load.shape, load.raw_dtypes())
+        table = table_of(load, asked, cut)
+        groups = (table.num_splits, form.kv_heads, sizes.num_tiles)
+        shape = (table.num_splits, asked.heads, form.v_dim + 2)
+        angles = angles_of(load.turn, form.k_dim)
+        launches.append(Partial(text, table.numbers, angles, load.buffers(), groups, shape))
+        ranges.append(table.ranges)
+    return Plan(tuple(launches), _last(asked, form, ranges))
+
+
+def _last(asked: Asked, form: Form, ranges: Sequence[Sequence[tuple[int, int]]]) -> Last:
+    count = next(count for count in PARTIAL_COUNTS if count >= len(ranges))
+    text = metal_kernel_text.combine_text(asked.dialect, form.v_dim, asked.dtype, count, asked.sinks)
+    numbers = np.zeros((asked.num_rows, count, 2), np.int32)
+    numbers[:, : len(ranges)] = np.array(ranges, np.int32).swapaxes(0, 1)
+    table = mx.array(np.concatenate([np.array([asked.heads, *[0] * 7], np.int32), numbers.ravel()]))
+    groups = (-(-form.v_dim // LANES), asked.num_rows * asked.heads, 1)
+    return Last(text, table, count, groups, (asked.num_rows, asked.heads, 1, form.v_dim))
+
+
+@dataclass(eq=False)
+class Load:
+    """The parts of one launch, while they are put together."""
+
+    turn: Turn | None = None
+    # Numbers of arrays, in the order of their slots. What several parts read is passed once.
+    words: list[int] = field(default_factory=list)
+    halves: list[int] = field(default_factory=list)
+    raw: list[int] = field(default_factory=list)
+    parts: list[tuple[Numbers, list[int]]] = field(default_factory=list)  # with the slots of its arrays
+
+    def add(self, part: Numbers, arrays: Sequence[int]) -> bool:
+        """Whether there was room."""
+        turn = part.laid.turn
+        if turn is not None and self.turn is not None and turn != self.turn:
+            return False
+        sorts = {"w": list(self.words), "h": list(self.halves), "r": list(self.raw)}
+        slots = []
+        for letter, number in zip(part.laid.sorts, arrays, strict=True):
+            held = sorts[letter]
+            if number not in held:
+                held.append(number)
+            slots.append(held.index(number))
+        if shape_for(Slots(*map(len, sorts.values()))) is None:
+            return False
+        self.words, self.halves, self.raw = sorts.values()
+        self.turn = self.turn or turn
+        self.parts.append((part, slots))
+        return True
+
+    @property
+    def shape(self) -> Slots:
+        shape = shape_for(Slots(len(self.words), len(self.halves), len(self.raw)))
+        assert shape is not None, "what does not fit is not added"
+        return shape
+
+    def buffers(self) -> tuple[int, ...]:
+        """Each sort filled up with its first one, or with any where it has none: that one is never read."""
+        anything = self.words or self.raw
+        found: list[int] = []
+        for held, count in zip((self.words, self.halves, self.raw), self.shape, strict=True):
+            found += [*held, *(held or anything)[:1] * (count - len(held))]
+        return tuple(found)
+
+    def raw_dtypes(self) -> tuple[mx.Dtype, ...]:
+        kinds = {kind for part, _ in self.parts for kind in (part.laid.k_kind, part.laid.v_kind)}
+        return tuple(dtype for dtype, kind in RAW_KINDS.items() if kind in kinds)
+
+
+def shape_for(wanted: Slots) -> Slots | None:
+    fitting = (shape for shape in SHAPES if shape.holds(wanted))
+    return min(fitting, key=sum, default=None)
+
+
+def loads_of(parts: Sequence[Numbers], same: Sequence[int]) -> list[Load]:
+    """Each part in the first launch that has room for it, those with most arrays first."""
+    numbered, at = [], 0
+    for part in parts:
+        count = len(part.laid.sorts)
+        numbered.append((part, same[at : at + count]))
+        at += count
+    loads: list[Load] = []
+    for part, arrays in sorted(numbered, key=lambda each: -len(each[1])):
+        if not any(load.add(part, arrays) for load in loads):
+            loads.append(Load())
+            added = loads[-1].add(part, arrays)
+            assert added, "every part fits a launch of its own"
+    for load in loads:
+        load.parts.sort(key=lambda each: each[0].row)
+    return loads
+
+
+class Cut(NamedTuple):
+    """How tokens are shared out."""
+
+    piece_tokens: int
+    split_pieces: int
+
+
+def cut_of(num_keys: int, row_tokens: int) -> Cut:
+    """`num_keys` of all rows, heads and tiles of queries. Short pieces where there is little to do; long splits where
+    there is much, so that little is left to combine."""
+    size = LONGEST_PIECE
+    while size > SHORTEST_PIECE and num_keys < ENOUGH_GROUPS * size:
+        size //= 2
+    pieces = max(1, min(num_keys // (ENOUGH_GROUPS * size), -(-row_tokens // (size * MOST_SPLITS))))
+    return Cut(size, pieces)
+
+
+class Table(NamedTuple):
+    numbers: mx.array  # int32, see attend_body.h
+    num_splits: int
+    ranges: tuple[tuple[int, int], ...]  # of each row: its first split, and how many
+
+
+def table_of(load: Load, asked: Asked, cut: Cut) -> Table:
+    pieces: list[np.ndarray] = []
+    splits: list[tuple[int, int, int, int]] = []  # row, number of its first piece, how many, kinds
+    num_pieces = 0
+    for part, slots in load.parts:
+        mine = _pieces(part, slots, cut.piece_tokens)
+        for first in range(0, len(mine), cut.split_pieces):
+            count = min(cut.split_pieces, len(mine) - first)
+            splits.append((part.row, num_pieces + first, count, part.laid.kinds))
+        pieces.append(mine)
+        num_pieces += len(mine)
+    places = np.array(splits, np.int32)
+    places[:, 1] = SPLITS_AT + 4 * len(splits) + PIECE_NUMBERS * places[:, 1]
+    head = _head(load.turn, asked.scale, load.parts[0][0].laid.form.kv_heads)
+    table = np.concatenate([head, places.ravel(), np.concatenate(pieces).ravel()])
+    rows = places[:, 0]
+    ranges = tuple((int(np.searchsorted(rows, row)), int((rows == row).sum())) for row in range(asked.num_rows))
+    return Table(mx.array(table), len(splits), ranges)
+
+
+def _pieces(part: Numbers, slots: Sequence[int], size: int) -> np.ndarray:
+    """int32 [pieces, 12], as attend_body.h reads them"""
+    mean = part.laid.mean
+    found = np.asarray(pieces_of(mean.segments, mean.offset, part.start, part.end, size))
+    pieces = np.zeros((len(found), PIECE_NUMBERS), np.int32)
+    pieces[:, 0:2] = found[:, 0:2]
+    pieces[:, 2] = part.size
+    pieces[:, 3:6] = np.array(_packed(part.laid, slots), np.uint32).view(np.int32)
+    pieces[:, 6:8] = found[:, 2:4]
+    pieces[:, 8:10] = mean.counts
+    pieces[:, 10] = found[:, 4]
+    return pieces
+
+
+def _packed(how: Laid, slots: Sequence[int]) -> tuple[int, int, int]:
+    """Slots of keys, of values, and of both means: a byte for each array."""
+    packed, means, left = [], 0, list(slots)
+    for i, kind in enumerate((how.k_kind, how.v_kind)):
+        count = _NUM_PLANES.get(kind, 1)
+        codes, left = left[:count], left[count:]
+        number = sum(slot << 8 * place for place, slot in enumerate(codes))
+        if kind <= 8:
+            scales, mean, *left = left
+            number |= scales << 24
+            means |= mean << 8 * i
+        packed.append(number)
+    return packed[0], packed[1], means
+
+
+def _head(turn: Turn | None, scale: float, kv_heads: int) -> np.ndarray:
+    """int32 [16]: scale, turn, KV heads, signs"""
+    numbers = head_numbers(turn)
+    numbers[1:5] = numbers[:4].copy()
+    numbers[0] = np.array(scale, np.float32).view(np.int32)
+    numbers[5] = kv_heads
+    return numbers

@@ -1,0 +1,215 @@
+"""Whether the portable kernel is used on this machine: tried once for each kind of heads, before anything is served.
+
+Every kernel that a step can be made of runs beside the path without it, row by row: their results are compared, and
+both are timed. Where one fails, is off or is not faster, rows attend one by one. Raw rows and planes are judged apart.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from kvstrata.attention.metal import decode as metal_decode
+from kvstrata.attention.segments import Part, Parts, RawPart, SealedPart
+from kvstrata.attention.stock import decode_by_row
+from kvstrata.codecs.backends import Stands, Trial, failed, largest, relative_error
+from kvstrata.codecs.base import Planes
+from kvstrata.codecs.metal import kernel_text as metal_kernel_text
+from kvstrata.codecs.metal.kernel_text import Dialect, Run
+from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.codecs.rope import make_turn
+
+Over = Literal["raw", "planes"]
+
+# Of the largest value of a result, which has the model's dtype.
+ALLOWED = {mx.float32: 2e-3, mx.float16: 4e-3, mx.bfloat16: 1.5e-2}
+
+SCALE = 0.1
+
+KV_HEADS, TIMED_KV_HEADS = 2, 8
+
+TIMED_ROWS, TIMED_RAW_TOKENS, TIMED_TOKENS, OWN_TOKENS = 8, 1024, 2048, 40
+
+TIMED_LAYERS, TIMED_ROUNDS = 8, 5
+
+# Parts of one row (planes:8, planes:4, raw): each fills one of the shapes that launches have, or needs more of them.
+RAW_CASES = ((0, 0, 1), (0, 0, 13), (0, 0, 14), (0, 0, 28), (0, 0, 54), (0, 0, 118))
+
+PLANES_CASES = ((1, 0, 1), (1, 0, 8), (2, 0, 1), (0, 3, 1))
+
+logger = logging.getLogger(__name__)
+
+
+class Kind(NamedTuple):
+    dtype: mx.Dtype
+    k_dim: int
+    v_dim: int
+    group: int  # queries of a KV head
+
+
+_stands = Stands()
+
+_tried: dict[Kind, tuple[Trial, ...]] = {}
+
+
+def as_if_tried(dialect: Dialect, run: Run = metal_kernel_text.run_on_gpu) -> AbstractContextManager[None]:
+    """Take the kernel for right and fast: to count what it asks of a GPU, and for tests."""
+    return _stands.use(dialect, run)
+
+
+def dialect() -> Dialect | None:
+    return _stands.dialect
+
+
+def run() -> Run:
+    return _stands.run
+
+
+def is_used(q: mx.array, rows: Sequence[Sequence[metal_decode.Read | None]]) -> bool:
+    """For queries [rows, heads, 1, k_dim] over these parts."""
+    if _stands:
+        return True
+    reads = [read for row in rows for read in row]
+    first = reads[0] if reads else None
+    if first is None or any(read is None for read in reads):
+        return False
+    form = first.laid.form
+    raw, planes = trials(Kind(q.dtype, form.k_dim, form.v_dim, q.shape[1] // form.kv_heads))
+    has_codes = any(read is not None and len(read.arrays) > 2 for read in reads)
+    return planes.is_used if has_codes else raw.is_used
+
+
+def trials(kind: Kind) -> tuple[Trial, ...]:
+    """Over raw vectors, and over planes."""
+    found = _tried.get(kind)
+    if found is None:
+        found = _tried[kind] = (_trial(kind, "raw"), _trial(kind, "planes"))
+        for trial in found:
+            log = logger.info if trial.is_used else logger.warning
+            log("Attention of decode steps over %s, heads of %d and %d.", trial, kind.k_dim, kind.v_dim)
+    return found
+
+
+def kernels(kinds: Collection[tuple[mx.Dtype, int, int]]) -> str:
+    """Whose loops attention runs on, for people to read. Asks for no trial."""
+    known = {str(trial) for kind, found in list(_tried.items()) if kind[:3] in kinds for trial in found}
+    return f"MLX; decode steps over {'; over '.join(sorted(known, reverse=True))}" if known else "MLX"
+
+
+def used() -> list[str]:
+    """Kernels that were tried, and are used. They are named alike at every start."""
+    return sorted(f"{trial.what} {kind}" for kind, found in list(_tried.items()) for trial in found if trial.is_used)
+
+
+def report(kinds: Collection[Kind]) -> list[dict[str, Any]]:
+    """For `doctor`: tried now where they were not."""
+    if dialect() is None:
+        return []
+    return [{"heads": [str(kind.dtype), *kind[1:]], **trial.as_json()} for kind in kinds for trial in trials(kind)]
+
+
+def _trial(kind: Kind, over: Over) -> Trial:
+    allowed = ALLOWED[kind.dtype]
+    try:
+        error = _error(kind, over)
+        if not error <= allowed:
+            return Trial(over, error, allowed)
+        ours_ms, stock_ms = _times(kind, over)
+    except Exception as failure:  # noqa: BLE001
+        # Whatever a compiler or a driver says: then there is the path without the kernel.
+        return failed(over, allowed, failure)
+    return Trial(over, error, allowed, ours_ms, stock_ms)
+
+
+def _error(kind: Kind, over: Over) -> float:
+    """The largest one of all kernels, with sinks and without."""
+    errors = []
+    for i, case in enumerate(RAW_CASES if over == "raw" else PLANES_CASES):
+        parts = _parts(kind, *case)
+        q = _normal((1, KV_HEADS * kind.group, 1, kind.k_dim), 5, kind.dtype)
+        sinks = _normal((KV_HEADS * kind.group,), 6, kind.dtype) if i % 2 else None
+        keys = Parts((parts,))
+        errors.append(relative_error(_ours(q, keys, sinks), decode_by_row(q, keys, SCALE, sinks)))
+    two = Parts((_parts(kind, 0, 0, 2), _parts(kind, 1, 1, 2) if over == "planes" else _parts(kind, 0, 0, 3)))
+    q = _normal((2, KV_HEADS * kind.group, 1, kind.k_dim), 7, kind.dtype)
+    errors.append(relative_error(_ours(q, two, None), decode_by_row(q, two, SCALE, None)))
+    return largest(errors)
+
+
+def _ours(q: mx.array, keys: Parts, sinks: mx.array | None) -> mx.array:
+    found = dialect()
+    assert found is not None
+    step = metal_decode.step_of(q, [[part.read() for part in parts] for parts in keys.rows], SCALE, sinks, found)
+    if step is None:
+        raise ValueError("the kernel does not take heads of this kind")
+    return metal_decode.attend(q, step, sinks, run())
+
+
+def _times(kind: Kind, over: Over) -> tuple[float, float]:
+    """Milliseconds of a layer, ours and without the kernel: of the number of rows at which it gains least."""
+    heads = TIMED_KV_HEADS * kind.group
+    found = []
+    for num_rows in (TIMED_ROWS,) if over == "raw" else (1, TIMED_ROWS):
+        keys = Parts(tuple(_timed_row(kind, over, row) for row in range(num_rows)))
+        q = _normal((num_rows, heads, 1, kind.k_dim), 5, kind.dtype)
+        mx.eval(q)
+        ours, stock = _milliseconds(
+            lambda q=q, keys=keys: _ours(q, keys, None), lambda q=q, keys=keys: decode_by_row(q, keys, SCALE, None)
+        )
+        found.append((ours, stock))
+    return max(found, key=lambda pair: pair[0] / pair[1])
+
+
+def _milliseconds(*works: Callable[[], mx.array]) -> list[float]:
+    """Of each, in turns: the best of some rounds, each of as many layers as make a graph."""
+    best = [float("inf")] * len(works)
+    for number in range(1 + TIMED_ROUNDS):
+        for i, work in enumerate(works):
+            mx.synchronize()
+            began_s = time.perf_counter()
+            mx.eval([work() for _ in range(TIMED_LAYERS)])
+            mx.synchronize()
+            if number:
+                best[i] = min(best[i], 1e3 * (time.perf_counter() - began_s) / TIMED_LAYERS)
+    return best
+
+
+def _timed_row(kind: Kind, over: Over, row: int) -> tuple[Part, ...]:
+    if over == "raw":
+        return (_raw(kind, TIMED_RAW_TOKENS, row, TIMED_KV_HEADS),)
+    shapes = [(TIMED_KV_HEADS, TIMED_TOKENS, dim) for dim in (kind.k_dim, kind.v_dim)]
+    k, v = (PlanesCodec(4).encode(_normal(shape, row, kind.dtype)) for shape in shapes)
+    return (SealedPart(k, v), _raw(kind, OWN_TOKENS, row, TIMED_KV_HEADS))
+
+
+def _parts(kind: Kind, num_eights: int, num_fours: int, num_raw: int) -> tuple[Part, ...]:
+    """Keys of 8 bits have means that turn."""
+    frequencies = 100.0 ** (-np.arange(kind.k_dim // 2) / kind.k_dim)
+    eights = [(PlanesCodec(8, make_turn(frequencies)), PlanesCodec(8))] * num_eights
+    coded = [
+        SealedPart(_encoded(k, kind.k_dim, i, kind), _encoded(v, kind.v_dim, i, kind))
+        for i, (k, v) in enumerate([*eights, *[(PlanesCodec(4), PlanesCodec(4))] * num_fours])
+    ]
+    # Short ones where there are many.
+    tokens = 70 if num_raw <= 14 else 9
+    return (*coded, *(_raw(kind, tokens + i % 5, i) for i in range(num_raw)))
+
+
+def _encoded(codec: PlanesCodec, dim: int, seed: int, kind: Kind) -> Planes:
+    return codec.encode(_normal((KV_HEADS, 300 + seed, dim), seed, kind.dtype), 11 * seed)
+
+
+def _raw(kind: Kind, num_tokens: int, seed: int, kv_heads: int = KV_HEADS) -> RawPart:
+    k, v = (_normal((1, kv_heads, num_tokens + 5, dim), 30 + seed, kind.dtype) for dim in (kind.k_dim, kind.v_dim))
+    mx.eval(k, v)
+    return RawPart(k, v, num_tokens, 3)
+
+
+def _normal(shape: tuple[int, ...], seed: int, dtype: mx.Dtype) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)

@@ -1,0 +1,28 @@
+"""What kernels need to know of parts that a layer reads and does not write, found once for each part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstrata.attention.cpu import step as cpu_step
+from kvstrata.attention.segments import Part, RawPart
+
+
+class RunCache:
+    def __init__(self) -> None:
+        self._known: dict[Part, cpu_step.Run | None] = {}
+
+    def covers(self, parts: Sequence[Part]) -> bool:
+        return all(run is not None for run in self._look_up(parts))
+
+    def of(self, parts: Sequence[Part]) -> list[cpu_step.Run]:
+        return [run for run in self._look_up(parts) if run is not None]
+
+    def keep_only(self, parts: Sequence[Part]) -> None:
+        self._known = {part: self._known[part] for part in parts if part in self._known}
+
+    def _look_up(self, parts: Sequence[Part]) -> list[cpu_step.Run | None]:
+        runs = [self._known[part] if part in self._known else cpu_step.run_of(part) for part in parts]
+        # Parts of before are let go. A raw one is looked up each time: its owner writes on, which may move the buffer.
+        self._known = {part: run for part, run in zip(parts, runs, strict=True) if not isinstance(part, RawPart)}
+        return runs

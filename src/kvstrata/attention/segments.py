@@ -1,0 +1,303 @@
+"""What attention reads: runs of tokens of one sequence in one layer, raw or sealed under a codec.
+
+Every part answers the same three questions: the scores of queries by its keys, the sum of its values by weights, and
+both as plain arrays. `like` tells the dtype that the model computes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Protocol
+
+import mlx.core as mx
+
+from kvstrata.attention.cuda import join as cuda_join
+from kvstrata.attention.cuda import ranges as cuda_ranges
+from kvstrata.attention.cuda.trials import joined_works
+from kvstrata.attention.metal import decode as metal_decode
+from kvstrata.codecs import backends, trials
+from kvstrata.codecs.base import Planes
+from kvstrata.codecs.cuda.addresses import Whereabouts
+from kvstrata.codecs.metal.planes import Stretch
+from kvstrata.codecs.raw import RawCodec, exact_mix, exact_scores
+
+
+class Part(Protocol):
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_heads(self) -> int: ...
+
+    def scores(self, q: mx.array, scale: float) -> mx.array:
+        """q [1, kv_heads, queries, k_dim] -> float32 [1, kv_heads, queries, tokens], times `scale`"""
+        ...
+
+    def mix(self, weights: mx.array) -> mx.array:
+        """float32 weights [1, kv_heads, queries, tokens] -> float32 [1, kv_heads, queries, v_dim]"""
+        ...
+
+    def dense(self, like: mx.array) -> tuple[mx.array, mx.array]:
+        """K and V, [1, kv_heads, tokens, dim]"""
+        ...
+
+    def cuda_range(self) -> cuda_ranges.Range:
+        """What CUDA's kernels read, if it `fits` them."""
+        ...
+
+    def read(self) -> metal_decode.Read | None:
+        """What the portable kernel reads; None: it does not."""
+        ...
+
+    def stretches(self) -> tuple[Stretch, Stretch]:
+        """Its keys and its values, for the kernel that joins parts."""
+        ...
+
+
+class Source(Protocol):
+    """Tokens that another object holds. What they are stored as may change between two steps, never within one."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def version(self) -> Hashable:
+        """Another one when its parts are others, or lie elsewhere."""
+        ...
+
+    def parts(self) -> tuple[Part, ...]: ...
+
+
+@dataclass(frozen=True)
+class RawPart:
+    """`num_tokens` of a buffer, from `start` on."""
+
+    k_buffer: mx.array  # [1, kv_heads, size, k_dim]
+    v_buffer: mx.array  # [1, kv_heads, size, v_dim]
+    num_tokens: int
+    start: int = 0
+    where: Whereabouts = field(default_factory=Whereabouts, compare=False)  # of the buffer
+
+    @property
+    def num_heads(self) -> int:
+        return self.k_buffer.shape[1]
+
+    @property
+    def k(self) -> mx.array:
+        return _range(self.k_buffer, self.start, self.num_tokens)
+
+    @property
+    def v(self) -> mx.array:
+        return _range(self.v_buffer, self.start, self.num_tokens)
+
+    def scores(self, q: mx.array, scale: float) -> mx.array:
+        return exact_scores(q, self.k, scale)
+
+    def mix(self, weights: mx.array) -> mx.array:
+        return exact_mix(weights, self.v)
+
+    def dense(self, like: mx.array) -> tuple[mx.array, mx.array]:  # noqa: ARG002
+        return self.k, self.v
+
+    def cuda_range(self) -> cuda_ranges.RawRange:
+        return cuda_ranges.RawRange(self.k_buffer, self.v_buffer, self.start, self.start + self.num_tokens, self.where)
+
+    def read(self) -> metal_decode.Read | None:
+        return metal_decode.read_buffers(self.k_buffer, self.v_buffer, self.start, self.start + self.num_tokens)
+
+    def stretches(self) -> tuple[Stretch, Stretch]:
+        start, end = self.start, self.start + self.num_tokens
+        return Stretch(self.k_buffer.squeeze(0), start, end), Stretch(self.v_buffer.squeeze(0), start, end)
+
+
+@dataclass(frozen=True)
+class SealedPart:
+    """Tokens that do not change any more. Immutable, so any number of sequences may hold the same one."""
+
+    k: Planes  # [kv_heads, tokens, k_dim]
+    v: Planes
+
+    @property
+    def num_tokens(self) -> int:
+        return self.k.num_tokens
+
+    @property
+    def num_heads(self) -> int:
+        return self.k.leading[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+    @property
+    def is_raw(self) -> bool:
+        return isinstance(self.k.codec, RawCodec) and isinstance(self.v.codec, RawCodec)
+
+    def arrays(self) -> list[mx.array]:
+        return [*self.k.arrays.values(), *self.v.arrays.values()]
+
+    @property
+    def version(self) -> Hashable:
+        return 0
+
+    def parts(self) -> tuple[Part, ...]:
+        """A part that never changes is a source of itself."""
+        return (self,)
+
+    def cuda_range(self) -> cuda_ranges.Range:
+        return self._cuda_range
+
+    @cached_property
+    def _cuda_range(self) -> cuda_ranges.Range:
+        """With tables that are made once."""
+        if self.is_raw:
+            k, v = (mx.contiguous(planes.arrays["values"])[None] for planes in (self.k, self.v))
+            return cuda_ranges.RawRange(k, v, 0, self.num_tokens)
+        return cuda_ranges.PlanesRange(self.k, self.v, 0, self.num_tokens)
+
+    def read(self) -> metal_decode.Read | None:
+        return self._read
+
+    @cached_property
+    def _read(self) -> metal_decode.Read | None:
+        return metal_decode.read_planes(self.k, self.v, 0, self.num_tokens)
+
+    def stretches(self) -> tuple[Stretch, Stretch]:
+        k, v = (Stretch(each.arrays.get("values", each), 0, self.num_tokens) for each in (self.k, self.v))
+        return k, v
+
+    def scores(self, q: mx.array, scale: float) -> mx.array:
+        if isinstance(self.k.codec, RawCodec):
+            return exact_scores(q, self.k.arrays["values"][None], scale)
+        return self.k.codec.scores((q.astype(mx.float32) * scale).squeeze(0), self.k)[None]
+
+    def mix(self, weights: mx.array) -> mx.array:
+        return self.v.codec.mix(weights.squeeze(0), self.v)[None]
+
+    def dense(self, like: mx.array) -> tuple[mx.array, mx.array]:
+        return self.k.codec.decode(self.k, like.dtype)[None], self.v.codec.decode(self.v, like.dtype)[None]
+
+
+@dataclass(frozen=True)
+class CutPart:
+    """Tokens [start, end) of a sealed part, read where they lie: others may read more of it."""
+
+    whole: SealedPart
+    start: int
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def num_heads(self) -> int:
+        return self.whole.num_heads
+
+    @cached_property
+    def _view(self) -> SealedPart:
+        return SealedPart(self.whole.k.view(self.start, self.end), self.whole.v.view(self.start, self.end))
+
+    def scores(self, q: mx.array, scale: float) -> mx.array:
+        return self._view.scores(q, scale)
+
+    def mix(self, weights: mx.array) -> mx.array:
+        return self._view.mix(weights)
+
+    def dense(self, like: mx.array) -> tuple[mx.array, mx.array]:
+        return self._view.dense(like)
+
+    def cuda_range(self) -> cuda_ranges.Range:
+        return self._cuda_range
+
+    @cached_property
+    def _cuda_range(self) -> cuda_ranges.Range:
+        """The whole part's arrays, which all its readers share."""
+        return replace(self.whole.cuda_range(), start=self.start, end=self.end)
+
+    def read(self) -> metal_decode.Read | None:
+        whole = self.whole.read()
+        return None if whole is None else whole._replace(start=self.start, end=self.end)
+
+    def stretches(self) -> tuple[Stretch, Stretch]:
+        k, v = (whole._replace(start=self.start, end=self.end) for whole in self.whole.stretches())
+        return k, v
+
+
+@dataclass(frozen=True)
+class Parts:
+    """For each row of the batch its parts, oldest first. Stands for the keys and for the values."""
+
+    rows: tuple[tuple[Part, ...], ...]
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether some of it has to be decoded before it is a plain array."""
+        wholes = [part.whole if isinstance(part, CutPart) else part for row in self.rows for part in row]
+        return any(isinstance(part, SealedPart) and not part.is_raw for part in wholes)
+
+    def joined(self, like: mx.array) -> tuple[mx.array, mx.array]:
+        """The only row's keys and values as plain arrays."""
+        (row,) = self.rows
+        on_gpu = {"cuda": _joined_on_cuda, "metal": _joined_on_metal}.get(backends.active())
+        if on_gpu is not None and self.has_codes and (joined := on_gpu(row, like.dtype)) is not None:
+            return joined
+        dense = [part.dense(like) for part in row]
+        if len(dense) == 1:
+            return dense[0]
+        return mx.concatenate([k for k, _ in dense], axis=2), mx.concatenate([v for _, v in dense], axis=2)
+
+
+def _joined_on_cuda(row: Sequence[Part], dtype: mx.Dtype) -> tuple[mx.array, mx.array] | None:
+    """Of which some is coded. None: part by part."""
+    *before, last = row
+    own = last.cuda_range() if isinstance(last, RawPart) else None
+    stored = row if own is None else before
+    # What a sequence writes may come last alone: its own tokens. Those of another are not known to be written.
+    if any(isinstance(part, RawPart) for part in stored):
+        return None
+    parts = cuda_join.joining([part.cuda_range() for part in stored], own, dtype)
+    if parts is None or not joined_works(dtype, parts):
+        return None
+    return cuda_join.join(parts, dtype)
+
+
+def _joined_on_metal(row: Sequence[Part], dtype: mx.Dtype) -> tuple[mx.array, mx.array] | None:
+    """Likewise."""
+    keys, values = zip(*(part.stretches() for part in row), strict=True)
+    k = _joined_side(keys, dtype)
+    v = None if k is None else _joined_side(values, dtype)
+    return None if k is None or v is None else (k[None], v[None])
+
+
+def _joined_side(stretches: Sequence[Stretch], dtype: mx.Dtype) -> mx.array | None:
+    """Keys or values alone, [heads, tokens, dim]"""
+    if any(isinstance(held, Planes) for held, _, _ in stretches):
+        return trials.join(stretches, dtype)
+    raw = [held[:, start:end] for held, start, end in stretches if isinstance(held, mx.array)]
+    return raw[0] if len(raw) == 1 else mx.concatenate(raw, axis=1)
+
+
+def cut_parts(parts: Iterable[Part], start: int, end: int) -> Iterator[Part]:
+    """Tokens [start, end) of parts that follow each other. No memory moves."""
+    first = 0
+    for part in parts:
+        a, b = max(start - first, 0), min(end - first, part.num_tokens)
+        if a < b:
+            yield part if b - a == part.num_tokens else _cut(part, a, b)
+        first += part.num_tokens
+
+
+def _cut(part: Part, start: int, end: int) -> Part:
+    if isinstance(part, RawPart):
+        return RawPart(part.k_buffer, part.v_buffer, end - start, part.start + start, part.where)
+    if isinstance(part, CutPart):
+        return CutPart(part.whole, part.start + start, part.start + end)
+    assert isinstance(part, SealedPart)
+    return CutPart(part, start, end)
+
+
+def _range(buffer: mx.array, start: int, num_tokens: int) -> mx.array:
+    return buffer if buffer.shape[2] == num_tokens else buffer[:, :, start : start + num_tokens]

@@ -1,0 +1,47 @@
+"""A decode step row by row, as every machine can do it: MLX's own operations, and on CUDA kernels where they fit."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from kvstrata.attention.cpu import step as cpu_step
+from kvstrata.attention.cuda.ranges import attend as attend_ranges
+from kvstrata.attention.cuda.ranges import fit_together
+from kvstrata.attention.segments import Part, Parts, RawPart
+from kvstrata.codecs import backends
+
+
+def decode_by_row(queries: mx.array, keys: Parts, scale: float, sinks: mx.array | None) -> mx.array:
+    """One query for each row, over all that the row holds."""
+    rows = mx.split(queries, len(keys.rows)) if len(keys.rows) > 1 else [queries]
+    out = [_decode_row(q, parts, scale, sinks) for q, parts in zip(rows, keys.rows, strict=True)]
+    return mx.concatenate(out) if len(out) > 1 else out[0]
+
+
+def _decode_row(q: mx.array, parts: tuple[Part, ...], scale: float, sinks: mx.array | None) -> mx.array:
+    only = parts[0] if len(parts) == 1 else None
+    if isinstance(only, RawPart):
+        return mx.fast.scaled_dot_product_attention(q, only.k, only.v, scale=scale, sinks=sinks)
+    if backends.active() == "cuda":
+        ranges = [part.cuda_range() for part in parts]
+        if fit_together(ranges):
+            return attend_ranges(q, ranges, scale, sinks)
+    return decode_over_parts(q, parts, scale, sinks)
+
+
+def decode_over_parts(q: mx.array, parts: tuple[Part, ...], scale: float, sinks: mx.array | None) -> mx.array:
+    """Scores of each part, one softmax over all, weighted sums added: in float32, whatever the model computes in. Only
+    scores are concatenated."""
+    heads, kv_heads = q.shape[1], parts[0].num_heads
+    grouped = q.reshape(1, kv_heads, heads // kv_heads, q.shape[3])
+    scores = [part.scores(grouped, scale) for part in parts]
+    if sinks is not None:
+        # A sink takes its share of the softmax and gives nothing: a last column without a value.
+        scores.append(sinks.astype(mx.float32).reshape(1, kv_heads, -1, 1))
+    weights = cpu_step.softmax(mx.concatenate(scores, axis=-1))
+    out, start = [], 0
+    for part in parts:
+        end = start + part.num_tokens
+        out.append(part.mix(weights[..., start:end]))
+        start = end
+    return sum(out[1:], out[0]).reshape(1, heads, 1, -1).astype(q.dtype)

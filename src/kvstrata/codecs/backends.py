@@ -1,0 +1,148 @@
+"""The back-end of this process, its trials and the stand-ins of tests."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import mlx.core as mx
+
+from kvstrata.codecs.metal.kernel_text import Dialect, Run, run_on_gpu
+
+Path = Literal["cpu", "metal", "cuda", "plain"]
+
+_pretended: list[Path] = []
+
+
+def active() -> Path:
+    return _pretended[-1] if _pretended else _found()
+
+
+def on_cpu() -> bool:
+    """Whether sizes are a CPU's: Metal's path, wherever it runs, has those of a GPU."""
+    return active() in ("cpu", "plain") and mx.default_device() == mx.cpu
+
+
+@contextmanager
+def as_on_metal() -> Iterator[None]:
+    """What a Mac runs, on any machine: no kernels of ours, so nothing but MLX is needed. Not as fast as there."""
+    with _as_if("metal"):
+        yield
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """MLX's operations alone. Kernels of ours that a CPU runs see computed memory: with none of them a whole pass can
+    stay uncomputed."""
+    with _as_if("plain"):
+        yield
+
+
+@contextmanager
+def _as_if(path: Path) -> Iterator[None]:
+    _pretended.append(path)
+    try:
+        yield
+    finally:
+        _pretended.pop()
+
+
+@cache
+def _found() -> Path:
+    if mx.default_device() == mx.cpu:
+        return "cpu" if importlib.util.find_spec("numba") is not None else "plain"
+    if mx.metal.is_available():
+        return "metal"
+    return "cuda" if mx.cuda.is_available() else "plain"
+
+
+@dataclass(frozen=True)
+class Trial:
+    what: str
+    error: float | None  # None: it failed
+    allowed: float
+    ours_ms: float | None = None  # None: not timed, for it is not right
+    stock_ms: float | None = None
+    failure: str = ""
+
+    @property
+    def is_right(self) -> bool:
+        return self.error is not None and self.error <= self.allowed
+
+    @property
+    def is_used(self) -> bool:
+        if not self.is_right or self.ours_ms is None or self.stock_ms is None:
+            return False
+        return self.ours_ms < self.stock_ms
+
+    def __str__(self) -> str:
+        """For people to read: whose it is, and why."""
+        if self.error is None:
+            return f"{self.what}: MLX, for the kernel failed: {self.failure}"
+        if not self.is_right:
+            return f"{self.what}: MLX, for the kernel is off by {self.error:.3g}"
+        return f"{self.what}: {'own' if self.is_used else 'MLX'} ({self.ours_ms:.3g} ms, MLX {self.stock_ms:.3g})"
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "used": self.is_used}
+
+
+def failed(what: str, allowed: float, failure: Exception) -> Trial:
+    return Trial(what, None, allowed, failure=f"{type(failure).__name__}: {failure}"[:300])
+
+
+def largest(errors: Iterable[float]) -> float:
+    """What is no number is the largest of all."""
+    return max(errors, key=lambda error: error if error == error else float("inf"))
+
+
+class Stand(NamedTuple):
+    """What is taken for this machine's, untried."""
+
+    dialect: Dialect
+    run: Run
+
+
+class Stands:
+    """Which text a machine's kernels are made of, and how they run: this machine's, or what stands in for it."""
+
+    def __init__(self) -> None:
+        self._stands: list[Stand] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._stands)
+
+    @contextmanager
+    def use(self, dialect: Dialect, run: Run) -> Iterator[None]:
+        self._stands.append(Stand(dialect, run))
+        try:
+            yield
+        finally:
+            self._stands.pop()
+
+    @property
+    def dialect(self) -> Dialect | None:
+        """None: this machine has no use for the kernels. On CUDA others are in their place."""
+        return self._stands[-1].dialect if self._stands else metal_here()
+
+    @property
+    def run(self) -> Run:
+        return self._stands[-1].run if self._stands else run_on_gpu
+
+
+def metal_here() -> Dialect | None:
+    """None: no Mac's GPU computes."""
+    has_metal = active() == "metal" and mx.metal.is_available() and mx.default_device() == mx.gpu
+    return "metal" if has_metal else None
+
+
+def relative_error(a: mx.array, b: mx.array) -> float:
+    """Return the largest difference as a share of the largest value of `b`."""
+    a, b = a.astype(mx.float32), b.astype(mx.float32)
+    value = (mx.abs(a - b).max() / mx.abs(b).max()).item()
+    assert isinstance(value, float)
+    return value

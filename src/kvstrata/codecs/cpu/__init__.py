@@ -1,0 +1,1 @@
+"""Codecs on a CPU: numba loops over MLX's memory."""

@@ -1,0 +1,283 @@
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+"""The loops over whole arrays, compiled by numba when first called and kept on disk after that.
+
+Arrays have one leading axis (layers and heads); see cpu_blocks.py for how planes lie.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, njit, prange, types  # pyright: ignore[reportPrivateImportUsage]
+from numba.extending import intrinsic
+
+from kvstrata.codecs.cpu.blocks import (
+    BLOCK,
+    CHUNK,
+    GROUP,
+    add_turned_back,
+    from_codes,
+    mix_block,
+    score_block,
+    stages_of,
+    step_of,
+    to_codes,
+    turn_mean,
+    unpack_block,
+)
+from kvstrata.codecs.cpu.vectors import (
+    LANES,
+    add,
+    encode_64,
+    encode_128,
+    larger,
+    largest,
+    load,
+    load_one,
+    store,
+    store_one,
+    to_half,
+    zeros,
+)
+
+# Numba keeps what it compiled by the text of this file alone. This names the text of the modules that it is made of, so
+# that a change there is one here; a test says what it has to be.
+BUILT_ON = "6ae78579c285e34f"
+
+
+@njit(fastmath=True, nogil=True, cache=True, parallel=True, error_model="numpy")
+def decode_planes(top, following, low, scales, centres, signs, block, bits, out):
+    """-> out [rows, tokens, dim]; `centres`: means, each token's segment, the offset of the first token, angles"""
+    means, segment, offset, angles = centres
+    rows, tokens, dim = out.shape
+    chunks = (tokens + CHUNK - 1) // CHUNK
+    blocks, width = dim // block, dim // 4
+    step = step_of(bits) * np.float32(1 / np.sqrt(block))
+    pairs, odd = stages_of(block)
+    for piece in prange(rows * chunks):
+        row, first = piece // chunks, piece % chunks * CHUNK
+        y, other = np.empty(dim, np.float32), np.empty(dim, np.float32)
+        centre = np.empty(dim, np.float32)
+        for t in range(first, min(first + CHUNK, tokens)):
+            unpack_block(top, following, low, row * tokens + t, 1, width, bits, y)
+            from_codes(y, other, pairs, odd)
+            factor = step * scales[row, t]
+            turn_mean(means[row, segment[t]], (offset + t) % GROUP, angles, centre)
+            if blocks == 1:
+                for d in range(dim):
+                    out[row, t, d] = y[d] * factor * signs[d] + centre[d]
+            else:
+                for b in range(blocks):
+                    for k in range(block):
+                        d = b * block + k
+                        out[row, t, d] = y[k * blocks + b] * factor * signs[d] + centre[d]
+
+
+@njit(fastmath=True, nogil=True, cache=True, parallel=True, error_model="numpy")
+def score_planes(q, top, following, low, scales, bits, out):
+    """q [rows, queries, dim], rotated, in the order above -> out [rows, queries, tokens]"""
+    rows, queries, tokens = out.shape
+    dim = q.shape[2]
+    width, step = dim // 4, step_of(bits)
+    chunks = (tokens + CHUNK - 1) // CHUNK
+    for piece in prange(rows * chunks):
+        row, first = piece // chunks, piece % chunks * CHUNK
+        end = min(first + CHUNK, tokens)
+        codes = np.empty(BLOCK * dim, np.float32)
+        for t in range(first, end, BLOCK):
+            num_tokens = min(BLOCK, end - t)
+            unpack_block(top, following, low, row * tokens + t, num_tokens, width, bits, codes)
+            score_block(q, row * queries * dim, codes, 0, num_tokens, dim, out[row], t)
+        for r in range(queries):
+            for t in range(first, end):
+                out[row, r, t] *= step * scales[row, t]
+
+
+@njit(fastmath=True, nogil=True, cache=True, parallel=True, error_model="numpy")
+def mix_planes(p, top, following, low, scales, bits, partial):
+    """p [rows, queries, tokens]; partial [rows, chunks, queries, dim], in the order above, is zero before"""
+    rows, queries, tokens = p.shape
+    chunks, dim = partial.shape[1], partial.shape[3]
+    width, step = dim // 4, step_of(bits)
+    for piece in prange(rows * chunks):
+        row, chunk = piece // chunks, piece % chunks
+        first, end = chunk * CHUNK, min((chunk + 1) * CHUNK, tokens)
+        codes, weights = np.empty(BLOCK * dim, np.float32), np.empty((queries, CHUNK), np.float32)
+        for r in range(queries):
+            for t in range(first, end):
+                weights[r, t - first] = p[row, r, t] * (step * scales[row, t])
+        for t in range(first, end, BLOCK):
+            num_tokens = min(BLOCK, end - t)
+            unpack_block(top, following, low, row * tokens + t, num_tokens, width, bits, codes)
+            mix_block(weights, t - first, codes, 0, num_tokens, dim, partial, piece * queries * dim)
+
+
+_to_half = njit(to_half, inline="always")
+
+_LARGEST_BITS = np.uint32(np.float32(65504).view(np.uint32))
+
+
+@intrinsic
+def _floats_at(_context, _address):
+    """int64 -> a pointer to float32"""
+
+    def code(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(types.float32)(types.int64), code
+
+
+@njit(error_model="numpy")
+def _round_mean(sums, tokens):
+    """In place, to the mean as float16 has it."""
+    for d in range(len(sums)):
+        value = sums[d] / np.float32(tokens)
+        sums[d] = _to_half(value) if value >= 0 else -_to_half(-value)
+
+
+@njit(error_model="numpy")
+def _mean(x, at, tokens, mean):
+    """-> mean [dim], as float16 has it; tells the largest magnitude"""
+    dim = len(mean)
+    most = zeros()
+    for d in range(0, dim, LANES):
+        sums = zeros()
+        for t in range(tokens):
+            values = load(x, at + t * dim + d)
+            sums = add(sums, values)
+            most = larger(most, values)
+        store(mean, d, sums)
+    _round_mean(mean, tokens)
+    return largest(most)
+
+
+@njit(error_model="numpy")
+def _encode_64(x, at, tokens, mean, signs, top, following, low, scales, vector):
+    """Vectors from `at` on -> those of the planes from `vector` on"""
+    for t in range(vector, vector + tokens):
+        store_one(scales, t, encode_64(x, at, mean, signs, top, following, low, t * 16))
+        at += 64
+
+
+@njit(error_model="numpy")
+def _encode_128(x, at, tokens, mean, signs, top, following, low, scales, vector):
+    for t in range(vector, vector + tokens):
+        store_one(scales, t, encode_128(x, at, mean, signs, top, following, low, t * 32))
+        at += 128
+
+
+@njit
+def _largest_of(y, dim):
+    most = zeros()
+    for d in range(0, dim, LANES):
+        most = larger(most, load(y, d))
+    return largest(most)
+
+
+@njit(fastmath=True, error_model="numpy")
+def _encode_plain(x, at, tokens, mean, signs, block, top, following, low, scales, vector):
+    """The same for every dim."""
+    dim = len(mean)
+    blocks, width = dim // block, dim // 4
+    pairs, odd = stages_of(block)
+    y, other = np.empty(dim, np.float32), np.empty(dim, np.float32)
+    codes = np.empty(dim, np.uint8)
+    for t in range(tokens):
+        for b in range(blocks):
+            for k in range(block):
+                d = b * block + k
+                y[k * blocks + b] = (load_one(x, at + t * dim + d) - mean[d]) * signs[d]
+        to_codes(y, other, pairs, odd)
+        scale = _to_half(_largest_of(y, dim))
+        store_one(scales, vector + t, scale)
+        factor = np.float32(128) / scale if scale > 0 else np.float32(0)
+        for d in range(dim):
+            codes[d] = np.int32(min(max(y[d] * factor + np.float32(128), np.float32(0)), np.float32(255)))
+        _pack(codes, (vector + t) * width, top, following, low)
+
+
+@njit
+def _pack(codes, at, top, following, low):
+    width = len(codes) // 4
+    for j in range(width):
+        a, b, c, d = codes[j], codes[width + j], codes[2 * width + j], codes[3 * width + j]
+        store_one(top, at + j, np.uint8((a >> 6) | ((b >> 6) << 2) | ((c >> 6) << 4) | (d & 192)))
+        store_one(following, at + j, np.uint8(((a >> 4) & 3) | ((b >> 2) & 12) | (c & 48) | ((d & 48) << 2)))
+        store_one(low, at + j, np.uint16((a & 15) | ((b & 15) << 4) | ((c & 15) << 8) | ((d & 15) << 12)))
+
+
+@njit(fastmath=True, error_model="numpy")
+def _turning_mean(x, at, tokens, offset, angles, mean):
+    """As `_mean`, of vectors turned back to the start of their group"""
+    dim = len(mean)
+    mean[:] = 0
+    most = zeros()
+    for t in range(tokens):
+        add_turned_back(x, at + t * dim, offset + t, angles, mean)
+        for d in range(0, dim, LANES):
+            most = larger(most, load(x, at + t * dim + d))
+    _round_mean(mean, tokens)
+    return largest(most)
+
+
+@njit(fastmath=True, error_model="numpy")
+def _centred(x, at, tokens, offset, angles, mean):
+    """-> vectors less the mean turned to their place, [tokens * dim]"""
+    dim = len(mean)
+    out, centre = np.empty(tokens * dim, np.float32), np.empty(dim, np.float32)
+    for t in range(tokens):
+        turn_mean(mean, offset + t, angles, centre)
+        for d in range(dim):
+            out[t * dim + d] = load_one(x, at + t * dim + d) - centre[d]
+    return out
+
+
+@njit(error_model="numpy")
+def _encode_vectors(x, at, tokens, mean, signs, block, out, vector):
+    top, following, low, scales = out
+    if len(mean) == 64:
+        _encode_64(x, at, tokens, mean, signs, top, following, low, scales, vector)
+    elif len(mean) == 128:
+        _encode_128(x, at, tokens, mean, signs, top, following, low, scales, vector)
+    else:
+        _encode_plain(x, at, tokens, mean, signs, block, top, following, low, scales, vector)
+
+
+@njit(error_model="numpy")
+def _encode_segment(piece, x, where, has_means, means, angles, signs, block, out):
+    """Tells whether it was plain."""
+    _, stride, position, bounds = where
+    segments, dim = means.shape[1:]
+    row, segment = piece // segments, piece % segments
+    first, count = bounds[segment], bounds[segment + 1] - bounds[segment]
+    at, vector, mean = row * stride + first * dim, row * bounds[segments] + first, means[row, segment]
+    turns, offset, most = angles[0].shape[1] > 0, (position + first) % GROUP, np.float32(0)
+    if not has_means:
+        most = _turning_mean(x, at, count, offset, angles, mean) if turns else _mean(x, at, count, mean)
+    if turns:
+        centred = _centred(x, at, count, offset, angles, mean)
+        _encode_vectors(centred, 0, count, np.zeros(dim, np.float32), signs, block, out, vector)
+    else:
+        _encode_vectors(x, at, count, mean, signs, block, out, vector)
+    return np.float32(most).view(np.uint32) <= _LARGEST_BITS
+
+
+@njit
+def _values_at(where, means):
+    address, stride, _, bounds = where
+    rows, segments, dim = means.shape
+    return carray(_floats_at(address), ((rows - 1) * stride + bounds[segments] * dim,))
+
+
+@njit(nogil=True, cache=True, parallel=True, error_model="numpy")
+def encode_planes(where, has_means, means, angles, signs, block, out):
+    """Vectors -> the planes top, next, low and scales of `out`, and means [rows, segments, dim] unless it has them.
+
+    `where`: row r of float32 [rows, tokens, dim] lies at an address, r * stride values further; its first token is at a
+    position; bounds [segments + 1] are the segments' first tokens. `angles`: see cpu_blocks.py. Tells whether all was
+    plain: if not, nothing of it is to be used.
+    """
+    x, turned = _values_at(where, means), signs * np.float32(1 / np.sqrt(block))
+    is_plain = np.empty(means.shape[0] * means.shape[1], np.bool_)
+    for piece in prange(len(is_plain)):
+        is_plain[piece] = _encode_segment(piece, x, where, has_means, means, angles, turned, block, out)
+    return is_plain.all()

@@ -1,0 +1,166 @@
+"""CUDA kernels that we compile ourselves and MLX runs.
+
+What MLX compiles it compiles at every start, behind headers of its own that take two seconds to read: half a minute for
+the kernels of one model. Ours take tenths of a second each, and a start after the first only loads them.
+
+MLX gives such a kernel its inputs, its outputs, then whole numbers: here sizes of inputs, as the source asks for them,
+and whether it is to do anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from functools import cache
+from hashlib import blake2s
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from kvstrata.backend import nvrtc
+from kvstrata.backend.string_hash import hashed_alike
+
+TYPES = {
+    mx.bfloat16: "__nv_bfloat16",
+    mx.float16: "__half",
+    mx.float32: "float",
+    mx.int32: "int",
+    mx.uint8: "unsigned char",
+    mx.uint16: "unsigned short",
+    mx.uint32: "unsigned",
+    mx.uint64: "unsigned long long",
+}
+
+_BEFORE = """#ifndef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+#endif
+"""
+
+logger = logging.getLogger(__name__)
+
+
+class Array(NamedTuple):
+    name: str
+    dtype: mx.Dtype
+
+
+class Size(NamedTuple):
+    """Of an input along an axis."""
+
+    number: int
+    axis: int
+
+
+class Text(NamedTuple):
+    name: str  # of the kernel; no other text has it
+    text: str
+    inputs: tuple[Array, ...]
+    outputs: tuple[Array, ...]
+    sizes: tuple[Size, ...]
+
+
+def text_of(name: str, header: str, source: str, inputs: Sequence[Array], outputs: Sequence[Array]) -> Text:
+    """`source` is the body; `x_shape[1]` in it is a size of the input x."""
+    numbers = {array.name: number for number, array in enumerate(inputs)}
+    sizes: list[Size] = []
+
+    def parameter_of(found: re.Match[str]) -> str:
+        size = Size(numbers[found[1]], int(found[2]))
+        if size not in sizes:
+            sizes.append(size)
+        return f"{found[1]}_size{size.axis}"
+
+    body = re.sub(r"\b(\w+)_shape\[(\d)\]", parameter_of, source)
+    parameters = [
+        *(f"const {TYPES[dtype]}* {name}" for name, dtype in inputs),
+        *(f"{TYPES[dtype]}* {name}" for name, dtype in outputs),
+        *(f"const int {inputs[size.number].name}_size{size.axis}" for size in sizes),
+        "const int is_launch",
+    ]
+    after = f"({', '.join(parameters)}) {{\n  if (!is_launch) return;\n{body}\n}}\n"
+    digest = blake2s((header + after).encode(), digest_size=8).hexdigest()
+    unique = f"kvstrata_{name}_{digest}"
+    text = f'{_BEFORE}{header}\nextern "C" __global__ void {unique}{after}'
+    return Text(unique, text, tuple(inputs), tuple(outputs), tuple(sizes))
+
+
+class Compiled:
+    """A kernel, called as MLX's kernels are. MLX knows a kernel by its name and by a hash of its code, which it takes
+    anew at every launch: 54 us for 289 kB, and a decode step's is larger. So the code is given an end with which it
+    has the hash of no code at all. The first call, made here, does nothing, and the others give no code."""
+
+    def __init__(self, text: Text, *, views: bool) -> None:
+        self._name = text.name
+        self._sizes = text.sizes
+        self._views = views
+        code = nvrtc.kept_machine_code(text.text, str(mx.device_info()["architecture"]))
+        inputs = [mx.zeros((1,), dtype) for _, dtype in text.inputs]
+        dtypes = [dtype for _, dtype in text.outputs]
+        nothing = [0] * (len(text.sizes) + 1)
+        known_as_none = hashed_alike(code, b"")
+        mx.eval(self._run(known_as_none, inputs, [(1,)] * len(dtypes), dtypes, (1, 1, 1), (1, 1, 1), nothing))
+
+    def __call__(
+        self,
+        inputs: Sequence[mx.array],
+        output_shapes: Sequence[tuple[int, ...]],
+        output_dtypes: Sequence[mx.Dtype],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+    ) -> list[mx.array]:
+        numbers = [inputs[number].shape[axis] for number, axis in self._sizes]
+        return self._run(b"", inputs, output_shapes, output_dtypes, grid, threadgroup, [*numbers, 1])
+
+    def _run(
+        self,
+        code: bytes,
+        inputs: Sequence[mx.array],
+        output_shapes: Sequence[tuple[int, ...]],
+        output_dtypes: Sequence[mx.Dtype],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        numbers: list[int],
+    ) -> list[mx.array]:
+        return mx.fast.precompiled_cuda_kernel(
+            name=self._name,
+            compiled_source=code,
+            inputs=inputs,
+            output_shapes=output_shapes,
+            output_dtypes=output_dtypes,
+            scalars=numbers,
+            grid=grid,
+            threadgroup=threadgroup,
+            ensure_row_contiguous=not self._views,
+        )
+
+
+@cache
+def works(header: str) -> bool:
+    """Whether MLX runs what we compile here behind this header: tried once."""
+    try:
+        if _tried(header):
+            return True
+        fault = "they give wrong numbers"
+    except (RuntimeError, ValueError, KeyError) as failure:
+        fault = str(failure)
+    logger.warning("CUDA kernels are left to MLX, which compiles them at every start: ours do not run here: %s", fault)
+    return False
+
+
+def _tried(header: str) -> bool:
+    """With a view, which MLX copies first, and sizes that differ."""
+    source = """
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= x_shape[0] * x_shape[1]) return;
+  sums[i] = __half(float(x[i]) + float(*y));
+  places[i] = 100 * y_shape[0] + i / x_shape[1];
+"""
+    inputs = (Array("x", mx.uint32), Array("y", mx.bfloat16))
+    outputs = (Array("sums", mx.float16), Array("places", mx.int32))
+    kernel = Compiled(text_of("trial", header, source, inputs, outputs), views=False)
+    x = mx.arange(15, dtype=mx.uint32).reshape(3, 5)
+    arrays, shapes = [x.T, mx.array([0.5], mx.bfloat16)], [(5, 3), (5, 3)]
+    sums, places = kernel(arrays, shapes, [mx.float16, mx.int32], grid=(32, 1, 1), threadgroup=(32, 1, 1))
+    wanted = 100 + mx.broadcast_to(mx.arange(5)[:, None], (5, 3))
+    return bool((sums == x.T + 0.5).all().item()) and bool((places == wanted).all().item())

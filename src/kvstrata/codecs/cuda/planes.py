@@ -1,0 +1,250 @@
+"""Planes on CUDA: encode, decode, scores and sums, with kernels of our own.
+
+MLX has no quantized product there for the broadcast shapes of attention, and what it has runs at a few per cent of the
+memory's speed. Leading axes are any. Attention itself is in cuda.py.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from kvstrata.codecs.base import Planes
+from kvstrata.codecs.cuda import kernels as cuda_kernels
+from kvstrata.codecs.cuda.kernels import WARPS, Constant
+from kvstrata.codecs.hadamard import sign_values
+from kvstrata.codecs.mean_runs import GROUP_TOKENS, Segments, segments_of
+from kvstrata.codecs.rope import Turn, tables
+
+# A lane of a warp holds 16 dims of a key, so that a head_dim is shared out in units of 64.
+FUSED_DIMS = (64, 128, 192, 256)
+
+# More queries than this (a prefill) are better served by decoding once.
+FUSED_QUERIES = 16
+
+# A vector is 16 dims to a lane, and its lanes are of one warp.
+MAX_DIM = 512
+
+THREADS = 32 * WARPS
+
+_LONGEST_PIECE = GROUP_TOKENS  # tokens of a warp: it has memory for the shares of no more
+
+_SHORTEST_PIECE = 64
+
+_ENOUGH_WARPS = 1024  # to keep the GPU busy; with fewer, pieces are made shorter
+
+_ENCODE_THREADS = 256  # as in encode.cuh
+
+DECODE_THREADS = 256
+
+RAW_BITS = 16  # how tables say that vectors are raw
+
+_TABLE_ROWS, _LOWER = 32, 2048  # as in turned.cuh and queries.cuh
+
+
+def pays(num_queries: int, dim: int) -> bool:
+    """Whether scores and sums are better computed from the codes than from decoded vectors."""
+    return num_queries <= FUSED_QUERIES and dim in FUSED_DIMS
+
+
+def turn_of(planes: Planes) -> Turn | None:
+    return getattr(planes.codec, "turn", None)  # by name: the module with its class imports this one
+
+
+def turn_constants(turn: Turn | None, prefix: str = "", suffix: str = "") -> list[Constant]:
+    """As kernels know it: no pairs, and it does not turn."""
+    numbers = (turn.num_pairs, turn.first, turn.is_interleaved) if turn else (0, 0, False)
+    return [(f"{prefix}{name}{suffix}", n) for name, n in zip(("PAIRS", "FIRST", "INTERLEAVED"), numbers, strict=True)]
+
+
+@lru_cache(maxsize=8)
+def angles_of(turn: Turn | None) -> mx.array:
+    """float32 [256, 2 * pairs]: cos, then sin"""
+    if turn is None:
+        return mx.zeros((1,))
+    cos, sin, _ = tables(turn, turn.end)
+    return mx.array(np.concatenate([cos, sin], axis=1))
+
+
+@lru_cache(maxsize=8)
+def table_of(turn: Turn | None, dim: int) -> mx.array:
+    """float32, and then float16 by twos as the bits of one: see turned.cuh"""
+    if turn is None:
+        return mx.zeros((1,))
+    cos, sin, columns = tables(turn, dim)
+    turns = np.zeros((GROUP_TOKENS, 2, dim), np.float32)
+    turns[:, 0] = 1
+    for dims in turn.pairs():
+        turns[:, 0, dims], turns[:, 1, dims] = cos, sin
+    wide = columns.T[:_TABLE_ROWS]
+    upper = wide.astype(np.float16)
+    rows = np.stack([upper, ((wide - upper.astype(np.float32)) * _LOWER).astype(np.float16)])
+    # Upper or lower; of rows: half, 8 of them, group; of dims: 32 of them, quarter, product, pair, place.
+    cut = rows.reshape(2, 2, 2, 8, dim // 32, 4, 2, 2, 2)
+    # Upper or lower, 32 dims, product, half; the lane's group and quarter; in it pair, 8 rows, place.
+    rows = np.ascontiguousarray(cut.transpose(0, 4, 6, 1, 3, 5, 7, 2, 8))
+    return mx.array(np.concatenate([turns.ravel(), rows.view(np.float32).ravel()]))
+
+
+def decode_planes(planes: Planes, dtype: mx.Dtype, start: int = 0, end: int | None = None) -> mx.array:
+    """Tokens [start, end) -> [..., tokens, dim]"""
+    turn = turn_of(planes)
+    count = (planes.num_tokens if end is None else end) - start
+    rows = planes.num_values // (planes.num_tokens * planes.dim)
+    num_units = rows * count * (planes.dim // 16)
+    (out,) = cuda_kernels.decode_planes().run(
+        inputs=[
+            *(signs(planes.dim), angles_of(turn)),
+            starts_of(planes.segments, start, count, planes.position % GROUP_TOKENS, bits_of(planes)),
+            *arrays_of(planes),
+        ],
+        constants=(("T", dtype), ("DIM", planes.dim), *turn_constants(turn)),
+        grid=(-(-num_units // DECODE_THREADS) * DECODE_THREADS, 1, 1),
+        threadgroup=(DECODE_THREADS, 1, 1),
+        output_shapes=[(*planes.leading, count, planes.dim)],
+        output_dtypes=[dtype],
+    )
+    return out
+
+
+def encode_planes(x: mx.array, bits: int, position: int, turn: Turn | None) -> dict[str, mx.array]:
+    """[..., tokens, dim] -> the planes that a code of `bits` has, scales and means"""
+    rows = x.reshape(-1, *x.shape[-2:])
+    heads, num_tokens, dim = rows.shape
+    segments = segments_of(position, num_tokens)
+    widths = {"top": dim // 16, "next": dim // 16 if bits >= 4 else 0, "low": dim // 8 if bits == 8 else 0}
+    # An output that is not written still needs room for something.
+    shapes = [(heads, num_tokens, width) if width else (1, 1, 1) for width in widths.values()]
+    planes = cuda_kernels.encode_planes().run(
+        inputs=[
+            *(rows, signs(dim), angles_of(turn)),
+            starts_of(segments, 0, num_tokens, position % GROUP_TOKENS, bits),
+        ],
+        constants=(("T", x.dtype), ("BITS", bits), ("DIM", dim), *turn_constants(turn)),
+        output_shapes=[*shapes, (heads, num_tokens, 1), (heads, len(segments), dim)],
+        output_dtypes=[mx.uint32, mx.uint32, mx.uint32, mx.float16, mx.float16],
+        grid=(len(segments) * _ENCODE_THREADS, heads, 1),
+        threadgroup=(_ENCODE_THREADS, 1, 1),
+    )
+    names = [*(name for name, width in widths.items() if width), "scales", "means"]
+    held = [plane for plane, width in zip(planes, [*widths.values(), 1, 1], strict=True) if width]
+    return {name: plane.reshape(*x.shape[:-2], *plane.shape[-2:]) for name, plane in zip(names, held, strict=True)}
+
+
+def score_planes(q: mx.array, planes: Planes) -> mx.array:
+    """q [..., queries, dim] -> float32 [..., queries, tokens]"""
+    flat = q.reshape(-1, *q.shape[-2:])
+    heads, queries, dim = flat.shape
+    tiles, turn = tiles_for(queries, dim), turn_of(planes)
+    pieces = all_pieces(planes, heads)
+    (scores,) = cuda_kernels.score_planes().run(
+        inputs=[flat, signs(dim), table_of(turn, dim), pieces, *arrays_of(planes)],
+        constants=(
+            *(("T", q.dtype), ("K_BITS", bits_of(planes)), ("K_DIM", dim), ("TILES", tiles)),
+            *turn_constants(turn, "K_"),
+        ),
+        output_shapes=[(heads, queries, planes.num_tokens)],
+        output_dtypes=[mx.float32],
+        **_blocks(pieces.shape[0], heads, queries, tiles),
+    )
+    return scores.reshape(*q.shape[:-1], planes.num_tokens)
+
+
+def mix_planes(p: mx.array, planes: Planes) -> mx.array:
+    """p [..., queries, tokens] -> float32 [..., queries, dim]"""
+    flat = p.astype(mx.float32).reshape(-1, *p.shape[-2:])
+    heads, queries, _ = flat.shape
+    tiles = tiles_for(queries, planes.dim)
+    pieces = all_pieces(planes, heads)
+    (sums,) = cuda_kernels.mix_planes().run(
+        inputs=[flat, signs(planes.dim), pieces, *arrays_of(planes)],
+        constants=(
+            ("V_BITS", bits_of(planes)),
+            ("V_DIM", planes.dim),
+            ("TILES", tiles),
+        ),
+        output_shapes=[(heads, pieces.shape[0], queries, planes.dim)],
+        output_dtypes=[mx.float32],
+        **_blocks(pieces.shape[0], heads, queries, tiles),
+    )
+    return mx.sum(sums, axis=1).reshape(*p.shape[:-1], planes.dim)
+
+
+def _blocks(num_pieces: int, heads: int, queries: int, tiles: int) -> dict[str, Any]:
+    return {
+        "grid": (-(-num_pieces // WARPS) * THREADS, heads, -(-queries // (4 * tiles))),
+        "threadgroup": (THREADS, 1, 1),
+    }
+
+
+def tiles_for(queries: int, dim: int) -> int:
+    """Four queries fill a tile. Two tiles read the planes once for eight; beyond 128 dims registers do not suffice."""
+    return 2 if queries > 4 and dim <= 128 else 1
+
+
+def blocks_for(tiles: int, dim: int) -> int:
+    """That a multiprocessor should run at once. With more tiles or dims a block needs the registers of several."""
+    return 3 if tiles == 1 and dim <= 128 else 1
+
+
+def piece_tokens(num_tokens: int, heads: int) -> int:
+    size = _LONGEST_PIECE
+    while size > _SHORTEST_PIECE and num_tokens * heads < _ENOUGH_WARPS * size:
+        size //= 2
+    return size
+
+
+def all_pieces(planes: Planes, heads: int) -> mx.array:
+    size = piece_tokens(planes.num_tokens, heads)
+    offset = planes.position % GROUP_TOKENS
+    return pieces_of((planes.segments, planes.segments), offset, 0, planes.num_tokens, size)
+
+
+def bits_of(planes: Planes) -> int:
+    if "values" in planes.arrays:
+        return RAW_BITS
+    return 8 if "low" in planes.arrays else 4 if "next" in planes.arrays else 2
+
+
+def arrays_of(planes: Planes) -> list[mx.array]:
+    """A plane that is not held is never read: the top one stands in for it."""
+    held = planes.arrays
+    if "values" in held:
+        return [held["values"]] * 5
+    arrays = [held["top"], held.get("next", held["top"]), held.get("low", held["top"]), held["scales"], held["means"]]
+    return arrays if len(planes.leading) == 1 else [x.reshape(-1, *x.shape[-2:]) for x in arrays]
+
+
+@lru_cache(maxsize=64)
+def scalar(value: float) -> mx.array:
+    return mx.array(value, mx.float32)
+
+
+@lru_cache(maxsize=8)
+def signs(dim: int) -> mx.array:
+    return mx.array(sign_values(dim))
+
+
+@lru_cache(maxsize=256)
+def starts_of(segments: Segments, start: int, count: int, offset: int, bits: int) -> mx.array:
+    return mx.array(np.array([start, count, offset, bits, *np.cumsum((0, *segments))], np.int32))
+
+
+@lru_cache(maxsize=256)
+def pieces_of(segments: tuple[Segments, Segments], offset: int, start: int, end: int, size: int) -> mx.array:
+    return mx.array(piece_rows(segments, offset, start, end, size))
+
+
+@lru_cache(maxsize=256)
+def piece_rows(segments: tuple[Segments, Segments], offset: int, start: int, end: int, size: int) -> np.ndarray:
+    """int32 [pieces, 5]: first token, how many, segment of keys, segment of values, where in its group the first token
+    is. No piece crosses a segment. `segments` of keys and values; `offset`: where in its group token 0 is."""
+    k_starts, v_starts = (np.cumsum((0, *each)) for each in segments)
+    bounds = np.unique(np.clip(np.concatenate([k_starts, v_starts, [start, end]]), start, end))
+    runs = zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
+    firsts = np.array([(first, min(size, b - first)) for a, b in runs for first in range(a, b, size)], np.int32)
+    numbers = [np.searchsorted(starts, firsts[:, 0], side="right") - 1 for starts in (k_starts, v_starts)]
+    return np.column_stack([firsts, *numbers, (offset + firsts[:, 0]) % GROUP_TOKENS]).astype(np.int32)

@@ -1,0 +1,94 @@
+"""Which tokens share a mean: groups of 256, aligned to the position in the sequence.
+
+A piece of a group keeps the group's mean, and pieces that were encoded apart keep theirs when joined, so a cut or a
+join never encodes anew. Segments are therefore counted out (tokens under each mean), not derived from the position.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import mlx.core as mx
+import numpy as np
+
+GROUP_TOKENS = 256
+
+MAX_TABLES = 128  # of parts that were joined; of ten thousand tokens each they take 10 MB in all
+
+Segments = tuple[int, ...]
+
+
+def segments_of(position: int, num_tokens: int) -> Segments:
+    first = min(num_tokens, GROUP_TOKENS - position % GROUP_TOKENS)
+    whole, last = divmod(num_tokens - first, GROUP_TOKENS)
+    return (first, *([GROUP_TOKENS] * whole), *([last] if last else []))
+
+
+def ids(segments: Segments) -> np.ndarray:
+    """int32 [tokens]: each token's segment."""
+    return np.repeat(np.arange(len(segments), dtype=np.int32), segments)
+
+
+def means_of(x: mx.array, segments: Segments) -> mx.array:
+    """float32 [..., tokens, dim] -> [..., segments, dim]"""
+    first, end = segments[0], sum(segments)
+    whole = (end - first) // GROUP_TOKENS * GROUP_TOKENS
+    means = [mx.mean(x[..., :first, :], axis=-2, keepdims=True)]
+    if whole:
+        groups = x[..., first : first + whole, :].reshape(*x.shape[:-2], -1, GROUP_TOKENS, x.shape[-1])
+        means.append(mx.mean(groups, axis=-2))
+    if first + whole < end:
+        means.append(mx.mean(x[..., first + whole :, :], axis=-2, keepdims=True))
+    return mx.concatenate(means, axis=-2)
+
+
+def spread(by_segment: mx.array, segments: Segments, axis: int) -> mx.array:
+    """One entry for each segment -> one for each token."""
+    if len(segments) == 1:
+        return by_segment  # broadcasts
+    if not _is_regular(segments):
+        return mx.take(by_segment, _segment_of_token(segments), axis=axis)
+    start = GROUP_TOKENS - segments[0]
+    groups = mx.repeat(by_segment, GROUP_TOKENS, axis=axis)
+    return mx.split(groups, [start, start + sum(segments)], axis=axis)[1]
+
+
+def sums(p: mx.array, segments: Segments) -> mx.array:
+    """[..., tokens] -> [..., segments]"""
+    if len(segments) == 1:
+        return mx.sum(p, axis=-1, keepdims=True)
+    if _is_regular(segments):
+        head, groups, tail = mx.split(p, [segments[0], sum(segments[:-1])], axis=-1)
+        first, last = (mx.sum(end, axis=-1, keepdims=True) for end in (head, tail))
+        whole = [mx.sum(mx.unflatten(groups, -1, (-1, GROUP_TOKENS)), axis=-1)] if len(segments) > 2 else []
+        return mx.concatenate([first, *whole, last], axis=-1)
+    padded = mx.pad(p, [(0, 0)] * (p.ndim - 1) + [(0, 1)])
+    return mx.sum(mx.take(padded, _tokens_of_segment(segments), axis=-1), axis=-1)
+
+
+def _is_regular(segments: Segments) -> bool:
+    """As it was encoded: nothing was joined inside a group. Then no table is needed."""
+    return all(size == GROUP_TOKENS for size in segments[1:-1])
+
+
+# Every layer asks for the same ones at every step.
+@lru_cache(maxsize=MAX_TABLES)
+def _segment_of_token(segments: Segments) -> mx.array:
+    return mx.array(ids(segments))
+
+
+@lru_cache(maxsize=MAX_TABLES)
+def _tokens_of_segment(segments: Segments) -> mx.array:
+    """int32 [segments, most tokens]: short rows go on with the number of tokens, where a sum is given a zero."""
+    starts, sizes = np.cumsum((0, *segments[:-1])), np.array(segments)
+    offsets = np.arange(sizes.max())
+    table = np.where(offsets < sizes[:, None], starts[:, None] + offsets, sizes.sum())
+    return mx.array(table.astype(np.int32))
+
+
+def cut_segments(segments: Segments, start: int, end: int) -> tuple[Segments, int, int]:
+    """What tokens [start, end) keep: their segments, and the range [first, last) of these among all."""
+    bounds = np.cumsum((0, *segments)).tolist()
+    kept = [(i, min(bounds[i + 1], end) - max(bounds[i], start)) for i in range(len(segments))]
+    kept = [(i, num_tokens) for i, num_tokens in kept if num_tokens > 0]
+    return tuple(num_tokens for _, num_tokens in kept), kept[0][0], kept[-1][0] + 1

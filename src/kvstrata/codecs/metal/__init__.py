@@ -1,0 +1,1 @@
+"""Codecs with portable kernels: one text for Metal, CUDA and the tests."""

@@ -1,0 +1,271 @@
+"""Encode, decode and join planes with the portable kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from math import prod
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from kvstrata.codecs.base import Planes
+from kvstrata.codecs.cuda.planes import bits_of, piece_rows, pieces_of, turn_of
+from kvstrata.codecs.hadamard import sign_values
+from kvstrata.codecs.mean_runs import GROUP_TOKENS, Segments, segments_of
+from kvstrata.codecs.metal import kernel_text as metal_kernel_text
+from kvstrata.codecs.metal.kernel_text import LARGEST_DIM, RAW_KINDS, Dialect, Launch, Run, Slots
+from kvstrata.codecs.rope import Turn, tables
+
+PIECE_TOKENS = 32  # of a group
+
+# MLX passes arrays of fewer entries to Metal in another kind of memory, for which the kernels are not written.
+FEWEST_ENTRIES = 8
+
+HEAD_NUMBERS = 16  # of a table, before its pieces
+
+
+def takes(x: mx.array) -> bool:
+    """Whether vectors [..., tokens, dim] are encoded."""
+    return takes_vectors(x.dtype, x.shape[-1]) and x.size // x.shape[-1] >= FEWEST_ENTRIES
+
+
+def takes_vectors(dtype: mx.Dtype, dim: int) -> bool:
+    return dtype in RAW_KINDS and dim % 16 == 0 and dim <= LARGEST_DIM
+
+
+def encode(
+    x: mx.array, bits: int, position: int, turn: Turn | None, dialect: Dialect, run: Run = metal_kernel_text.run_on_gpu
+) -> dict[str, mx.array]:
+    """[..., tokens, dim] -> the planes that a code of `bits` has, scales and means"""
+    rows = x.reshape(-1, *x.shape[-2:])
+    heads, num_tokens, dim = rows.shape
+    segments = segments_of(position, num_tokens)
+    offset = position % GROUP_TOKENS
+    angles = angles_of(turn, dim)
+    whole, pieces = (_piece_table(segments, offset, turn, size) for size in (GROUP_TOKENS, PIECE_TOKENS))
+    shape = (heads, len(segments), dim)
+    text = metal_kernel_text.mean_text(dialect, dim)
+    (means,) = run(Launch(text, [whole, angles, rows], (len(segments), heads, 1), [shape], [mx.float16]))
+    text = metal_kernel_text.encode_text(dialect, dim, bits)
+    widths = {"top": dim // 16, "next": dim // 16, "low": dim // 8, "scales": 1}
+    shapes = [(heads, num_tokens, widths[name]) for name in text.outputs]
+    dtypes = [mx.float16 if name == "scales" else mx.uint32 for name in text.outputs]
+    groups = (_num_pieces(pieces), heads, 1)
+    made = run(Launch(text, [pieces, angles, rows, means], groups, shapes, dtypes))
+    planes = {**dict(zip(text.outputs, made, strict=True)), "means": means}
+    return {name: plane.reshape(*x.shape[:-2], *plane.shape[-2:]) for name, plane in planes.items()}
+
+
+def _num_pieces(table: mx.array) -> int:
+    return (table.size - HEAD_NUMBERS) // 5
+
+
+@lru_cache(maxsize=64)
+def _piece_table(segments: Segments, offset: int, turn: Turn | None, size: int) -> mx.array:
+    """int32, as planes.h reads it"""
+    head = head_numbers(turn)
+    head[4:6] = sum(segments), len(segments)
+    pieces = np.asarray(pieces_of((segments, segments), offset, 0, sum(segments), size))
+    return mx.array(np.concatenate([head, pieces.ravel()]))
+
+
+def head_numbers(turn: Turn | None) -> np.ndarray:
+    """int32 [16]: the first four tell how keys turn, the last eight the signs of the rotation."""
+    numbers = np.zeros(HEAD_NUMBERS, np.int32)
+    if turn is not None:
+        numbers[:4] = (turn.first, *turn.strides, turn.num_pairs)
+    negative = np.packbits(sign_values(LARGEST_DIM) < 0, bitorder="little")
+    numbers[8:] = negative.view(np.int32)
+    return numbers
+
+
+@lru_cache(maxsize=8)
+def angles_of(turn: Turn | None, dim: int) -> mx.array:
+    """float32 [256, dim / 16, 16]: for each of the lanes that share a vector 8 cosines and 8 sines"""
+    if turn is None:
+        return mx.array(np.zeros(FEWEST_ENTRIES, np.float32))
+    found = tables(turn, dim)
+    both = np.zeros((2, GROUP_TOKENS, dim // 2), np.float32)
+    both[0, :, : turn.num_pairs], both[1, :, : turn.num_pairs] = found.cos, found.sin
+    return mx.array(both.reshape(2, GROUP_TOKENS, dim // 16, 8).transpose(1, 2, 0, 3).copy())
+
+
+# The shapes that launches have: one prefix and what follows it, or as many arrays as Metal has places for.
+SHAPES = (Slots(3, 2, 1), Slots(15, 10, 3))
+
+OTHER_BUFFERS = 3  # table, angles, result
+
+PIECE_NUMBERS = 10  # as decode_body.h has them
+
+_NUM_CODES = {8: 3, 4: 2, 2: 1}  # arrays of codes, by bits
+
+
+class Stretch(NamedTuple):
+    """Tokens [start, end) of planes, or of raw vectors [heads, size, dim]."""
+
+    held: Planes | mx.array
+    start: int
+    end: int
+
+    @property
+    def dim(self) -> int:
+        return self.held.dim if isinstance(self.held, Planes) else self.held.shape[-1]
+
+    @property
+    def heads(self) -> int:
+        return prod(self.held.leading) if isinstance(self.held, Planes) else self.held.shape[0]
+
+    @property
+    def turn(self) -> Turn | None:
+        return turn_of(self.held) if isinstance(self.held, Planes) else None
+
+
+def takes_planes(planes: Planes) -> bool:
+    fits = "top" in planes.arrays and planes.dim <= LARGEST_DIM
+    return fits and min(array.size for array in planes.arrays.values()) >= FEWEST_ENTRIES
+
+
+def takes_stretches(stretches: Sequence[Stretch], dtype: mx.Dtype) -> bool:
+    """Whether they become one array of this dtype."""
+    dims, turns = {stretch.dim for stretch in stretches}, {stretch.turn for stretch in stretches}
+    if dtype not in RAW_KINDS or len(dims) != 1 or dims.pop() % 16 or len(turns - {None}) > 1:
+        return False
+    return all(
+        takes_planes(held) if isinstance(held, Planes) else held.dtype == dtype and held.shape[-1] <= LARGEST_DIM
+        for held, _, _ in stretches
+    )
+
+
+def decode(planes: Planes, dtype: mx.Dtype, dialect: Dialect, run: Run = metal_kernel_text.run_on_gpu) -> mx.array:
+    """-> [..., tokens, dim]"""
+    out = join([Stretch(planes, 0, planes.num_tokens)], dtype, dialect, run)
+    return out.reshape(*planes.leading, planes.num_tokens, planes.dim)
+
+
+def join(
+    stretches: Sequence[Stretch], dtype: mx.Dtype, dialect: Dialect, run: Run = metal_kernel_text.run_on_gpu
+) -> mx.array:
+    """One after the other -> [heads, tokens, dim]. What does not fit one launch is concatenated, and then only codes go
+    through launches."""
+    kind = (stretches[0].heads, stretches[0].dim, dtype)
+    load = _Load(dtype)
+    if all(load.add(stretch) for stretch in stretches):
+        return _decoded(load, *kind, dialect, run)
+    made: list[_Load | mx.array] = []
+    for stretch in stretches:
+        if isinstance(stretch.held, mx.array):
+            made.append(stretch.held[:, stretch.start : stretch.end])
+        elif not made or isinstance(made[-1], mx.array) or not made[-1].add(stretch):
+            made.append(_Load(dtype, stretch))
+    arrays = [each if isinstance(each, mx.array) else _decoded(each, *kind, dialect, run) for each in made]
+    return mx.concatenate(arrays, axis=1)
+
+
+class Stored(NamedTuple):
+    """How a stretch lies in arrays."""
+
+    bits: int  # 0: raw
+    size: int  # tokens of the arrays
+    start: int
+    end: int
+    segments: Segments = ()
+    offset: int = 0  # of token 0 in the group that shares a mean
+    turns: bool = False
+
+
+class _Load:
+    """What one launch decodes to vectors of `dtype`."""
+
+    def __init__(self, dtype: mx.Dtype, *stretches: Stretch) -> None:
+        self.turn: Turn | None = None
+        self.stored: list[Stored] = []
+        self._dtype = dtype
+        self._words: list[mx.array] = []
+        self._halves: list[mx.array] = []
+        self._raw: list[mx.array] = []
+        for stretch in stretches:
+            self.add(stretch)
+
+    def add(self, stretch: Stretch) -> bool:
+        """Whether there was room."""
+        held, start, end = stretch
+        if isinstance(held, mx.array):
+            words, halves, raw = [], [], [held]
+            stored = Stored(0, held.shape[-2], start, end)
+        else:
+            words = [held.arrays[name] for name in ("top", "next", "low") if name in held.arrays]
+            halves, raw = [held.arrays["scales"], held.arrays["means"]], []
+            offset, turns = held.position % GROUP_TOKENS, stretch.turn is not None
+            stored = Stored(bits_of(held), held.num_tokens, start, end, held.segments, offset, turns)
+        held_already = (self._words, self._halves, self._raw)
+        sizes = [len(before) + len(more) for before, more in zip(held_already, (words, halves, raw), strict=True)]
+        if not SHAPES[-1].holds(Slots(*sizes)):
+            return False
+        self._words += words
+        self._halves += halves
+        self._raw += raw
+        self.stored.append(stored)
+        self.turn = self.turn or stretch.turn
+        return True
+
+    @property
+    def shape(self) -> Slots:
+        slots = Slots(len(self._words), len(self._halves), len(self._raw))
+        return next(shape for shape in SHAPES if shape.holds(slots))
+
+    def arrays(self) -> list[mx.array]:
+        """Places that are left get something small of the same type: a kernel is compiled for types."""
+        sorts = ((self._words, mx.uint32), (self._halves, mx.float16), (self._raw, self._dtype))
+        found: list[mx.array] = []
+        for (held, dtype), count in zip(sorts, self.shape, strict=True):
+            found += [*held, *[_nothing(dtype)] * (count - len(held))]
+        return found
+
+
+@cache
+def _nothing(dtype: mx.Dtype) -> mx.array:
+    zeros = mx.zeros((FEWEST_ENTRIES,), dtype)
+    mx.eval(zeros)
+    return zeros
+
+
+def _decoded(load: _Load, heads: int, dim: int, dtype: mx.Dtype, dialect: Dialect, run: Run) -> mx.array:
+    """[heads, tokens, dim]"""
+    table = _stretch_table(tuple(load.stored), load.turn)
+    text = metal_kernel_text.decode_text(dialect, dim, load.shape, dtype)
+    groups = ((table.size - HEAD_NUMBERS) // PIECE_NUMBERS, heads, 1)
+    shape = (heads, sum(stored.end - stored.start for stored in load.stored), dim)
+    (out,) = run(Launch(text, [table, angles_of(load.turn, dim), *load.arrays()], groups, [shape], [dtype]))
+    return out
+
+
+# Of some chunks, for keys and for values; layers that are stored alike share one.
+@lru_cache(maxsize=32)
+def _stretch_table(parts: tuple[Stored, ...], turn: Turn | None) -> mx.array:
+    """int32, as decode_body.h reads it"""
+    rows, total, words, halves, raw = [], 0, 0, 0, 0
+    for bits, size, start, end, segments, offset, turns in parts:
+        pieces = piece_rows((segments, segments), offset, start, end, PIECE_TOKENS)
+        found = np.zeros((len(pieces), PIECE_NUMBERS), np.int32)
+        found[:, 0:2] = pieces[:, 0:2]
+        found[:, 2] = size
+        if bits:
+            codes = range(words, words + _NUM_CODES[bits])
+            found[:, 3] = sum(slot << 8 * i for i, slot in enumerate(codes)) | halves << 24
+            found[:, 4] = halves + 1
+            found[:, 5] = pieces[:, 2]
+            found[:, 6] = len(segments)
+            found[:, 7] = pieces[:, 4]
+            words, halves = codes.stop, halves + 2
+        else:
+            found[:, 3] = raw
+            raw += 1
+        found[:, 8] = bits | turns << 8
+        found[:, 9] = total - start + pieces[:, 0]
+        rows.append(found)
+        total += end - start
+    head = head_numbers(turn)
+    head[4] = total
+    return mx.array(np.concatenate([head, np.concatenate(rows).ravel()]))

@@ -1,0 +1,200 @@
+"""How keys turn from one token to the next (RoPE), and means that turn with them.
+
+Keys are stored after RoPE, which turns pairs of dims by an angle that grows with the position. What is constant before
+it (a bias of the key projection) is not constant any more, and a plain mean cannot take it away. So the mean of a group
+of 256 tokens is taken with every token turned back to the start of the group, and it is turned to a token's place
+before it is subtracted or added. All angles are those of offsets below 256, and exact. Far into a context a model's own
+RoPE rounds its angles; what that leaves falls into the residual, which is stored.
+
+The product of a query with a turned mean is a sum over pairs of dims (a, b) that turn by w for each token:
+
+    q . R_t m = sum of (q_a m_a + q_b m_b) cos(t w) + (q_b m_a - q_a m_b) sin(t w)
+
+so the products with all tokens of all groups are one product of matrices, with a table that all groups share.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from kvstrata.codecs import mean_runs as seg
+from kvstrata.codecs.mean_runs import GROUP_TOKENS, Segments, segments_of
+
+MAX_TABLES = 64  # of models that have a few kinds of turn each, and of parts that were joined
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Dims [first, first + 2 * pairs) turn, the others do not."""
+
+    first: int
+    is_interleaved: bool  # a pair are neighbours; otherwise its second dim is `pairs` after its first
+    frequencies: bytes  # float32, one for each pair: radians for each token
+
+    @property
+    def num_pairs(self) -> int:
+        return len(self.frequencies) // 4
+
+    @property
+    def end(self) -> int:
+        return self.first + 2 * self.num_pairs
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """From a pair to the next, and from its first dim to its second."""
+        return (2, 1) if self.is_interleaved else (1, self.num_pairs)
+
+    def pairs(self) -> tuple[np.ndarray, np.ndarray]:
+        """The first dims of all pairs, and the second ones."""
+        step, gap = self.strides
+        firsts = self.first + step * np.arange(self.num_pairs)
+        return firsts, firsts + gap
+
+    def angles(self, offsets: np.ndarray) -> np.ndarray:
+        """float64 [offsets, pairs]"""
+        return offsets[:, None].astype(np.float64) * np.frombuffer(self.frequencies, "<f4").astype(np.float64)
+
+    def spec(self) -> dict[str, Any]:
+        octets = base64.b64encode(self.frequencies).decode()
+        return {"first": self.first, "interleaved": self.is_interleaved, "frequencies": octets}
+
+
+def turn_from(spec: object) -> Turn:
+    """What `Turn.spec` gave. ValueError for anything else."""
+    if not isinstance(spec, Mapping):
+        raise ValueError(f"a turn is described by its first dim, its pairs and their frequencies, not by {spec!r}")
+    first, is_interleaved, octets = (spec.get(name) for name in ("first", "interleaved", "frequencies"))
+    if type(first) is not int or first < 0 or type(is_interleaved) is not bool or not isinstance(octets, str):
+        raise ValueError(f"{dict(spec)} does not describe a turn")
+    try:
+        frequencies = base64.b64decode(octets, validate=True)
+    except binascii.Error as error:
+        raise ValueError("the frequencies of a turn are not base64") from error
+    if len(frequencies) % 4:
+        raise ValueError("the frequencies of a turn are not float32")
+    return make_turn(np.frombuffer(frequencies, "<f4"), first=first, is_interleaved=is_interleaved)
+
+
+def make_turn(frequencies: np.ndarray, *, first: int = 0, is_interleaved: bool = False) -> Turn:
+    numbers = np.asarray(frequencies, "<f4")
+    if not len(numbers) or not np.isfinite(numbers).all():
+        raise ValueError("a turn needs frequencies, all of them finite")
+    return Turn(first, is_interleaved, numbers.tobytes())
+
+
+class Tables(NamedTuple):
+    cos: np.ndarray  # float32 [256, pairs]
+    sin: np.ndarray
+    columns: np.ndarray  # float32 [dim, 256]: cos where a pair has its first dim, sin at its second, 1 elsewhere
+
+
+@lru_cache(maxsize=MAX_TABLES)
+def tables(turn: Turn, dim: int) -> Tables:
+    angles = turn.angles(np.arange(GROUP_TOKENS))
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    # Kernels read vectors of it, which may begin near its end.
+    room = np.ones(dim * GROUP_TOKENS + 16, np.float32)
+    columns = room[:-16].reshape(dim, GROUP_TOKENS)
+    firsts, seconds = turn.pairs()
+    columns[firsts], columns[seconds] = cos.T, sin.T
+    return Tables(cos, sin, columns)
+
+
+class _Wide(NamedTuple):
+    """R_t x = x * cos[t] + x[partner] * sin[t]. For MLX's own operations."""
+
+    cos: mx.array  # float32 [256, dim], 1 where nothing turns
+    sin: mx.array  # with the sign of its place
+    columns: mx.array  # [dim, 256]
+    partner: mx.array  # int32 [dim]
+    is_first: mx.array  # bool [dim]
+    is_second: mx.array
+
+
+@lru_cache(maxsize=MAX_TABLES)
+def _wide(turn: Turn, dim: int) -> _Wide:
+    narrow, (firsts, seconds) = tables(turn, dim), turn.pairs()
+    cos, sin = np.ones((GROUP_TOKENS, dim), np.float32), np.zeros((GROUP_TOKENS, dim), np.float32)
+    cos[:, firsts] = cos[:, seconds] = narrow.cos
+    sin[:, firsts], sin[:, seconds] = -narrow.sin, narrow.sin
+    partner = np.arange(dim, dtype=np.int32)
+    partner[firsts], partner[seconds] = seconds, firsts
+    arrays = [mx.array(each) for each in (cos, sin, narrow.columns, partner)]
+    flags = [mx.array(np.isin(np.arange(dim), which).tolist()) for which in (firsts, seconds)]
+    mx.eval(arrays, flags)
+    return _Wide(*arrays, *flags)
+
+
+def means_of(x: mx.array, position: int, turn: Turn | None) -> mx.array:
+    """float32 [..., tokens, dim] -> [..., segments, dim], of vectors turned back to the start of their group"""
+    segments = segments_of(position, x.shape[-2])
+    if turn is None:
+        return seg.means_of(x, segments)
+    wide = _wide(turn, x.shape[-1])
+    offsets = mx.array((position + np.arange(x.shape[-2], dtype=np.int64)) % GROUP_TOKENS)
+    back = x * wide.cos[offsets] - x[..., wide.partner] * wide.sin[offsets]
+    return seg.means_of(back, segments)
+
+
+@dataclass(frozen=True)
+class Means:
+    """Of the segments of consecutive tokens, the first of them at `position`."""
+
+    values: mx.array  # float32 [..., segments, dim]
+    segments: Segments
+    position: int
+    turn: Turn | None
+
+    def centres(self) -> mx.array:
+        """What each token's vector is centred on: [..., tokens, dim], or an array that broadcasts to it"""
+        if self.turn is None:
+            return seg.spread(self.values, self.segments, axis=-2)
+        wide = _wide(self.turn, self.values.shape[-1])
+        cos, sin = (self._narrowed(table, axis=-2) for table in (wide.cos, wide.sin))
+        partners = self.values[..., wide.partner]
+        turned = self.values[..., None, :] * cos + partners[..., None, :] * sin
+        return self._by_token(turned.flatten(-3, -2), axis=-2)
+
+    def shares(self, q: mx.array) -> mx.array:
+        """What the means add to scores: q [..., queries, dim] -> [..., queries, tokens], or what broadcasts to it"""
+        if self.turn is None:
+            return seg.spread(q @ self.values.swapaxes(-1, -2), self.segments, axis=-1)
+        wide = _wide(self.turn, self.values.shape[-1])
+        q, means = q[..., :, None, :], self.values[..., None, :, :]
+        straight, crossed = q * means, q * means[..., wide.partner]
+        summed = mx.where(wide.is_first, straight + straight[..., wide.partner], straight)
+        factors = mx.where(wide.is_second, crossed - crossed[..., wide.partner], summed)
+        products = factors @ self._narrowed(wide.columns, axis=-1)
+        return self._by_token(products.flatten(-2, -1), axis=-1)
+
+    def _narrowed(self, table: mx.array, axis: int) -> mx.array:
+        """Of a table of 256 offsets, those of a single segment."""
+        if len(self.segments) > 1:
+            return table
+        start = self.position % GROUP_TOKENS
+        end = start + sum(self.segments)
+        return table[:, start:end] if axis == -1 else table[start:end]
+
+    def _by_token(self, by_offset: mx.array, axis: int) -> mx.array:
+        """256 entries for each segment -> one for each token"""
+        if len(self.segments) == 1:
+            return by_offset
+        start, num_tokens = self.position % GROUP_TOKENS, sum(self.segments)
+        if self.segments == segments_of(self.position, num_tokens):
+            return mx.split(by_offset, [start, start + num_tokens], axis=axis)[1]
+        return mx.take(by_offset, _entries(self.segments, start), axis=axis)
+
+
+@lru_cache(maxsize=MAX_TABLES)
+def _entries(segments: Segments, start: int) -> mx.array:
+    """For parts that were joined inside a group."""
+    offsets = (start + np.arange(sum(segments))) % GROUP_TOKENS
+    return mx.array((seg.ids(segments) * GROUP_TOKENS + offsets).astype(np.int32))

@@ -1,0 +1,77 @@
+"""One attention layer of several sequences that decode together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from kvstrata.attention.cpu import step as cpu_step
+from kvstrata.attention.cuda import rows as cuda_rows
+from kvstrata.attention.dispatch import Keys
+from kvstrata.attention.segments import Parts
+from kvstrata.kv.attention_layer import AttentionLayer
+from kvstrata.kv.window_layer import WindowLayer
+
+
+class AttentionRows:
+    def __init__(self, layers: Sequence[AttentionLayer]) -> None:
+        self._layers = layers
+        self.offset: mx.array | int = 0  # [rows], set for each step: RoPE takes one offset for each row
+        self._step: cpu_step.Step | cuda_rows.Step | None = None
+        self._counters = cuda_rows.Counters()
+
+    def begin_step(self, offsets: mx.array) -> None:
+        self.offset = offsets
+        self._step = None
+
+    def end_step(self) -> list[mx.array]:
+        """What has to be issued before the next step."""
+        step, self._step = self._step, None  # it holds parts that may be replaced before the next step
+        return step.launched if isinstance(step, cuda_rows.Step) else []
+
+    @property
+    def layers(self) -> Sequence[AttentionLayer]:
+        return self._layers
+
+    def find(self) -> cuda_rows.Found | None:
+        return cuda_rows.find(self._layers, self._counters)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Keys, Keys]:
+        if cpu_step.fits(keys, values) and all(layer.has_runs for layer in self._layers):
+            self._step = cpu_step.Step(self._layers, keys, values)
+        elif cuda_rows.takes_rows(keys, values):
+            self._step = cuda_rows.Step(self._layers, keys, values, self._counters)
+        if self._step is not None:
+            return self._step, self._step
+        num_rows = len(self._layers)
+        for layer, k, v in zip(self._layers, mx.split(keys, num_rows), mx.split(values, num_rows), strict=True):
+            layer.append(k, v)
+        return self.keys_and_values()
+
+    def attend_next(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray | None:
+        """As a layer's."""
+        if not (cpu_step.available() and all(layer.has_runs for layer in self._layers)):
+            return None
+        return cpu_step.attend_next(self._layers, q, k, v, scale)
+
+    def keys_and_values(self) -> tuple[Keys, Keys]:
+        parts = self._step or Parts(tuple(layer.parts() for layer in self._layers))
+        return parts, parts
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:  # noqa: N803, ARG002
+        if N != 1:
+            raise ValueError(f"a batch decodes one token at a time, not {N}")
+        for layer in self._layers:
+            if window_size is not None and not (isinstance(layer, WindowLayer) and layer.ring.max_size <= window_size):
+                raise NotImplementedError("a window narrower than what the layer keeps needs a mask for each row")
+
+    def arrays(self) -> list[mx.array]:
+        return [array for layer in self._layers for array in layer.arrays()]
+
+    def states(self) -> list[mx.array]:
+        return []
+
+    def release(self) -> list[mx.array]:
+        return []

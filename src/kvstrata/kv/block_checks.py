@@ -1,0 +1,160 @@
+"""Whether arrays that come from elsewhere are what this model's own passes would have left.
+
+Stricter than `unpack`: what the disk tier reads back was written here, what is imported was written by anyone. Kernels
+read memory as they are told, so no shape, no dtype and no segment may be another than ours. Knows no files.
+
+Descriptions are checked first, without arrays and on any thread (`check_description`): afterwards no loop of `unpack`
+is longer than the model has layers, or than a block may have tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from kvstrata.attention.segments import SealedPart
+from kvstrata.codecs.base import Planes
+from kvstrata.codecs.mean_runs import GROUP_TOKENS
+from kvstrata.codecs.raw import RawCodec
+from kvstrata.codecs.registry import from_spec
+from kvstrata.kv.checkpoints import Mark, MarkState, RecurrentState
+from kvstrata.kv.layout import LayerSpec, Layout
+from kvstrata.kv.packing import UnreadableBlock
+from kvstrata.kv.window_layer import Ring
+from kvstrata.tiers.block import BLOCK_TOKENS, MARK, Block
+
+MAX_PLANES = 8  # of an encoded run; no codec has so many
+
+
+def check_description(layout: Layout, block: Block, like: Mark | None) -> None:
+    """Raise UnreadableBlock where the counts in a block's description are not this model's. `like`: any checkpoint of
+    the model; None: it needs none."""
+    try:
+        if block.part != MARK:
+            max_arrays = 2 * MAX_PLANES * _check_groups(layout, block.description["groups"])
+        elif like is None:
+            raise UnreadableBlock("The file has a mark, which this model does not need.")
+        else:
+            end = block.start + block.num_tokens
+            max_arrays = _check_states(layout.flat(), like.states, block.description["states"], end)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UnreadableBlock(f"A block's description does not say what it holds: {error!r}") from error
+    if block.num_tokens > BLOCK_TOKENS or len(block.tensors) > max_arrays:
+        raise UnreadableBlock(
+            f"A block of {block.num_tokens} tokens has {len(block.tensors)} arrays; at most {BLOCK_TOKENS} tokens and "
+            f"{max_arrays} arrays are possible."
+        )
+
+
+def _check_groups(layout: Layout, groups: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many there are."""
+    num_full = sum(spec.kind == "full" for spec in layout.flat())
+    num_layers = 0
+    for group in groups[: num_full + 1]:
+        num_layers += len(group["layers"])
+        for side in ("k", "v"):
+            _check_side(group[side], BLOCK_TOKENS)
+    if len(groups) > num_full or num_layers != num_full:
+        raise UnreadableBlock(f"A block describes other layers than the {num_full} of this model.")
+    return len(groups)
+
+
+def _check_states(
+    specs: Sequence[LayerSpec], ours: Sequence[MarkState], states: Sequence[Mapping[str, Any] | None], position: int
+) -> int:
+    """Return how many arrays they may have at most."""
+    if len(states) != len(ours):
+        raise UnreadableBlock(f"A mark has {len(states)} states, and this model {len(ours)} layers.")
+    max_arrays = 0
+    for layer, (spec, state, our) in enumerate(zip(specs, states, ours, strict=True)):
+        if state is None or our is None:
+            if state is not our:
+                raise UnreadableBlock(f"A mark has a state for layer {layer}, which has none, or lacks it.")
+        elif isinstance(our, RecurrentState):
+            num_arrays = len(our.arrays)
+            if state["recurrent"] != num_arrays or len(state["held"]) > num_arrays:
+                raise UnreadableBlock(f"A mark's state of layer {layer} does not have {num_arrays} arrays.")
+            max_arrays += num_arrays
+        else:
+            if "recurrent" in state:
+                raise UnreadableBlock(f"A mark has a recurrent state for layer {layer}, which is none.")
+            for side in ("k", "v"):
+                _check_side(state[side], held_tokens(spec, position))
+            max_arrays += 2 * MAX_PLANES
+    return max_arrays
+
+
+def _check_side(described: Mapping[str, Any], max_tokens: int) -> None:
+    """The codec and the segments of K or V."""
+    where = described["where"]
+    if len(where["segments"]) > max_tokens:
+        raise UnreadableBlock(f"A block has {len(where['segments'])} means; at most {max_tokens} are possible.")
+    from_spec(described["spec"]).check(where["dim"])
+
+
+def check_parts(layout: Layout, parts: Mapping[int, SealedPart]) -> None:
+    """Of one block: what `unpack` gave."""
+    specs = layout.flat()
+    full = {layer for layer, spec in enumerate(specs) if spec.kind == "full"}
+    if set(parts) != full:
+        raise UnreadableBlock(f"A block holds the layers {sorted(parts)}, not {sorted(full)}.")
+    for layer, part in parts.items():
+        _check_part(specs[layer], part, layer)
+
+
+def check_mark(layout: Layout, mark: Mark, position: int, like: Mark) -> None:
+    """`like`: a mark of this model, at any position: states have its shapes."""
+    specs = layout.flat()
+    if mark.position != position or len(mark.states) != len(specs):
+        raise UnreadableBlock(f"A mark is at {mark.position} with {len(mark.states)} layers, not at {position}.")
+    for layer, (spec, state, ours) in enumerate(zip(specs, mark.states, like.states, strict=True)):
+        _check_state(spec, state, ours, position, layer)
+
+
+def _check_state(spec: LayerSpec, state: MarkState, ours: MarkState, position: int, layer: int) -> None:
+    if ours is None:
+        if state is not None:
+            raise UnreadableBlock(f"A mark has a state for layer {layer}, which has none.")
+    elif isinstance(ours, RecurrentState):
+        if not isinstance(state, RecurrentState) or _shapes(state) != _shapes(ours):
+            raise UnreadableBlock(f"A mark's state of layer {layer} has other arrays than this model's.")
+    elif not isinstance(state, SealedPart):
+        raise UnreadableBlock(f"A mark has no tokens for layer {layer}.")
+    else:
+        _check_part(spec, state, layer)
+        wanted = held_tokens(spec, position)
+        for planes in (state.k, state.v):
+            if (planes.num_tokens, planes.end) != (wanted, position):
+                raise UnreadableBlock(f"A mark has {planes.num_tokens} tokens in layer {layer}, not {wanted}.")
+
+
+def held_tokens(spec: LayerSpec, position: int) -> int:
+    """How many tokens a window or chunked layer holds after so many."""
+    if spec.kind == "chunked":
+        return (position - 1) % spec.max_size + 1
+    ring = Ring(spec.max_size, spec.keep)
+    return min(ring.keep, position) + position - ring.oldest(position)
+
+
+def _check_part(spec: LayerSpec, part: SealedPart, layer: int) -> None:
+    for planes, dim in ((part.k, spec.k_dim), (part.v, spec.v_dim)):
+        if planes.leading != (spec.kv_heads,) or planes.dim != dim or planes.num_tokens != part.num_tokens:
+            raise UnreadableBlock(f"Layer {layer} of the file does not have this model's shapes.")
+        if isinstance(planes.codec, RawCodec) and planes.arrays["values"].dtype != spec.dtype:
+            raise UnreadableBlock(f"Layer {layer} of the file is not in {spec.dtype}, which this model computes in.")
+        _check_segments(planes, layer)
+
+
+def _check_segments(planes: Planes, layer: int) -> None:
+    """A mean is that of tokens of one group."""
+    start = planes.position
+    for size in planes.segments:
+        if start // GROUP_TOKENS != (start + size - 1) // GROUP_TOKENS:
+            raise UnreadableBlock(f"Layer {layer} of the file has a mean of tokens that share none.")
+        start += size
+
+
+def _shapes(state: RecurrentState) -> list[tuple[tuple[int, ...], mx.Dtype] | None]:
+    return [None if array is None else (array.shape, array.dtype) for array in state.arrays]

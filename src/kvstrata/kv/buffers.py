@@ -1,0 +1,294 @@
+"""Preallocated K and V, written in place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from kvstrata.attention.cpu import step as cpu_step
+from kvstrata.attention.cuda.step import Slot
+from kvstrata.attention.segments import RawPart
+from kvstrata.codecs.base import copy_rows
+from kvstrata.codecs.cuda.addresses import Whereabouts
+
+# On CUDA, MLX has its fast attention for buffers of a multiple of 256 tokens only.
+TOKENS_STEP = 256 if mx.cuda.is_available() else 1
+
+FEW_VALUES = 1 << 15
+
+
+def round_up(num_tokens: int) -> int:
+    """The size of a buffer for so many tokens."""
+    return -(-num_tokens // TOKENS_STEP) * TOKENS_STEP
+
+
+@contextmanager
+def without_cache() -> Iterator[None]:
+    """On a CPU MLX keeps what is freed for arrays of the same size. What replaces a layer is smaller: it would be put
+    into memory that was never touched, and every page of that costs more than what is computed on it."""
+    if mx.default_device() != mx.cpu:
+        yield
+        return
+    limit_bytes = mx.set_cache_limit(0)
+    try:
+        yield
+    finally:
+        mx.set_cache_limit(limit_bytes)
+
+
+class KvShape(NamedTuple):
+    """Of the keys and values of one token in one layer."""
+
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    dtype: mx.Dtype
+
+
+class Buffer:
+    """K and V of up to `size` tokens of one sequence in one layer. Allocated whole by the first write."""
+
+    def __init__(self, size: int, shape: KvShape | None = None) -> None:
+        """Without `shape` the first tokens that are put tell it, and only then can others write."""
+        self.size = max(size, 2)  # see _assign
+        self._shape = shape
+        self.k: mx.array | None = None  # [1, kv_heads, size, k_dim]
+        self.v: mx.array | None = None  # [1, kv_heads, size, v_dim]
+        self.where = Whereabouts()  # on a GPU
+        self._addresses: tuple[int, int] | None = None  # on a CPU
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays())
+
+    @property
+    def token_bytes(self) -> int:
+        return self.nbytes // self.size
+
+    def arrays(self) -> list[mx.array]:
+        return [array for array in (self.k, self.v) if array is not None]
+
+    def part(self, num_tokens: int) -> RawPart:
+        """The first so many tokens of what was written."""
+        assert self.k is not None
+        assert self.v is not None
+        return RawPart(self.k, self.v, num_tokens, where=self.where)
+
+    def put(self, at: int, k: mx.array, v: mx.array) -> None:  # [1, kv_heads, tokens, dim]
+        if self.k is None or self.v is None:
+            self.k, self.v = (mx.zeros((1, x.shape[1], self.size, x.shape[3]), x.dtype) for x in (k, v))
+        _assign(self.k, at, k)
+        _assign(self.v, at, v)
+        self._addresses = None
+        self.where.forget()
+
+    def adopt(self, k: mx.array, v: mx.array) -> None:
+        """Arrays of its size that no other code holds."""
+        self.k, self.v, self._addresses = k, v, None
+        self.where.forget()
+
+    def addresses(self) -> tuple[int, int]:
+        """Where K and V lie in memory, computed up to now. Good until the next `put`: nothing else moves a buffer."""
+        if self._addresses is None:
+            k, v = self.allocate()
+            mx.eval(k, v)
+            self._addresses = _address(k), _address(v)
+        return self._addresses
+
+    def allocate(self) -> tuple[mx.array, mx.array]:
+        """K and V, for a kernel that writes to them: allocated if they are not."""
+        if self.k is None or self.v is None:
+            assert self._shape is not None, "no token was put yet, and its shape was not given"
+            heads, k_dim, v_dim, dtype = self._shape
+            self.k, self.v = (_zeros((1, heads, self.size, dim), dtype) for dim in (k_dim, v_dim))
+        return self.k, self.v
+
+
+def owned(array: mx.array) -> mx.array:
+    """A copy that keeps no larger array alive, bit for bit."""
+    flat = array.reshape(1, -1)
+    return copy_rows(flat, 0, 1).reshape(array.shape)
+
+
+def _assign(buffer: mx.array, at: int, tokens: mx.array) -> None:
+    end = at + tokens.shape[2]
+    if tokens.shape[2] < buffer.shape[2]:
+        buffer[:, :, at:end] = tokens
+        return
+    # MLX takes a write of everything as a replacement: the buffer would become a view of what `tokens` is a slice of.
+    half = end // 2
+    buffer[:, :, :half] = tokens[:, :, :half]
+    buffer[:, :, half:] = tokens[:, :, half:]
+
+
+def _zeros(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """On a CPU few are copied: to compute them takes MLX 60 us, however few they are."""
+    if dtype == mx.float32 and math.prod(shape) <= FEW_VALUES and mx.default_device() == mx.cpu:
+        return mx.array(np.zeros(shape, np.float32))
+    return mx.zeros(shape, dtype)
+
+
+def _address(buffer: mx.array) -> int:
+    view = np.asarray(buffer)
+    assert view.dtype == np.float32, "kernels read and write nothing else"
+    assert view.flags.c_contiguous, "kernels walk a buffer by its shape alone"
+    return view.ctypes.data
+
+
+# Room beside the newest tokens when the others were encoded, and of every buffer that is added later: what is encoded
+# next moves the newest tokens again, and would move all room that they have.
+ROOM_TOKENS = 512
+
+
+@dataclass
+class Piece:
+    buffer: Buffer
+    used: int = 0
+
+    @property
+    def free(self) -> int:
+        return self.buffer.size - self.used
+
+
+class Pieces:
+    def __init__(self, capacity: int, raw_tokens: int | None, shape: KvShape | None) -> None:
+        """Room for `capacity` tokens; buffers for no more than `raw_tokens` of them at once."""
+        self._raw_tokens = raw_tokens
+        self._shape = shape
+        first = capacity if raw_tokens is None else min(capacity, raw_tokens)
+        self._pieces = [_piece(first, shape)]
+        self._promised = capacity - first  # tokens that there is no buffer for yet
+        self.version = 0  # changes with the buffers, and with what MLX writes to them
+
+    @property
+    def capacity(self) -> int:
+        """In tokens, those that are only promised included."""
+        return sum(piece.buffer.size for piece in self._pieces) + self._promised
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.buffer.nbytes for piece in self._pieces)
+
+    @property
+    def token_bytes(self) -> int:
+        return self._pieces[0].buffer.token_bytes
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(piece.used for piece in self._pieces)
+
+    def arrays(self) -> list[mx.array]:
+        return [array for piece in self._pieces for array in piece.buffer.arrays()]
+
+    def parts(self) -> list[RawPart]:
+        return [piece.buffer.part(piece.used) for piece in self._pieces if piece.used]
+
+    def grow(self, tokens: int) -> None:
+        if self._raw_tokens is None and not self._promised:
+            self._pieces.append(_piece(tokens, self._shape))
+            self.version += 1
+        else:
+            self._promised += tokens
+
+    def make_room(self, num_tokens: int) -> None:
+        """Buffers for so many more, out of what was promised. Few of them, whatever the sequence grows to."""
+        if self._pieces[-1].free >= num_tokens:
+            return  # as nearly always: a plan of a step asks this of each layer of each row
+        free = sum(piece.free for piece in self._pieces)
+        if free < num_tokens and self._promised:
+            size = max(num_tokens - free, self._raw_tokens or max(ROOM_TOKENS, self.capacity // 4))
+            self._pieces.append(_piece(min(size, self._promised), self._shape))
+            self._promised = max(0, self._promised - self._pieces[-1].buffer.size)
+            self.version += 1
+
+    def append(self, k: mx.array, v: mx.array) -> int:
+        """Write tokens [1, kv_heads, tokens, dim] as far as there is room; tells how many were written."""
+        start, total = 0, k.shape[2]
+        self.make_room(total)
+        self.version += 1
+        for piece in self._pieces:
+            count = min(piece.free, total - start)
+            if count:
+                piece.buffer.put(piece.used, k[:, :, start : start + count], v[:, :, start : start + count])
+                piece.used += count
+                start += count
+        return start
+
+    def runs_with_next(self) -> tuple[list[cpu_step.Run], bool]:
+        """All of it and a place for one more token, which the caller writes there; and whether there was one."""
+        self.make_room(1)
+        runs, is_placed = [], False
+        for piece in self._pieces:
+            at = cpu_step.NOWHERE if is_placed or not piece.free else piece.used
+            if at != cpu_step.NOWHERE:
+                piece.used += 1
+                is_placed = True
+            if piece.used:
+                runs.append(cpu_step.Run(*piece.buffer.addresses(), piece.buffer.size, at, piece.used))
+        return runs, is_placed
+
+    def next_slot(self) -> Slot | None:
+        """A place for one more token, which is not counted yet: see `count_next`. None: there is no room."""
+        self.make_room(1)
+        piece = self.next_piece
+        if not piece.free:
+            return None
+        buffer = piece.buffer
+        return Slot(*buffer.allocate(), buffer.size, piece.used, piece.used + 1, buffer.where)
+
+    @property
+    def next_piece(self) -> Piece:
+        """Where `next_slot` is."""
+        return self._pieces[self.num_full]
+
+    def count_next(self) -> None:
+        """The place of `next_slot` is taken: the caller writes there, or has written by `put_last`."""
+        self.next_piece.used += 1
+
+    def put_last(self, k: mx.array, v: mx.array) -> None:
+        self.version += 1
+        piece = next(piece for piece in reversed(self._pieces) if piece.used)
+        piece.buffer.put(piece.used - 1, k, v)
+
+    @property
+    def num_full(self) -> int:
+        """Buffers that the next token does not go to: they fill up in their order."""
+        if len(self._pieces) == 1:
+            return 0
+        return next((i for i, piece in enumerate(self._pieces) if piece.free), len(self._pieces) - 1)
+
+    def full_parts(self) -> list[RawPart]:
+        return [piece.buffer.part(piece.used) for piece in self._pieces[: self.num_full]]
+
+    def whole_arrays(self) -> tuple[mx.array, mx.array] | None:
+        """K and V if they fill one buffer exactly: it can be kept as it is, if it is not written again."""
+        piece = self._pieces[0]
+        if len(self._pieces) > 1 or piece.free or piece.buffer.k is None or piece.buffer.v is None:
+            return None
+        return piece.buffer.k.squeeze(0), piece.buffer.v.squeeze(0)  # an index would copy
+
+    def size_for(self, num_recent: int) -> int:
+        """The size of the buffer that the newest tokens move to when all others are encoded."""
+        room = self.capacity - self.num_tokens
+        most = ROOM_TOKENS if self._raw_tokens is None else max(0, self._raw_tokens - num_recent)
+        return round_up(num_recent + min(room, most))
+
+    def keep_only(self, recent: Sequence[mx.array], num_recent: int) -> None:
+        """Let all buffers go but one with `recent`, K and V as long as `size_for` says; none where no token stays."""
+        room = self.capacity - self.num_tokens
+        tail = Piece(Buffer(self.size_for(num_recent), self._shape), num_recent)
+        if recent:
+            tail.buffer.adopt(*recent)
+        self._pieces = [tail]
+        self._promised = max(0, room - tail.free)
+        self.version += 1
+
+
+def _piece(num_tokens: int, shape: KvShape | None) -> Piece:
+    return Piece(Buffer(round_up(num_tokens), shape))

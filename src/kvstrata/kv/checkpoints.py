@@ -1,0 +1,103 @@
+"""Where a sequence can be resumed in a model that has more than full attention.
+
+A window layer holds a ring, a chunked one its newest chunk, a recurrent one a state: none can step back. A mark is
+what all such layers hold at one position. It is a copy: what the sequence does afterwards does not change it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from kvstrata.attention.segments import SealedPart
+from kvstrata.codecs.raw import RawCodec
+from kvstrata.kv.chunked_layer import ChunkedLayer
+from kvstrata.kv.layout import LayerSpec, Layout
+from kvstrata.kv.recurrent_layer import RecurrentLayer
+from kvstrata.kv.sequence_cache import SequenceCache
+from kvstrata.kv.window_layer import WindowLayer
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    arrays: tuple[mx.array | None, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays if array is not None)
+
+
+MarkState = (
+    SealedPart | RecurrentState | None
+)  # of a window or chunked layer its tokens, kept ones first; None: full attention
+
+
+@dataclass(frozen=True)
+class Mark:
+    position: int
+    states: tuple[MarkState, ...]  # by flat layer
+
+    @property
+    def nbytes(self) -> int:
+        return sum(state.nbytes for state in self.states if state is not None)
+
+
+def needs_marks(layout: Layout) -> bool:
+    return any(spec.kind in ("window", "chunked", "recurrent") for spec in layout.flat())
+
+
+def take_mark(cache: SequenceCache) -> Mark:
+    """At the sequence's present position."""
+    return Mark(cache.num_tokens, tuple(_state(layer, cache.num_tokens) for layer in cache.flat))
+
+
+def reaches(mark: Mark, layout: Layout, num_tokens: int) -> bool:
+    """Whether a sequence can go on from its first `num_tokens` with this mark, which may be a later one."""
+    if num_tokens == mark.position:
+        return True
+    if num_tokens > mark.position:
+        return False
+    return all(_reaches_in(spec, mark.position, num_tokens) for spec in layout.flat())
+
+
+def _reaches_in(spec: LayerSpec, position: int, num_tokens: int) -> bool:
+    if spec.kind == "window":
+        # A ring that is not full yet holds every token so far.
+        return position <= spec.max_size
+    if spec.kind == "chunked":
+        # The first token of a chunk sees nothing before it; others need the chunk that the mark holds.
+        return num_tokens % spec.max_size == 0 or num_tokens // spec.max_size == (position - 1) // spec.max_size
+    return spec.kind != "recurrent"
+
+
+def states_at(layout: Layout, mark: Mark | None, num_tokens: int) -> tuple[Any, ...]:
+    """What layers resume from after `num_tokens`, by flat layer; None for those with full attention."""
+    specs = layout.flat()
+    if mark is None:
+        if needs_marks(layout):
+            raise ValueError(f"this model has window or recurrent layers: a resume at {num_tokens} needs a mark")
+        return (None,) * len(specs)
+    states = zip(mark.states, specs, strict=True)
+    return tuple(_resumable(state, num_tokens, spec.dtype) for state, spec in states)
+
+
+def _state(layer: Any, position: int) -> MarkState:
+    if isinstance(layer, RecurrentLayer):
+        return RecurrentState(layer.held())
+    if isinstance(layer, WindowLayer | ChunkedLayer):
+        k, v = layer.held()
+        start = position - k.shape[2]
+        return SealedPart(RawCodec().adopt(k.squeeze(0), start), RawCodec().adopt(v.squeeze(0), start))
+    return None
+
+
+def _resumable(state: MarkState, num_tokens: int, dtype: mx.Dtype) -> Any:
+    if state is None:
+        return None
+    if isinstance(state, RecurrentState):
+        return state.arrays
+    k = state.k.codec.decode(state.k, dtype)[None]
+    v = state.v.codec.decode(state.v, dtype)[None]
+    return (k, v) if num_tokens >= state.num_tokens else (k[:, :, :num_tokens], v[:, :, :num_tokens])

@@ -1,0 +1,102 @@
+"""A decode step as one compiled graph: the model is traced once for each shape, and no Python runs for its layers.
+
+Everything that differs from step to step is an input: tokens, offsets, and the tables of the launches (`cuda_step`).
+The weights are constants of the graph. Models that look at more than that in a cache cannot be traced, and say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from kvstrata.attention.cuda.rows import NotCompiled, Prepared
+from kvstrata.attention.cuda.step import Launch
+from kvstrata.attention.dispatch import Keys
+from kvstrata.codecs import backends
+from kvstrata.kv.attention_rows import AttentionRows
+from kvstrata.kv.batch_cache import BatchCache
+from kvstrata.kv.layout import Layout
+
+MOST_SHAPES = 128  # up to 32 of them are traced at the start
+
+
+def can_compile(layout: Layout) -> bool:
+    """Whether its layers have launches of their own, which is what a compiled step consists of. CUDA alone has them."""
+    attends = all(spec.kind in ("full", "window") for spec in layout.layers)
+    return backends.active() == "cuda" and layout.path == "parts" and attends
+
+
+class PlannedLayer:
+    """What a model sees of a layer whose launch was prepared: while a step is traced, or in a mixed pass."""
+
+    def __init__(self, offsets: mx.array, launch: Launch, rows: AttentionRows) -> None:
+        self.offset = offsets
+        self._launch = launch
+        self._rows = rows  # of a traced step: those that it is traced with; others are of the same kind
+        self._keys: Prepared | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Keys, Keys]:
+        self._keys = Prepared(keys, values, self._launch)
+        return self._keys, self._keys
+
+    def keys_and_values(self) -> tuple[Keys, Keys]:
+        if self._keys is None:
+            raise NotCompiled("keys that are read before they are written")
+        return self._keys, self._keys
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:  # noqa: N803
+        self._rows.make_mask(N, return_array, window_size)
+
+
+class CompiledStep:
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._run = mx.compile(self._forward)
+        self._shapes: set[Hashable] = set()  # that it was traced for
+        self._traced: Sequence[AttentionRows] = ()
+
+    @property
+    def num_traced(self) -> int:
+        """Shapes that it knows."""
+        return len(self._shapes)
+
+    def run(self, tokens: mx.array, batch: BatchCache) -> mx.array | None:  # tokens [rows] -> logits [rows, vocab]
+        """The next token of every row, issued. None: it has to go layer by layer."""
+        plan = batch.plan()
+        if plan is None:
+            return None
+        tokens = tokens.astype(mx.int32)  # each type would be traced
+        launches = plan.launches()
+        arrays, blocks = [launch[:-1] for launch in launches], tuple([launch.num_blocks for launch in launches])
+        lengths = tuple([(len(launch.pieces), len(launch.kinds)) for launch in launches])
+        self._bound((len(tokens), blocks, lengths))
+        self._traced = plan.rows
+        try:
+            logits = self._run(tokens, batch.offsets(), arrays, blocks)
+        finally:
+            self._traced = ()  # it would keep the sequences
+        mx.async_eval(logits)  # the launches write, whether or not the result is asked for
+        plan.count()
+        return logits
+
+    def _bound(self, shape: Hashable) -> None:
+        """MLX keeps what it has traced for as long as the compiled function lives, a megabyte or more for each."""
+        if shape in self._shapes:
+            return
+        if len(self._shapes) == MOST_SHAPES:
+            self._run = mx.compile(self._forward)
+            self._shapes = set()
+        self._shapes.add(shape)
+
+    def _forward(
+        self,
+        tokens: mx.array,
+        offsets: mx.array,
+        arrays: list[tuple[mx.array, ...]],  # of each layer, what its launch is given
+        blocks: tuple[int, ...],  # a constant
+    ) -> mx.array:
+        launches = [Launch(*given, num_blocks=count) for given, count in zip(arrays, blocks, strict=True)]
+        caches = [PlannedLayer(offsets, *each) for each in zip(launches, self._traced, strict=True)]
+        return self._model(tokens[:, None], cache=caches)[:, -1]

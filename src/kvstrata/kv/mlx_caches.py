@@ -1,0 +1,241 @@
+"""mlx-lm's prompt caches as spans, and spans as mlx-lm's prompt caches, so that either side can go on from the other.
+
+What fits is taken as it is: a buffer without room to spare, packed values of a quantized cache. What does not is copied
+once, so that neither side keeps memory of the other's alive or sees it write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
+
+from kvstrata.attention.segments import CutPart, Part, Parts, RawPart, SealedPart
+from kvstrata.codecs.affine import AffineCodec
+from kvstrata.codecs.base import MismatchedPlanes, Planes, copy_rows
+from kvstrata.codecs.raw import RawCodec
+from kvstrata.kv.buffers import owned
+from kvstrata.kv.checkpoints import Mark, MarkState, RecurrentState, needs_marks, states_at
+from kvstrata.kv.convert import owned as owned_part
+from kvstrata.kv.layout import LayerSpec, Layout
+from kvstrata.kv.span import Held, Span, SpanRange
+from kvstrata.kv.work_sizes import join
+
+Packed = tuple[mx.array, mx.array, mx.array]  # packed values, scales, biases
+
+# Exact types: a subclass may keep its state elsewhere.
+_CACHES: dict[str, tuple[type, ...]] = {
+    "full": (KVCache, QuantizedKVCache),
+    "window": (RotatingKVCache,),
+    "chunked": (ChunkedKVCache,),
+    "recurrent": (ArraysCache,),
+}
+
+
+def adopt_mlx_lm(layout: Layout, caches: Sequence[Any], num_tokens: int) -> Span:
+    """What a prompt cache holds after `num_tokens`. Window and recurrent layers are in the span's mark at its end.
+
+    Raises MismatchedPlanes where the caches are not those of this model and this many tokens.
+    """
+    if num_tokens < 1:
+        raise MismatchedPlanes(f"A prompt cache of {num_tokens} tokens has nothing to go on from.")
+    flat = [child for cache in caches for child in (cache.caches if isinstance(cache, CacheList) else (cache,))]
+    specs = layout.flat()
+    if len(flat) != len(specs):
+        raise MismatchedPlanes(f"The prompt cache is another model's: it has {len(flat)} layers, not {len(specs)}.")
+    held: dict[int, Held] = {}
+    states: list[MarkState] = []
+    for i, (spec, cache) in enumerate(zip(specs, flat, strict=True)):
+        state = adopted(spec, cache, num_tokens, i)
+        if spec.kind == "full":
+            assert isinstance(state, SealedPart)
+            held[i] = (state,)
+        states.append(None if spec.kind == "full" else state)
+    span = Span(layout, 0, num_tokens, held)
+    if needs_marks(layout):
+        span.marks[num_tokens] = Mark(num_tokens, tuple(states))
+    return span
+
+
+def to_mlx_lm(layout: Layout, runs: Sequence[SpanRange], mark: Mark | None) -> list[Any]:
+    """A prompt cache for `mlx_lm.generate`, after `runs`, which start at 0 and follow each other.
+
+    A layer whose tokens are all under one affine codec becomes a QuantizedKVCache; other codecs are decoded.
+    """
+    num_tokens = runs[-1].end
+    states = states_at(layout, mark, num_tokens)
+    made = iter([_made(spec, i, runs, states[i], num_tokens) for i, spec in enumerate(layout.flat())])
+    return [CacheList(*(next(made) for _ in spec.children)) if spec.children else next(made) for spec in layout.layers]
+
+
+# From mlx-lm.
+
+
+def adopted(spec: LayerSpec, cache: Any, num_tokens: int, index: int) -> MarkState:
+    """One layer. Raises MismatchedPlanes."""
+    if type(cache) not in _CACHES.get(spec.kind, ()):
+        raise MismatchedPlanes(f"Layer {index} is of kind {spec.kind}: no {type(cache).__name__} can be adopted there.")
+    if spec.kind == "recurrent":
+        return _from_arrays(spec, cache, index)
+    if cache.offset != num_tokens:
+        raise MismatchedPlanes(f"Layer {index} holds {cache.offset} tokens, not {num_tokens}.")
+    if spec.kind == "window":
+        part = _from_rotating(spec, cache, index)
+    elif spec.kind == "chunked":
+        part = _from_chunked(spec, cache, index)
+    elif hasattr(cache, "bits"):
+        codec = AffineCodec(cache.bits, cache.group_size)
+        part = SealedPart(*(_from_packed(codec, arrays, num_tokens) for arrays in (cache.keys, cache.values)))
+    else:
+        part = SealedPart(_from_buffer(cache.keys, num_tokens), _from_buffer(cache.values, num_tokens))
+    _check_shape(spec, part, index)
+    return part
+
+
+def _from_buffer(buffer: mx.array, num_tokens: int) -> Planes:
+    """[1, kv_heads, size, dim]"""
+    values = _only_row(buffer)
+    if values.shape[1] == num_tokens:
+        return RawCodec().adopt(values)
+    return RawCodec().encode(values[:, :num_tokens])
+
+
+def _from_packed(codec: AffineCodec, arrays: Packed, num_tokens: int) -> Planes:
+    rows = [_only_row(array) for array in arrays]
+    trimmed = [row if row.shape[1] == num_tokens else copy_rows(row, 0, num_tokens) for row in rows]
+    mx.eval(trimmed)
+    packed, scales, biases = trimmed
+    return codec.adopt(packed, scales, biases)
+
+
+def _from_rotating(spec: LayerSpec, cache: Any, index: int) -> SealedPart:
+    if (cache.max_size, cache.keep) != (spec.max_size, spec.keep):
+        raise MismatchedPlanes(
+            f"Layer {index} is a window of {spec.max_size} tokens that keeps {spec.keep}, "
+            f"not one of {cache.max_size} that keeps {cache.keep}."
+        )
+    # Kept tokens, then the newest. After a long chunk mlx-lm's buffer has older ones too.
+    kept = min(spec.keep, cache.offset)
+    newest = min(cache.offset, spec.max_size) - kept
+    sides = []
+    for buffer in (cache.keys, cache.values):
+        ordered = _only_row(cache._temporal_order(buffer))
+        last = ordered.shape[1]
+        pieces = [ordered[:, a:b] for a, b in ((0, kept), (last - newest, last)) if a < b]
+        values = mx.concatenate(pieces, axis=1) if len(pieces) > 1 else owned(pieces[0])
+        sides.append(RawCodec().adopt(values, cache.offset - kept - newest))
+    return SealedPart(*sides)
+
+
+def _from_chunked(spec: LayerSpec, cache: Any, index: int) -> SealedPart:
+    """Of the newest token's chunk: mlx-lm's buffer has the end of the chunk before too."""
+    valid, count = cache.offset - cache.start_position, (cache.offset - 1) % spec.max_size + 1
+    if cache.chunk_size != spec.max_size or valid < count:
+        raise MismatchedPlanes(f"Layer {index} has chunks of {spec.max_size} tokens, not of {cache.chunk_size}.")
+    rows = [_only_row(buffer)[:, valid - count : valid] for buffer in (cache.keys, cache.values)]
+    return SealedPart(*(RawCodec().encode(row, cache.offset - count) for row in rows))
+
+
+def _from_arrays(spec: LayerSpec, cache: Any, index: int) -> RecurrentState:
+    if len(cache.cache) != spec.num_arrays or all(array is None for array in cache.cache):
+        raise MismatchedPlanes(
+            f"Layer {index} has a state of {spec.num_arrays} arrays, not {len(cache.cache)} or empty."
+        )
+    state = RecurrentState(tuple(None if array is None else owned(array) for array in cache.cache))
+    mx.eval([array for array in state.arrays if array is not None])
+    if state.nbytes != spec.state_bytes:
+        raise MismatchedPlanes(f"Layer {index} has a state of {spec.state_bytes} bytes, not {state.nbytes}.")
+    return state
+
+
+def _only_row(array: mx.array) -> mx.array:
+    if array.shape[0] != 1:
+        raise MismatchedPlanes(f"A prompt cache of {array.shape[0]} sequences: give one at a time (`extract`).")
+    return array.squeeze(0)
+
+
+def _check_shape(spec: LayerSpec, part: SealedPart, index: int) -> None:
+    got = (part.num_heads, part.k.dim, part.v.dim)
+    if got != (spec.kv_heads, spec.k_dim, spec.v_dim):
+        raise MismatchedPlanes(
+            f"Layer {index} has {spec.kv_heads} heads of {spec.k_dim} and {spec.v_dim} values, not {got}: "
+            "the prompt cache is another model's."
+        )
+    dtypes = {planes.arrays["values"].dtype for planes in (part.k, part.v) if isinstance(planes.codec, RawCodec)}
+    if dtypes - {spec.dtype}:
+        raise MismatchedPlanes(
+            f"Layer {index} computes in {spec.dtype}, not in {', '.join(sorted(map(str, dtypes)))}: make the prompt "
+            "cache with the model as it is loaded here."
+        )
+
+
+# To mlx-lm.
+
+
+def _made(spec: LayerSpec, index: int, runs: Sequence[SpanRange], state: Any, num_tokens: int) -> Any:
+    if spec.kind != "full":
+        return given(spec, index, state, num_tokens)
+    return _to_kv_cache(spec, [part for run in runs for part in run.span.parts(index, run.start, run.end)], num_tokens)
+
+
+def given(spec: LayerSpec, index: int, state: Any, num_tokens: int) -> Any:
+    """A window, chunked or recurrent layer, from what `states_at` gave."""
+    if spec.kind == "recurrent":
+        arrays = ArraysCache(spec.num_arrays)
+        arrays.cache = list(state)
+        return arrays
+    if spec.kind == "window":
+        ring: Any = RotatingKVCache(spec.max_size, keep=spec.keep)
+        ring.keys, ring.values = state
+        ring.offset, ring._idx = num_tokens, ring.keys.shape[2]
+        return ring
+    if spec.kind == "chunked":
+        k, v = state
+        return _to_chunked(spec, k, v, num_tokens)
+    raise MismatchedPlanes(f"Layer {index} is of kind {spec.kind}, which cannot be given to mlx-lm.")
+
+
+def _to_chunked(spec: LayerSpec, k: mx.array, v: mx.array, num_tokens: int) -> Any:
+    chunked: Any = ChunkedKVCache(spec.max_size)
+    past = num_tokens % spec.max_size
+    chunked.offset, chunked.start_position = num_tokens, num_tokens - past
+    if past:
+        chunked.keys, chunked.values = owned(k[:, :, :past]), owned(v[:, :, :past])
+    return chunked
+
+
+def _to_kv_cache(spec: LayerSpec, parts: Sequence[Part], num_tokens: int) -> Any:
+    codec = common_affine(parts)
+    if codec is not None:
+        whole = join([owned_part(part) for part in parts])
+        cache: Any = QuantizedKVCache(codec.group, codec.bits)
+        cache.keys, cache.values = (_to_packed(codec, planes, spec.dtype) for planes in (whole.k, whole.v))
+    else:
+        cache = KVCache()
+        k, v = Parts((tuple(parts),)).joined(mx.zeros((), spec.dtype))
+        # A range of a buffer that a sequence writes, or a cut: mlx-lm must keep neither alive.
+        is_whole = len(parts) > 1 or isinstance(parts[0], SealedPart)
+        cache.keys, cache.values = (k, v) if is_whole else (owned(k), owned(v))
+        mx.eval(cache.keys, cache.values)
+    cache.offset = num_tokens
+    return cache
+
+
+def common_affine(parts: Sequence[Part]) -> AffineCodec | None:
+    """The one codec of all K and V, which is what a QuantizedKVCache has."""
+    wholes = [part.whole if isinstance(part, CutPart) else part for part in parts]
+    if any(isinstance(part, RawPart) for part in wholes):
+        return None
+    codecs = {planes.codec for part in wholes if isinstance(part, SealedPart) for planes in (part.k, part.v)}
+    only = next(iter(codecs))
+    return only if len(codecs) == 1 and isinstance(only, AffineCodec) else None
+
+
+def _to_packed(codec: AffineCodec, planes: Planes, dtype: mx.Dtype) -> Packed:
+    """mlx-lm multiplies with scales in the dtype that the model computes in."""
+    packed, scales, biases = codec.yield_tuple(planes)
+    made = packed[None], scales.astype(dtype)[None], biases.astype(dtype)[None]
+    mx.eval(made)
+    return made

@@ -1,0 +1,493 @@
+"""Prompt cache files of mlx-lm: their tensors, read and written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, BinaryIO
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, RotatingKVCache
+
+from kvstrata.attention.segments import CutPart, Part, Parts, SealedPart, cut_parts
+from kvstrata.codecs.affine import AffineCodec
+from kvstrata.codecs.base import MismatchedPlanes, Planes
+from kvstrata.codecs.raw import RawCodec
+from kvstrata.errors import UnusableFile
+from kvstrata.kv.checkpoints import Mark, MarkState, states_at
+from kvstrata.kv.convert import owned
+from kvstrata.kv.layout import LayerSpec, Layout
+from kvstrata.kv.mlx_caches import adopted, common_affine, given
+from kvstrata.kv.packing import DTYPES, PackedArray, array_of, copy_octets, octets_of
+from kvstrata.kv.span import SpanRange
+from kvstrata.kv.work_sizes import grain_of, ranges
+from kvstrata.tiers.block import ITEM_BYTES
+from kvstrata.tiers.bundle import CHANGED
+
+LENGTH_BYTES = 8
+
+MAX_HEADER_BYTES = 64 << 20
+
+# Commas, lists and objects of a header: their parsing holds up other threads.
+MAX_HEADER_VALUES = 1 << 20
+
+MAX_TENSORS = 1 << 16
+
+MAX_AXES = 8
+
+METADATA = "__metadata__"
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int  # from the beginning of the file that it is read from
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class TensorTable:
+    file: BinaryIO
+    places: Mapping[str, TensorPlace]
+    metadata: Mapping[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(place.nbytes for place in self.places.values())
+
+    def read(self, name: str) -> bytes:
+        place = self.places[name]
+        self.file.seek(place.offset)
+        content = self.file.read(place.nbytes)
+        if len(content) != place.nbytes:
+            raise _unusable("it ends early")
+        return content
+
+
+def looks_like_tensors(beginning: bytes) -> bool:
+    return len(beginning) > LENGTH_BYTES and beginning[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{"
+
+
+def read_table(file: BinaryIO, offset: int, nbytes: int) -> TensorTable:
+    """Of the file that lies at `offset`. Raises UnusableFile."""
+    file.seek(offset)
+    length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+    if length > min(MAX_HEADER_BYTES, nbytes - LENGTH_BYTES):
+        raise _unusable(f"its header would have {length} bytes")
+    header = file.read(length)
+    if sum(map(header.count, (b",", b"[", b"{"))) > MAX_HEADER_VALUES:
+        raise _unusable(f"its header has more than {MAX_HEADER_VALUES} values")
+    try:
+        fields = json.loads(header)
+        metadata = fields.pop(METADATA, {})
+        if len(fields) > MAX_TENSORS or not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("too many tensors, or metadata that is no text")
+        begins = offset + LENGTH_BYTES + length
+        places = {name: _place(entry, begins, offset + nbytes) for name, entry in fields.items()}
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError) as error:
+        raise _unusable(f"its header makes no sense ({type(error).__name__})") from error
+    if sum(place.nbytes for place in places.values()) > nbytes:
+        raise _unusable("its tensors lie on each other")
+    return TensorTable(file, places, metadata)
+
+
+def _place(entry: Mapping[str, Any], begins: int, ends: int) -> TensorPlace:
+    first, last = entry["data_offsets"]
+    shape, dtype = entry["shape"], entry["dtype"]
+    whole_numbers = [first, last, *shape]
+    if len(shape) > MAX_AXES or any(type(number) is not int or number < 0 for number in whole_numbers):
+        raise ValueError("a size that is no whole number")
+    if last - first != prod(shape) * ITEM_BYTES[dtype] or begins + last > ends:
+        raise ValueError("a tensor that is not where it should be")
+    return TensorPlace(dtype, tuple(shape), begins + first, last - first)
+
+
+@dataclass(frozen=True)
+class TensorNamed:
+    """One that is about to be written."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def encode_table(tensors: Iterable[TensorNamed], metadata: Mapping[str, str]) -> bytes:
+    """The header of a file whose tensors follow in this order, without gaps."""
+    fields: dict[str, Any] = {METADATA: dict(metadata)}
+    end = 0
+    for tensor in tensors:
+        begin, end = end, end + prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
+        fields[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def _unusable(why: str) -> UnusableFile:
+    return UnusableFile(f"This is no file of tensors that can be read: {why}. Make it or copy it again. {CHANGED}")
+
+
+# Beside mlx-lm's own metadata: the tokens, base64 of int32, little-endian.
+TOKENS = "kvstrata_tokens"
+
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "full": ("KVCache", "QuantizedKVCache"),
+    "window": ("RotatingKVCache",),
+    "chunked": ("ChunkedKVCache",),
+    "recurrent": ("ArraysCache",),
+}
+
+COMPOSITE = "CacheList"
+
+OTHER_VERSION = "It was written by another version of mlx-lm, or by another program"
+
+MAX_SCALARS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+Leaf = Stored | int | str | None
+
+Tree = Any  # lists and tuples of leaves, as mlx-lm's caches give their state
+
+
+@dataclass(frozen=True)
+class LayerFile:
+    """One flat layer in a file: the class of its cache, and where its state begins."""
+
+    cache: str
+    path: str
+
+
+def metadata_of(names: Sequence[str], trees: Sequence[Tree], own: Mapping[str, str]) -> dict[str, str]:
+    """All that a file says beside its tensors."""
+    scalars = [(path, _kind(leaf)) for path, leaf in flattened(list(trees)) if not isinstance(leaf, Stored)]
+    metadata = {f"0.{name}": text for name, text in own.items()}
+    metadata |= {f"1.{i}": name for i, name in enumerate(names)}
+    metadata["2.0"] = ""
+    for number, (path, kind) in enumerate(scalars, 1):
+        metadata |= {f"2.{number}.0": path, f"2.{number}.1": kind}
+    return metadata
+
+
+def flattened(tree: Tree, path: str = "") -> Iterator[tuple[str, Leaf]]:
+    if isinstance(tree, list | tuple):
+        for i, child in enumerate(tree):
+            yield from flattened(child, f"{path}.{i}" if path else str(i))
+    else:
+        yield path, tree
+
+
+def _kind(leaf: Leaf) -> str:
+    if leaf is None:
+        return "none"
+    return "string" if isinstance(leaf, str) else "scalar"
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """The tensors of a file that stand for something else. `number` and `text` read a tensor."""
+
+    kinds: Mapping[str, str]
+    number: Callable[[str], int]
+    text: Callable[[str], str]
+
+    def int_at(self, path: str) -> int:
+        if self.kinds.get(path) != "scalar":
+            raise MismatchedPlanes(f"{OTHER_VERSION}: there is no number at {path[:40]}.")
+        return self.number(path)
+
+    def is_none(self, path: str) -> bool:
+        return self.kinds.get(path) == "none"
+
+
+def scalar_kinds(metadata: Mapping[str, str]) -> dict[str, str]:
+    kinds: dict[str, str] = {}
+    for number in range(1, MAX_SCALARS):
+        path, kind = metadata.get(f"2.{number}.0"), metadata.get(f"2.{number}.1")
+        if path is None or kind is None:
+            break
+        kinds[path] = kind
+    return kinds
+
+
+def layers_in(layout: Layout, metadata: Mapping[str, str], scalars: Scalars) -> list[LayerFile]:
+    """By flat layer. Raises MismatchedPlanes where the file is not of this model."""
+    num_layers = sum(1 for i in range(len(layout.layers) + 1) if f"1.{i}" in metadata)
+    if num_layers != len(layout.layers):
+        words = "no layers that can be read" if not num_layers else f"{num_layers} layers or more"
+        raise MismatchedPlanes(f"The file has {words}, this model {len(layout.layers)}.")
+    found: list[LayerFile] = []
+    for i, spec in enumerate(layout.layers):
+        name = metadata[f"1.{i}"]
+        if not spec.children:
+            found.append(_layer(spec, name, str(i)))
+        elif name != COMPOSITE:
+            raise MismatchedPlanes(f"Layer {i} consists of several caches here, and of one in the file.")
+        else:
+            for j, child in enumerate(spec.children):
+                found.append(_layer(child, scalars.text(f"{i}.{j}.1"), f"{i}.{j}.0"))
+    return found
+
+
+def _layer(spec: LayerSpec, name: str, path: str) -> LayerFile:
+    allowed = KINDS.get(spec.kind, ())
+    if name not in allowed:
+        raise MismatchedPlanes(f"Layer {path} is of kind {spec.kind}: no {name[:40]!r} can be taken there.")
+    return LayerFile(name, path)
+
+
+Read = Callable[[str], np.ndarray]  # the bytes of a tensor, uint8
+
+FLOAT_NAMES = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class FullLayerIn:
+    """A layer with full attention. `sides`: the paths of the tensors of K and of V."""
+
+    spec: LayerSpec
+    sides: tuple[tuple[str, ...], tuple[str, ...]]
+    codec: AffineCodec | None  # None: raw
+
+    @property
+    def pieces(self) -> Callable[[int], list[tuple[int, int]]]:
+        return lambda num_tokens: list(ranges(0, num_tokens, grain_of(self.spec).part_tokens))
+
+
+def num_tokens_in(layers: list[tuple[LayerSpec, LayerFile]], scalars: Scalars) -> int | None:
+    """What the layers that count tokens say; None: no layer does. Raises MismatchedPlanes where they differ."""
+    places = {"KVCache": 2, "QuantizedKVCache": 2, "RotatingKVCache": 2, "ChunkedKVCache": 2}
+    told = {scalars.int_at(f"{file.path}.{places[file.cache]}") for _, file in layers if file.cache in places}
+    if len(told) > 1 or any(number < 1 for number in told):
+        raise MismatchedPlanes(f"The layers of the file hold different numbers of tokens: {sorted(told)[:4]}.")
+    return next(iter(told), None)
+
+
+def full_layer(
+    spec: LayerSpec, file: LayerFile, tensors: Mapping[str, Stored], scalars: Scalars, num_tokens: int
+) -> FullLayerIn:
+    if file.cache == "KVCache":
+        for side, dim in ((0, spec.k_dim), (1, spec.v_dim)):
+            _require(spec, tensors, f"{file.path}.{side}", dim, (DTYPES[spec.dtype],), num_tokens)
+        return FullLayerIn(spec, ((f"{file.path}.0",), (f"{file.path}.1",)), None)
+    codec = AffineCodec(scalars.int_at(f"{file.path}.4"), scalars.int_at(f"{file.path}.3"))
+    for side, dim in ((0, spec.k_dim), (1, spec.v_dim)):
+        codec.check(dim)
+        _require(spec, tensors, f"{file.path}.{side}.0", dim * codec.bits // 32, ("U32",), num_tokens)
+        for plane in (1, 2):
+            _require(spec, tensors, f"{file.path}.{side}.{plane}", dim // codec.group, FLOAT_NAMES, num_tokens)
+    k, v = (tuple(f"{file.path}.{side}.{plane}" for plane in range(3)) for side in (0, 1))
+    return FullLayerIn(spec, (k, v), codec)
+
+
+def _require(
+    spec: LayerSpec, tensors: Mapping[str, Stored], path: str, width: int, dtypes: tuple[str, ...], num_tokens: int
+) -> None:
+    found = tensors.get(path)
+    if found is None or found.dtype not in dtypes:
+        held = "nothing" if found is None else found.dtype
+        raise MismatchedPlanes(
+            f"Tensor {path} of the file is {held}, and {' or '.join(dtypes)} is needed: make the prompt cache with the "
+            "model as it is served here."
+        )
+    shape = found.shape
+    if len(shape) != 4 or (shape[0], shape[1], shape[3]) != (1, spec.kv_heads, width) or shape[2] < num_tokens:
+        wanted = (1, spec.kv_heads, num_tokens, width)
+        raise MismatchedPlanes(f"Tensor {path} of the file is {list(shape)}, not {list(wanted)}: another model's.")
+
+
+def cut_tensor(octets: np.ndarray, stored: Stored, start: int, end: int) -> PackedArray:
+    """Tokens [start, end) of [1, kv_heads, tokens, width], copied."""
+    rows = octets.reshape(stored.shape[1], stored.shape[2], -1)[:, start:end]
+    return PackedArray(
+        stored.dtype, (stored.shape[1], end - start, stored.shape[3]), np.ascontiguousarray(rows).reshape(-1)
+    )
+
+
+def sealed_piece(layer: FullLayerIn, k: list[PackedArray], v: list[PackedArray], position: int) -> SealedPart:
+    """On the thread that owns MLX."""
+    return SealedPart(*(_planes(layer, arrays, position) for arrays in (k, v)))
+
+
+def _planes(layer: FullLayerIn, arrays: list[PackedArray], position: int) -> Planes:
+    made = [array_of(array) for array in arrays]
+    if layer.codec is None:
+        return RawCodec().adopt(made[0], position)
+    return layer.codec.adopt(made[0], made[1], made[2], position)
+
+
+def other_layer(
+    spec: LayerSpec, file: LayerFile, tensors: Mapping[str, Stored], scalars: Scalars, read: Read, *, num_tokens: int
+) -> MarkState:
+    """A window, chunk or state at the end of the tokens, on the thread that owns MLX."""
+
+    def array(path: str) -> Any:
+        stored = tensors.get(path)
+        if stored is None:
+            raise MismatchedPlanes(f"The file has no tensor {path[:40]}.")
+        return array_of(PackedArray(stored.dtype, stored.shape, read(path)))
+
+    at = file.path
+    cache: Any
+    if spec.kind == "recurrent":
+        cache = ArraysCache(spec.num_arrays)
+        paths = [f"{at}.0.{i}" for i in range(spec.num_arrays)]
+        cache.cache = [None if scalars.is_none(path) else array(path) for path in paths]
+        return adopted(spec, cache, num_tokens, 0)
+    numbers = [scalars.int_at(f"{at}.{i}") for i in range(2, 6 if spec.kind == "window" else 5)]
+    k, v = (None if scalars.is_none(f"{at}.{side}") else array(f"{at}.{side}") for side in (0, 1))
+    if k is None or v is None or any(side.ndim != 4 or side.shape[1] != spec.kv_heads for side in (k, v)):
+        raise MismatchedPlanes(f"Layer {at} of the file has no tokens of this model's heads.")
+    if spec.kind == "window":
+        cache = RotatingKVCache(numbers[2], keep=numbers[1])
+        cache.offset, cache._idx = numbers[0], numbers[3]
+        if not 0 <= numbers[3] <= k.shape[2]:
+            raise MismatchedPlanes(f"Layer {at} of the file goes on outside its ring.")
+    else:
+        cache = ChunkedKVCache(numbers[1])
+        cache.offset, cache.start_position = numbers[0], numbers[2]
+    cache.keys, cache.values = k, v
+    return adopted(spec, cache, num_tokens, 0)
+
+
+Octets = np.ndarray  # uint8, contiguous
+
+
+@dataclass(frozen=True)
+class LayerOut:
+    """One flat layer: what it is called, its state with a place for each tensor, and where those come from."""
+
+    spec: LayerSpec
+    cache: str
+    tree: Tree
+    parts: tuple[Part, ...] = ()  # of full attention: as they are now, whatever becomes of the span
+    codec: AffineCodec | None = None  # that all of them have
+    state: Any = None  # an mlx-lm cache, of the others
+
+
+def layers_out(layout: Layout, runs: Sequence[SpanRange], mark: Mark | None) -> list[LayerOut]:
+    """What is to be written of `runs`, which start at 0 and follow each other. Copies nothing of full attention."""
+    num_tokens = runs[-1].end
+    states = states_at(layout, mark, num_tokens)
+    made: list[LayerOut] = []
+    for i, spec in enumerate(layout.flat()):
+        if spec.kind == "full":
+            parts = tuple(part for run in runs for part in run.span.parts(i, run.start, run.end))
+            made.append(_full(spec, parts, num_tokens))
+        else:
+            cache = given(spec, i, states[i], num_tokens)
+            tree = _stored(cache.state)
+            made.append(LayerOut(spec, type(cache).__name__, tree, state=cache))
+    return made
+
+
+def trees_of(layout: Layout, layers: Sequence[LayerOut]) -> tuple[list[str], list[Tree]]:
+    """Names and states by layer of the model, as mlx-lm's list of caches has them."""
+    flat = iter(layers)
+    names, trees = list[str](), list[Tree]()
+    for spec in layout.layers:
+        if spec.children:
+            children = [next(flat) for _ in spec.children]
+            names.append(COMPOSITE)
+            trees.append([(child.tree, child.cache) for child in children])
+        else:
+            layer = next(flat)
+            names.append(layer.cache)
+            trees.append(layer.tree)
+    return names, trees
+
+
+def tensors_of(layer: LayerOut) -> Generator[None, None, list[Octets]]:
+    """Its tensors, in the order of its tree."""
+    if layer.state is not None:
+        arrays = [array for array in _leaves(layer.state.state) if isinstance(array, mx.array)]
+        states = [np.empty(array.nbytes, np.uint8) for array in arrays]
+        copy_octets(arrays, states)
+        return states
+    shapes = [leaf.shape for leaf in _leaves(layer.tree) if isinstance(leaf, Stored)]
+    made: list[np.ndarray] = []
+    at = 0
+    for part in _pieces(layer):
+        arrays = _piece(layer, part)
+        mx.eval(arrays)
+        if not made:
+            made = [
+                np.empty((*shape[1:-1], a.shape[-1] * a.itemsize), np.uint8)
+                for shape, a in zip(shapes, arrays, strict=True)
+            ]
+        for out, array in zip(made, arrays, strict=True):
+            out[:, at : at + part.num_tokens] = octets_of(array).reshape(*array.shape[:-1], -1)
+        at += part.num_tokens
+        yield
+    return [out.reshape(-1) for out in made]
+
+
+def _full(spec: LayerSpec, parts: tuple[Part, ...], num_tokens: int) -> LayerOut:
+    codec, dtype = common_affine(parts), DTYPES[spec.dtype]
+    sides = (spec.k_dim, spec.v_dim)
+    before = (1, spec.kv_heads, num_tokens)
+    if codec is None:
+        k, v = (Stored(dtype, (*before, dim)) for dim in sides)
+        return LayerOut(spec, "KVCache", (k, v, num_tokens), parts)
+    packed = [
+        (
+            Stored("U32", (*before, dim * codec.bits // 32)),
+            Stored(dtype, (*before, dim // codec.group)),
+            Stored(dtype, (*before, dim // codec.group)),
+        )
+        for dim in sides
+    ]
+    return LayerOut(spec, "QuantizedKVCache", (*packed, num_tokens, codec.group, codec.bits), parts, codec)
+
+
+def _pieces(layer: LayerOut) -> list[Part]:
+    """Short enough to be decoded in some milliseconds."""
+    size = grain_of(layer.spec).piece_tokens
+    pieces: list[Part] = []
+    for part in layer.parts:
+        pieces += [
+            piece for at in range(0, part.num_tokens, size)
+            for piece in cut_parts([part], at, min(at + size, part.num_tokens))
+        ]  # fmt: skip
+    return pieces
+
+
+def _piece(layer: LayerOut, part: Part) -> list[mx.array]:
+    """[kv_heads, tokens, width] each."""
+    dtype = layer.spec.dtype
+    if layer.codec is None:
+        k, v = Parts(((part,),)).joined(mx.zeros((), dtype))
+        return [k.squeeze(0).astype(dtype), v.squeeze(0).astype(dtype)]
+    whole = owned(part) if isinstance(part, CutPart) else part
+    assert isinstance(whole, SealedPart)
+    arrays: list[mx.array] = []
+    for planes in (whole.k, whole.v):
+        packed, scales, biases = layer.codec.yield_tuple(planes)
+        arrays += [packed, scales.astype(dtype), biases.astype(dtype)]
+    return arrays
+
+
+def _stored(tree: Tree) -> Tree:
+    """A cache's state, with what its arrays look like in their place."""
+    if isinstance(tree, list | tuple):
+        return [_stored(child) for child in tree]
+    if isinstance(tree, mx.array):
+        return Stored(DTYPES[tree.dtype], tuple(tree.shape))
+    return tree
+
+
+def _leaves(tree: Tree) -> list[Any]:
+    if isinstance(tree, list | tuple):
+        return [leaf for child in tree for leaf in _leaves(child)]
+    return [tree]

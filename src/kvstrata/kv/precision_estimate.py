@@ -1,0 +1,173 @@
+"""What a change of precision would free, and what it would cost in accuracy, without making it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import mlx.core as mx
+
+from kvstrata.attention.segments import Part, Parts, SealedPart
+from kvstrata.codecs.base import Codec, Extent, Planes
+from kvstrata.codecs.mean_runs import segments_of
+from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.codecs.raw import RawCodec
+from kvstrata.kv.checkpoints import Mark
+from kvstrata.kv.convert import RAW, becomes, live_pair, new_pair
+from kvstrata.kv.layout import LayerSpec
+from kvstrata.kv.own_kv import OwnTokens
+from kvstrata.kv.precision_plan import Plan
+from kvstrata.kv.raw_window import RawWindow
+from kvstrata.kv.sequence_cache import Pair
+from kvstrata.kv.span import SEAL_TOKENS, Span
+
+# Why something is left alone.
+STORED_SO = "stored so already"
+
+LOWER = "lower already, with nothing put away"
+
+RAW_WINDOW = "raw window of a running request"
+
+SAMPLE_TOKENS = 256
+
+SAMPLE_QUERIES = 16
+
+
+@dataclass
+class Estimate:
+    bytes_before: int = 0
+    bytes_after: int = 0
+    left_alone: Counter[str] = field(default_factory=Counter)  # bytes by reason
+
+    @property
+    def changes(self) -> bool:
+        return self.bytes_before != self.bytes_after
+
+
+def estimate(span: Span, plan: Plan, *, upward: bool, window: RawWindow | None) -> Estimate:
+    """Of all that a change rewrites. `window` stays raw; None: its owner has ended, nothing has to."""
+    result = Estimate()
+    specs = span.layout.flat()
+    for layer in span.layers:
+        held, pair, dtype = span.held(layer), plan.pairs[layer], specs[layer].dtype
+        if not isinstance(held, OwnTokens):
+            for part in held:
+                _add_part(result, part, pair, dtype, upward)
+        elif window is not None:
+            _add_live(result, held, pair, dtype, window)
+        else:
+            _add_ended(result, held, span, pair, dtype)
+    if window is None:
+        for mark in span.marks.values():
+            for ring, pair, spec in _rings(mark, plan, specs):
+                _add_part(result, ring, pair, spec.dtype, upward=False)
+    return result
+
+
+def _rings(mark: Mark, plan: Plan, specs: Sequence[LayerSpec]) -> Iterator[tuple[SealedPart, Pair, LayerSpec]]:
+    """Its rings and chunks: recurrent states are never quantized."""
+    for state, pair, spec in zip(mark.states, plan.pairs, specs, strict=True):
+        if isinstance(state, SealedPart):
+            yield state, pair, spec
+
+
+@lru_cache(maxsize=4096)  # the layers of a span are alike, and a change may be about hundreds of spans
+def encoded_bytes(codec: Codec, heads: int, dim: int, position: int, num_tokens: int, dtype: mx.Dtype) -> int:
+    """What `codec` allocates for so many tokens."""
+    num_segments = len(segments_of(position, num_tokens)) if isinstance(codec, PlanesCodec) else 0
+    planes = codec.layout(Extent(dim, num_tokens, num_segments)).values()
+    sizes = [dtype.size if isinstance(codec, RawCodec) else plane.dtypes[0].size for plane in planes]
+    return heads * sum(plane.rows * plane.width * size for plane, size in zip(planes, sizes, strict=True))
+
+
+def _add_part(result: Estimate, part: SealedPart, pair: Pair, dtype: mx.Dtype, upward: bool) -> None:
+    _add_planes(result, part.k, pair[0], dtype, upward)
+    _add_planes(result, part.v, pair[1], dtype, upward)
+
+
+def _add_planes(result: Estimate, planes: Planes, wanted: Codec, dtype: mx.Dtype, upward: bool) -> None:
+    codec = becomes(planes.codec, wanted, planes.dim, dtype, upward=upward)
+    result.bytes_before += planes.nbytes
+    if codec == planes.codec:
+        result.bytes_after += planes.nbytes
+        result.left_alone[STORED_SO if codec.name == wanted.name else LOWER] += planes.nbytes
+        return
+    (heads,) = planes.leading
+    result.bytes_after += encoded_bytes(codec, heads, planes.dim, planes.position, planes.num_tokens, dtype)
+
+
+def _add_live(result: Estimate, own: OwnTokens, pair: Pair, dtype: mx.Dtype, window: RawWindow) -> None:
+    """A running sequence: its buffers keep the newest tokens and the room for more."""
+    for part in own.sealed:
+        _add_part(result, part, new_pair(part, live_pair(part, pair), dtype), dtype, upward=False)
+    pieces, recent_tokens = own.pieces, window.recent_tokens
+    buffer_bytes = pieces.nbytes
+    result.bytes_before += buffer_bytes
+    raw = pieces.num_tokens
+    moved = own.num_to_seal(window)
+    if moved < SEAL_TOKENS or pair == RAW:
+        result.bytes_after += buffer_bytes
+        result.left_alone[RAW_WINDOW] += pieces.token_bytes * raw
+        return
+    at = own.end - recent_tokens - moved
+    first = raw - moved - recent_tokens  # sealed as they are
+    buffer_tokens = pieces.size_for(recent_tokens)
+    result.left_alone[RAW_WINDOW] += pieces.token_bytes * (raw - moved)
+    result.bytes_after += pieces.token_bytes * (first + buffer_tokens) + _encoded_pair(own, pair, at, moved, dtype)
+
+
+def _add_ended(result: Estimate, own: OwnTokens, span: Span, pair: Pair, dtype: mx.Dtype) -> None:
+    """Buffers that wait to be trimmed: what is not filed and the room for more go."""
+    sealed = Estimate()
+    for part in own.sealed:
+        _add_part(sealed, part, pair, dtype, upward=False)
+    raw = max(0, span.num_tokens - own.sealed_tokens)
+    result.bytes_before += own.nbytes
+    result.bytes_after += sealed.bytes_after
+    if raw:
+        result.bytes_after += _encoded_pair(own, pair, span.end - raw, raw, dtype)
+
+
+def _encoded_pair(own: OwnTokens, pair: Pair, position: int, num_tokens: int, dtype: mx.Dtype) -> int:
+    return sum(
+        encoded_bytes(codec, array.shape[1], array.shape[3], position, num_tokens, dtype)
+        for codec, array in zip(pair, own.pieces.arrays()[:2], strict=True)
+    )
+
+
+def score_error(span: Span, plan: Plan, *, upward: bool) -> float | None:
+    """How far scores move, relative to how much they differ between tokens; None: nothing of the span would change.
+
+    Measured on its first, middle and last layer, some of its newest tokens, with keys standing for queries.
+    """
+    layers = span.layers
+    errors = [_layer_error(span, i, plan.pairs[i], upward) for i in {layers[0], layers[len(layers) // 2], layers[-1]}]
+    known = [error for error in errors if error is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _layer_error(span: Span, layer: int, pair: Pair, upward: bool) -> float | None:
+    dtype = span.layout.flat()[layer].dtype
+    start = max(span.position, span.end - SAMPLE_TOKENS)
+    parts = span.parts(layer, start, span.end)
+    codec = _becomes(parts[-1], pair[0], dtype, upward)
+    if codec is None:
+        return None
+    k, _ = Parts((parts,)).joined(mx.zeros((), dtype))
+    after = codec.decode(codec.encode(k[0], start), mx.float32)
+    keys = k[0].astype(mx.float32)  # [heads, tokens, dim]
+    queries = keys[:, :: max(1, keys.shape[1] // SAMPLE_QUERIES)]
+    exact, moved = queries @ keys.swapaxes(-1, -2), queries @ after.swapaxes(-1, -2)
+    spread = exact - exact.mean(axis=-1, keepdims=True)
+    error = mx.sqrt(mx.mean((moved - exact) ** 2) / mx.maximum(mx.mean(spread**2), 1e-12))
+    return float(error.item())  # pyright: ignore[reportArgumentType]
+
+
+def _becomes(part: Part, wanted: Codec, dtype: mx.Dtype, upward: bool) -> Codec | None:
+    """None: the keys stay as they are."""
+    if not isinstance(part, SealedPart):
+        return None if isinstance(wanted, RawCodec) else wanted
+    codec = becomes(part.k.codec, wanted, part.k.dim, dtype, upward=upward)
+    return None if codec == part.k.codec else codec

@@ -1,0 +1,95 @@
+"""Which codec each layer's K and V are stored under."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kvstrata.codecs.base import Codec
+from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.codecs.registry import fit, parse
+from kvstrata.codecs.rope import Turn
+from kvstrata.errors import ConfigError
+from kvstrata.kv.convert import RAW, bits_of
+from kvstrata.kv.layout import LayerSpec, Layout
+from kvstrata.kv.sequence_cache import Pair
+
+EDGE = PlanesCodec(8)  # of layers that keep more bits than the others
+
+
+@dataclass(frozen=True)
+class Plan:
+    """By flat layer. Layers without K and V have RAW there, which has no effect."""
+
+    k: Codec  # as asked for
+    v: Codec
+    pairs: tuple[Pair, ...]
+
+    def token_bytes(self, layout: Layout) -> float:
+        """What a token takes in memory, in the layers that keep one."""
+        total = 0.0
+        for spec, (k, v) in zip(layout.flat(), self.pairs, strict=True):
+            if spec.kind == "full":
+                sides = ((k, spec.k_dim), (v, spec.v_dim))
+                total += spec.kv_heads * sum(bits_of(codec, dim, spec.dtype) * dim for codec, dim in sides) / 8
+        return total
+
+    @property
+    def is_raw(self) -> bool:
+        return all(pair == RAW for pair in self.pairs)
+
+
+def choose_codecs(
+    *,
+    quantization: bool = False,
+    bits: int | None = None,
+    k: str | None = None,
+    v: str | None = None,
+    group_size: int | None = None,
+) -> Pair:
+    """The precisions of K and V that these settings ask for together. Raises ConfigError where they contradict."""
+    general = f"planes:{bits}" if bits is not None else "planes:8" if quantization else "raw"
+    names = (_with_group(k or general, group_size), _with_group(v or general, group_size))
+    if group_size is not None and not any(name.startswith("affine") for name in names):
+        raise ConfigError(
+            f"--kv-cache-group-size is for affine precisions, and K is {names[0]}, V {names[1]}. Leave it out, or "
+            "choose --kv-cache-k affine:8 --kv-cache-v affine:8."
+        )
+    return parse(names[0]), parse(names[1])
+
+
+def _with_group(name: str, group_size: int | None) -> str:
+    if group_size is None or not name.startswith("affine") or name.count(":") != 1:
+        return name
+    return f"{name}:g{group_size}"
+
+
+def raw_plan(layout: Layout) -> Plan:
+    return Plan(*RAW, (RAW,) * len(layout.flat()))
+
+
+def edges_of(layout: Layout, edge_layers: int) -> frozenset[int]:
+    """The first and the last so many layers that have keys and values."""
+    attention = [i for i, spec in enumerate(layout.flat()) if spec.kind in ("full", "window", "chunked")]
+    return frozenset(attention[:edge_layers] + attention[-edge_layers:]) if edge_layers else frozenset()
+
+
+def make_plan(layout: Layout, k: Codec, v: Codec, *, edge_layers: int = 0, edge: Codec = EDGE) -> Plan:
+    """At least `edge` for K and V of the first and the last `edge_layers` that have any.
+
+    Refuses what a layer cannot store.
+    """
+    specs, edges = layout.flat(), edges_of(layout, edge_layers)
+    pairs = [_pair(spec, k, v, edge if i in edges else None) for i, spec in enumerate(specs)]
+    return Plan(k, v, tuple(pairs))
+
+
+def _pair(spec: LayerSpec, k: Codec, v: Codec, at_least: Codec | None) -> Pair:
+    if spec.kind not in ("full", "window", "chunked"):
+        return RAW
+    return _codec(k, at_least, spec.k_dim, spec.k_turn), _codec(v, at_least, spec.v_dim, spec.v_turn)
+
+
+def _codec(asked: Codec, at_least: Codec | None, dim: int, turn: Turn | None) -> Codec:
+    codecs = [fit(each, dim) for each in (asked, at_least) if each is not None]
+    codec = max(codecs, key=lambda codec: codec.bits_per_value(dim))
+    return replace(codec, turn=turn) if isinstance(codec, PlanesCodec) else codec

@@ -1,0 +1,244 @@
+"""All layers of one sequence: what a model is called with when it runs alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+
+from kvstrata.attention.segments import Parts, Source
+from kvstrata.codecs.base import Codec
+from kvstrata.kv.attention_layer import AttentionLayer
+from kvstrata.kv.buffers import round_up
+from kvstrata.kv.chunked_layer import ChunkedLayer
+from kvstrata.kv.full_layer import FullLayer
+from kvstrata.kv.layout import LayerSpec, Layout, arrays_in, make_foreign_cache
+from kvstrata.kv.raw_window import RawWindow
+from kvstrata.kv.recurrent_layer import RecurrentLayer
+from kvstrata.kv.window_layer import WindowLayer
+
+
+class CompositeLayer:
+    """Several caches in one entry, as mlx-lm's CacheList."""
+
+    def __init__(self, caches: list[Any]) -> None:
+        self.caches = caches
+
+    def __getitem__(self, index: int) -> Any:
+        return self.caches[index]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(cache.nbytes for cache in self.caches)
+
+    def arrays(self) -> list[mx.array]:
+        return [array for cache in self.caches for array in cache.arrays()]
+
+    def grow(self, tokens: int) -> None:
+        for cache in self.caches:
+            cache.grow(tokens)
+
+    def end_pass(self) -> list[mx.array]:
+        return [array for cache in self.caches for array in cache.end_pass()]
+
+
+class ForeignLayer:
+    """A cache of mlx-lm's that we do not know: it is called as it is, one sequence at a time."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays())
+
+    def arrays(self) -> list[mx.array]:
+        return arrays_in(self.cache)
+
+    def grow(self, tokens: int) -> None:
+        """It grows by itself."""
+
+    def end_pass(self) -> list[mx.array]:
+        """Nothing is kept for the pass, and nothing written without MLX's knowledge."""
+        return []
+
+
+class DenseLayer:
+    """For models that compute on what they fetch (MLA): the layer's keys and values as plain arrays."""
+
+    def __init__(self, layer: AttentionLayer) -> None:
+        self._layer = layer
+
+    @property
+    def offset(self) -> int:
+        return self._layer.offset
+
+    def make_mask(self, *args: Any, **kwargs: Any) -> mx.array | str | None:
+        return self._layer.make_mask(*args, **kwargs)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self._layer.append(keys, values)
+        return Parts((self._layer.parts(),)).joined(keys)
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        return Parts((self._layer.parts(),)).joined(self._layer.arrays()[0])
+
+
+Pair = tuple[Codec, Codec]  # for K and for V
+
+Layer = FullLayer | WindowLayer | ChunkedLayer | RecurrentLayer | CompositeLayer | ForeignLayer
+
+State = Any  # what `held` of a window or chunked layer gives: (k, v); of a recurrent one: its arrays
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What a sequence goes on from: tokens that were computed before. By flat layer (`Layout.flat`)."""
+
+    num_tokens: int
+    sources: tuple[tuple[Source, ...], ...]  # full layers; empty for the others
+    states: tuple[State, ...]  # window, chunked and recurrent layers, at num_tokens; None for the others
+
+
+class SequenceCache:
+    """The live cache of one sequence: room for `capacity` tokens of its own, more with `grow`.
+
+    With `raw_tokens` buffers hold no more than that of them at once: the engine seals what is older in time.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        model: Any,
+        capacity: int,
+        prefix: Prefix | None = None,
+        raw_tokens: int | None = None,
+    ) -> None:
+        self.capacity = capacity
+        self._raw_tokens = raw_tokens
+        self.start = prefix.num_tokens if prefix else 0
+        self.num_tokens = self.start
+        num_flat = len(layout.flat())
+        sources = iter(prefix.sources if prefix else ((),) * num_flat)
+        make = partial(_make, model=model, capacity=capacity, raw_tokens=raw_tokens, sources=sources)
+        self.layers: list[Layer] = [make(spec, index=i) for i, spec in enumerate(layout.layers)]
+        self.flat: list[Any] = _flat(self.layers)
+        self._own = [layer.own for layer in self.flat if isinstance(layer, FullLayer)]
+        self._path = layout.path
+        if prefix:
+            for layer, state in zip(self.flat, prefix.states, strict=True):
+                if isinstance(layer, WindowLayer | ChunkedLayer):
+                    k, v = state
+                    layer.resume(k, v, prefix.num_tokens)
+                elif isinstance(layer, RecurrentLayer):
+                    layer.resume(state, prefix.num_tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """Its own bytes: what it goes on from is held elsewhere."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def free_tokens(self) -> int:
+        return self.start + self.capacity - self.num_tokens
+
+    @property
+    def raw_capacity(self) -> int:
+        """Tokens that buffers are reserved for, as large as buffers are: what is sealed has given its room back."""
+        left = self.capacity - self._sealed_tokens
+        return round_up(left if self._raw_tokens is None else min(left, max(self._raw_tokens, self.unsealed_tokens)))
+
+    @property
+    def unallocated_tokens(self) -> int:
+        """Tokens that are still to come when those before them are sealed: in the buffers that they leave."""
+        return max(0, self.capacity - self._sealed_tokens - self.raw_capacity)
+
+    @property
+    def unsealed_tokens(self) -> int:
+        """Its own that lie in buffers."""
+        return self.num_tokens - self.start - self._sealed_tokens
+
+    @property
+    def _sealed_tokens(self) -> int:
+        return min([own.sealed_tokens for own in self._own], default=0)
+
+    @property
+    def sealed_bytes(self) -> int:
+        return sum([own.sealed_bytes for own in self._own])
+
+    def arrays(self) -> list[mx.array]:
+        """Everything that a pass has changed."""
+        return [array for layer in self.layers for array in layer.arrays()]
+
+    def states(self) -> list[mx.array]:
+        """What a pass has changed that its logits do not depend on: left lazy, it would pile up step by step."""
+        beside = (layer for layer in self.flat if isinstance(layer, RecurrentLayer | ForeignLayer))
+        return [array for layer in beside for array in layer.arrays()]
+
+    def grow(self, tokens: int) -> None:
+        self.capacity += tokens
+        for layer in self.layers:
+            layer.grow(tokens)
+
+    def seal(self, pairs: Sequence[Pair], window: RawWindow) -> None:
+        """Encode its own past in every full-attention layer. Windows and recurrent states stay as they are."""
+        for layer, pair in zip(self.flat, pairs, strict=True):
+            if isinstance(layer, FullLayer):
+                layer.own.seal(*pair, window)
+
+    def let_go(self) -> None:
+        """Others have stored what it reads in another way: keep nothing of how it was."""
+        for layer in self.flat:
+            if isinstance(layer, FullLayer):
+                layer.let_go()
+
+    def caches(self) -> list[Any]:
+        """What the model is called with."""
+        return [_as_called(layer, self._path) for layer in self.layers]
+
+    def end_pass(self, num_tokens: int) -> None:
+        """A forward pass over `num_tokens` was built: count them, and let go of what only the pass needed."""
+        self.num_tokens += num_tokens
+        mx.async_eval([array for layer in self.layers for array in layer.end_pass()])
+
+
+def _make(
+    spec: LayerSpec,
+    *,
+    model: Any,
+    index: int,
+    capacity: int,
+    raw_tokens: int | None,
+    sources: Iterator[tuple[Source, ...]],
+) -> Layer:
+    if spec.kind == "composite":
+        make = partial(_make, model=model, index=index, capacity=capacity, raw_tokens=raw_tokens, sources=sources)
+        return CompositeLayer([make(child) for child in spec.children])
+    before = next(sources)
+    if spec.kind == "full":
+        return FullLayer(capacity, before, raw_tokens, spec.kv_shape)
+    if spec.kind == "window":
+        return WindowLayer(spec.max_size, spec.keep, spec.kv_shape)
+    if spec.kind == "chunked":
+        return ChunkedLayer(spec.max_size)
+    if spec.kind == "recurrent":
+        return RecurrentLayer(spec.num_arrays)
+    return ForeignLayer(make_foreign_cache(model, index))
+
+
+def _flat(layers: Sequence[Any]) -> list[Any]:
+    children = [layer.caches if isinstance(layer, CompositeLayer) else [layer] for layer in layers]
+    return [layer for group in children for layer in group]
+
+
+def _as_called(layer: Layer, path: str) -> Any:
+    if isinstance(layer, ForeignLayer):
+        return layer.cache
+    if isinstance(layer, CompositeLayer):
+        return CompositeLayer([_as_called(child, path) for child in layer.caches])
+    if path == "rows" and isinstance(layer, AttentionLayer):
+        return DenseLayer(layer)
+    return layer

@@ -1,0 +1,196 @@
+"""Sliding window of one sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstrata.attention.cpu import step as cpu_step
+from kvstrata.attention.cuda.step import Slot
+from kvstrata.attention.cuda.tables import Place
+from kvstrata.attention.segments import Part, Parts, RawPart
+from kvstrata.kv.attention_layer import AttentionLayer, Watched
+from kvstrata.kv.buffers import Buffer, KvShape, Piece
+
+
+@dataclass(frozen=True)
+class Ring:
+    """`max_size` slots. Tokens before `keep` stay where they are; the others go round."""
+
+    max_size: int
+    keep: int = 0
+
+    def slot(self, position: int) -> int:
+        if position < self.keep:
+            return position
+        return self.keep + (position - self.keep) % (self.max_size - self.keep)
+
+    def held_slots(self, num_tokens: int) -> NDArray[np.int32]:
+        """Slots of all tokens that are still there after so many, by position."""
+        kept, others = np.arange(min(self.keep, num_tokens)), np.arange(self.oldest(num_tokens), num_tokens)
+        return np.concatenate([kept, self._slots(others)]).astype(np.int32)
+
+    def _slots(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        gone_round = self.keep + (positions - self.keep) % (self.max_size - self.keep)
+        return np.where(positions < self.keep, positions, gone_round)
+
+    def oldest(self, num_tokens: int) -> int:
+        """The first position that is still there, beside the kept ones, after so many tokens."""
+        return min(num_tokens, max(self.keep, num_tokens - (self.max_size - self.keep)))
+
+    def runs(self, start: int, end: int) -> list[tuple[int, int]]:
+        """The positions of [start, end) that it will hold, cut where their slots are not consecutive."""
+        size = self.max_size - self.keep
+        runs = [(start, min(end, self.keep))] if start < self.keep else []
+        first = max(start, self.keep, end - size)
+        while first < end:
+            last = min(end, first + size - (first - self.keep) % size)
+            runs.append((first, last))
+            first = last
+        return runs
+
+    def chunk_mask(self, offset: int, num_tokens: int, window: int) -> mx.array:
+        """Queries of a chunk over the past and the chunk: each sees the kept tokens and the newest `window`."""
+        past = min(offset, self.max_size - 1)
+        columns = mx.arange(past + num_tokens)
+        # Kept tokens lie at their own position; the others end where the chunk ends.
+        positions = mx.where(columns < self.keep, columns, columns + (offset - past))
+        queries = mx.arange(offset, offset + num_tokens)[:, None]
+        return (positions <= queries) & ((positions < self.keep) | (positions > queries - window))
+
+    def narrow_mask(self, offset: int, window: int) -> mx.array:
+        """The query at `offset` over all slots, for a model whose window is narrower than the ring that it asked
+        for."""
+        newest = np.arange(max(0, offset + 1 - self.max_size), offset + 1)
+        positions = np.full(min(self.max_size, offset + 1), -1, np.int32)
+        positions[self._slots(newest)] = newest  # of two for one slot the later one counts
+        return mx.array(positions) > offset - window
+
+
+class WindowLayer(AttentionLayer):
+    def __init__(self, max_size: int, keep: int = 0, shape: KvShape | None = None) -> None:
+        super().__init__(0)
+        self.ring = Ring(max_size, keep)
+        self._buffer = Buffer(max_size, shape)
+        self._chunk: RawPart | None = None  # what the queries of a chunk read, until the pass ends
+
+    @property
+    def nbytes(self) -> int:
+        return self._buffer.nbytes
+
+    @property
+    def token_bytes(self) -> int:
+        return self._buffer.token_bytes
+
+    @property
+    def has_runs(self) -> bool:
+        return True
+
+    def arrays(self) -> list[mx.array]:
+        return self._buffer.arrays()
+
+    def grow(self, tokens: int) -> None:
+        """The ring has its full size from the start."""
+
+    def held(self) -> tuple[mx.array, mx.array]:
+        """K and V of what the ring holds, by position, in memory of their own: [1, kv_heads, tokens, dim]."""
+        raw, slots = self._held_part(), mx.array(self.ring.held_slots(self.offset))
+        k, v = mx.take(raw.k, slots, axis=2), mx.take(raw.v, slots, axis=2)
+        mx.eval(k, v)
+        return k, v
+
+    def resume(self, k: mx.array, v: mx.array, offset: int) -> None:
+        """Hold what another ring of this size `held`; or its first `offset` tokens, if it had not dropped any."""
+        self.offset = offset
+        kept = min(self.ring.keep, offset)
+        if kept:
+            self._buffer.put(0, k[:, :, :kept], v[:, :, :kept])
+        self._put(k[:, :, kept:], v[:, :, kept:], self.ring.oldest(offset), offset)
+        mx.eval(self.arrays())
+
+    def append(self, k: mx.array, v: mx.array) -> None:
+        if k.shape[2] > 1:
+            # Early queries of a chunk see tokens that its last ones push out of the ring.
+            new = RawPart(k, v, k.shape[2])
+            self._chunk = _join(self._past(), new) if self.offset else new
+        start, self.offset = self.offset, self.offset + k.shape[2]
+        self._put(k, v, start, self.offset)
+
+    def _put(self, k: mx.array, v: mx.array, start: int, end: int) -> None:
+        """Tokens of positions [start, end), as far as the ring will hold them."""
+        for first, last in self.ring.runs(start, end):
+            new = slice(first - start, last - start)
+            self._buffer.put(self.ring.slot(first), k[:, :, new], v[:, :, new])
+
+    def runs_with_next(self) -> list[cpu_step.Run]:
+        """Make room for one more token, which the caller writes where the run says."""
+        at = self.ring.slot(self.offset)
+        self.offset += 1
+        return [cpu_step.Run(*self._buffer.addresses(), self._buffer.size, at, min(self.offset, self.ring.max_size))]
+
+    def next_slot(self) -> Slot:
+        buffer, ring = self._buffer, self.ring
+        held = min(self.offset + 1, ring.max_size)
+        return Slot(*buffer.allocate(), buffer.size, ring.slot(self.offset), held, buffer.where)
+
+    def count_next(self) -> None:
+        self.offset += 1
+
+    def next_place(self) -> Place:
+        return Place(self.ring.slot(self.offset), min(self.offset + 1, self.ring.max_size))
+
+    @property
+    def most_tokens(self) -> int:
+        return self.ring.max_size
+
+    def watched(self) -> list[Watched]:
+        return [self._buffer.where]
+
+    def next_piece(self) -> Piece | None:
+        """A ring never ends."""
+        return None
+
+    def put_last(self, k: mx.array, v: mx.array) -> None:
+        self._buffer.put(self.ring.slot(self.offset - 1), k, v)
+
+    def before_slot(self) -> tuple[Part, ...]:
+        """All that it reads beside the ring."""
+        return ()
+
+    def parts(self) -> tuple[RawPart, ...]:
+        return (self._chunk or self._held_part(),)
+
+    def end_pass(self) -> list[mx.array]:
+        self._chunk = None
+        return super().end_pass()
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:  # noqa: N803
+        max_size = self.ring.max_size
+        if N == 1:
+            return self.ring.narrow_mask(self.offset, window_size) if window_size and window_size < max_size else None
+        window = min(window_size or max_size, max_size - self.ring.keep)
+        if self.offset + N <= window and not return_array:
+            return "causal"
+        return self.ring.chunk_mask(self.offset, N, window)
+
+    def _held_part(self) -> RawPart:
+        return self._buffer.part(min(self.offset, self.ring.max_size))
+
+    def _past(self) -> RawPart:
+        """The newest max_size - 1 tokens, oldest first: all that a further token can see."""
+        held, ring = self._held_part(), self.ring
+        if self.offset < ring.max_size:
+            return held
+        # Drop the oldest token that is not kept; the others in order of position.
+        oldest = ring.slot(self.offset)
+        cut = [(0, ring.keep), (oldest + 1, ring.max_size), (ring.keep, oldest)]
+        pieces = [RawPart(held.k[:, :, a:b], held.v[:, :, a:b], b - a) for a, b in cut if a < b]
+        return _join(*pieces)
+
+
+def _join(*parts: RawPart) -> RawPart:
+    k, v = Parts((parts,)).joined(parts[0].k_buffer)
+    return RawPart(k, v, k.shape[2])

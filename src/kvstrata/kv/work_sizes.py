@@ -1,0 +1,78 @@
+"""How finely the tokens of a layer are cut, so that no step of work on a long one takes long.
+
+What is stored lies in parts, what is encoded is done in pieces. Both end at positions that are the same in every
+sequence, and at the ends of codecs' groups, so cutting changes no code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvstrata.attention.segments import SealedPart
+from kvstrata.codecs import backends
+from kvstrata.codecs.mean_runs import GROUP_TOKENS
+from kvstrata.kv.layout import LayerSpec
+
+# Values (K and V, all heads) of one layer: so many are copied, or encoded, in some milliseconds.
+PART_VALUES_CPU, PIECE_VALUES_CPU = 2 << 20, 512 << 10
+
+PART_VALUES_GPU, PIECE_VALUES_GPU = 64 << 20, 16 << 20
+
+
+@dataclass(frozen=True)
+class Grain:
+    """In tokens; powers of two, so that pieces make up parts."""
+
+    part_tokens: int  # most that a stored part holds
+    piece_tokens: int  # encoded or decoded at once
+
+    def may_join(self, a: SealedPart, b: SealedPart) -> bool:
+        """Whether neighbours are stored alike and make one part."""
+        is_alike = (a.k.codec, a.v.codec) == (b.k.codec, b.v.codec)
+        return is_alike and a.k.position // self.part_tokens == (b.k.end - 1) // self.part_tokens
+
+    def join(self, parts: Sequence[SealedPart]) -> list[SealedPart]:
+        """Neighbours that make one part become one."""
+        groups: list[list[SealedPart]] = []
+        for part in parts:
+            if groups and self.may_join(groups[-1][0], part):
+                groups[-1].append(part)
+            else:
+                groups.append([part])
+        return [join(group) for group in groups]
+
+
+def join(parts: Sequence[SealedPart]) -> SealedPart:
+    """Neighbours under the same codecs, two by two: a token is copied a few times, not once for every part after it."""
+    while len(parts) > 1:
+        parts = [_join_two(*parts[i : i + 2]) for i in range(0, len(parts), 2)]
+    return parts[0]
+
+
+def _join_two(a: SealedPart, b: SealedPart | None = None) -> SealedPart:
+    return a if b is None else SealedPart(a.k.codec.join(a.k, b.k), a.v.codec.join(a.v, b.v))
+
+
+def ranges(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
+    """[start, end), cut at multiples of `size`."""
+    while start < end:
+        stop = min(end, start - start % size + size)
+        yield start, stop
+        start = stop
+
+
+def grain_of(spec: LayerSpec) -> Grain:
+    return grain_for(spec.kv_heads * (spec.k_dim + spec.v_dim))
+
+
+def grain_for(token_values: int) -> Grain:
+    """For a layer whose tokens have so many values each."""
+    part, piece = (PART_VALUES_CPU, PIECE_VALUES_CPU) if backends.on_cpu() else (PART_VALUES_GPU, PIECE_VALUES_GPU)
+    return Grain(_tokens(part, token_values), _tokens(piece, token_values))
+
+
+def _tokens(num_values: int, token_values: int) -> int:
+    """The largest power of two that fits, and at least one group."""
+    fits = num_values // max(1, token_values)
+    return max(GROUP_TOKENS, 1 << max(0, fits.bit_length() - 1))

@@ -1,0 +1,353 @@
+"""A block of a transformer whose products are packed, in a few calls instead of some forty operations of MLX.
+
+For blocks of the common build: norm, attention with RoPE, norm, gated MLP, each with a residual, and norms behind both
+where there are some. Which build a block has is tried, not believed: the block itself and its short form compute the
+same tokens, and where they differ the block stays as it is. So a model with something else in it is slower, not wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from inspect import signature
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import KVCache
+
+from kvstrata.packed.cpu import block_kernels as cpu_block_kernels
+from kvstrata.packed.cpu import rows as cpu_rows
+from kvstrata.packed.form import Activations, exact_activations
+from kvstrata.packed.layers import PackedLinear, flat
+from kvstrata.packed.quantized import TILE_ROWS
+from kvstrata.packed.weight import PackedWeight, Vectors, joined
+
+log = logging.getLogger(__name__)
+
+# Of the largest value, float32 on both sides.
+TOLERANCE = 1e-4
+
+ROUNDED = 1e-2  # where activations are rounded to 16 bits
+
+TRIED_TOKENS = 5
+
+MOST_WEIGHTS = 3  # that share an input: those of q, k and v
+
+_HEADS = {"n_heads", "num_attention_heads"}
+
+NOTHING = np.empty(0, np.float32)
+
+
+class FarCache:
+    """A cache of a sequence that is long already, and of which the new tokens alone are seen."""
+
+    offset = 20_000
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return keys, values
+
+
+class Turning:
+    """How RoPE turns queries and keys: from the model's own module, once for all layers that turn alike."""
+
+    def __init__(self, rope: Any, dim: int) -> None:
+        self._rope = rope
+        self._dim = dim
+        num_turned = min(int(getattr(rope, "dims", dim)), dim)
+        is_interleaved = bool(getattr(rope, "traditional", False))
+        num_pairs = num_turned // 2
+        # How pairs of dims lie: how many, from one to the next, from the first dim to the second.
+        self.lie = (num_pairs, 2, 1) if is_interleaved else (num_pairs, 1, num_pairs)
+        unit = np.zeros(dim, np.float32)
+        unit[: num_pairs * self.lie[1] : self.lie[1]] = 1.0
+        self._unit = mx.array(unit)
+        # Of the last pass: where it was, and the table.
+        self._last: tuple[Any, np.ndarray] = (None, NOTHING)
+
+    def turned(self, offset: mx.array | int, num_rows: int, tokens: int) -> np.ndarray:
+        """(1, 0) of each pair, at each token: float32 [rows * tokens, dim]"""
+        # By value: mlx-lm adds to its arrays of offsets in place.
+        place = (offset if isinstance(offset, int) else np.asarray(offset).tobytes(), num_rows, tokens)
+        if self._last[0] != place:
+            units = mx.broadcast_to(self._unit, (num_rows, 1, tokens, self._dim))
+            self._last = (place, flat(self._rope(units, offset=offset)))
+        return self._last[1]
+
+    def is_like(self, other: Turning) -> bool:
+        if (self._dim, self.lie) != (other._dim, other.lie):
+            return False
+        return all(np.array_equal(self.turned(at, 1, 2), other.turned(at, 1, 2)) for at in (0, 1000))
+
+
+class Fan:
+    """Products of one input, side by side."""
+
+    def __init__(self, layers: Sequence[PackedLinear]) -> None:
+        weights = [layer.weight for layer in layers]
+        whole = joined(weights)
+        self.weights: list[PackedWeight] = weights if whole is None else [whole]
+        self.num_columns = sum(weight.shape[0] for weight in weights)
+        self._whole_bias = _joined_bias(layers)
+        self.bias = NOTHING if self._whole_bias is None else np.asarray(self._whole_bias)
+        # Always as many, or the kernels are compiled anew for each number.
+        empty = PackedWeight(mx.zeros(0, mx.uint8), mx.zeros(0, mx.uint8), weights[0].form, 0)
+        padding = [empty] * (MOST_WEIGHTS - len(self.weights))
+        self.fields = tuple(weight.fields for weight in (*self.weights, *padding))
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        weights = [array for weight in self.weights for array in weight.arrays]
+        return weights if self._whole_bias is None else [*weights, self._whole_bias]
+
+    def with_bias(self, x: np.ndarray, activations: Activations) -> np.ndarray:
+        made = self.without_bias(x, activations)
+        if len(self.bias):
+            made += self.bias
+        return made
+
+    def without_bias(self, x: np.ndarray, activations: Activations) -> np.ndarray:
+        vectors = Vectors(x, activations)
+        made, first = np.empty((len(x), self.num_columns), np.float32), 0
+        for weight in self.weights:
+            weight.multiply(vectors, made, first)
+            first += weight.shape[0]
+        return made
+
+
+def _joined_bias(layers: Sequence[PackedLinear]) -> mx.array | None:
+    """Zeros for a layer that has none; None if none has one."""
+    if not any("bias" in layer for layer in layers):
+        return None
+    parts = [layer.bias if "bias" in layer else mx.zeros(layer.weight.shape[0]) for layer in layers]
+    whole = mx.concatenate(parts)
+    mx.eval(whole)
+    return whole
+
+
+class Norm:
+    """RMS norm over the last axis. Its weights are what the model's own module does to a vector of ones. Without a
+    module it does nothing."""
+
+    def __init__(self, module: Any = None) -> None:
+        self.weight, self.eps = NOTHING, np.float32(0)
+        if module is not None:
+            self.eps = np.float32(module.eps)
+            dim = module.weight.shape[0]
+            self.weight = flat(module(mx.ones((1, dim))))[0] * np.sqrt(np.float32(1) + self.eps)
+        self.fields = (self.weight, self.eps)
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        if not len(self.weight):
+            return x
+        made = np.empty_like(x)
+        (cpu_rows.norm if len(x) < cpu_rows.PARALLEL_ROWS else cpu_rows.norm_parallel)(x, self.weight, self.eps, made)
+        return made
+
+
+class ShortBlock(nn.Module):
+    """The block in few calls. Its arrays are parameters, as those of the layers that it takes the place of were."""
+
+    def __init__(self, block: Any, turning: Turning, activation: int) -> None:
+        super().__init__()
+        attention, mlp = block.self_attn, block.mlp
+        self._turning = turning
+        self.activation = activation
+        self._activation = np.int64(activation)
+        self._scale = attention.scale
+        self._qkv = Fan([attention.q_proj, attention.k_proj, attention.v_proj])
+        self._out, self._down = Fan([attention.o_proj]), Fan([mlp.down_proj])
+        self._gate_up = Fan([mlp.gate_proj, mlp.up_proj])
+        self._before = Norm(block.input_layernorm)
+        has_both = "pre_feedforward_layernorm" in block
+        self._between = Norm(block.pre_feedforward_layernorm if has_both else block.post_attention_layernorm)
+        self._behind_attention = Norm(block.post_attention_layernorm if has_both else None)
+        self._behind_mlp = Norm(block.post_feedforward_layernorm if has_both else None)
+        q_norm, k_norm = (Norm(attention.get(name)) for name in ("q_norm", "k_norm"))
+        self._head_norms = ((q_norm.weight, k_norm.weight), q_norm.eps)
+        self._dim = attention.q_proj.weight.shape[0] // _num_heads(attention)
+        num_kv_heads = attention.k_proj.weight.shape[0] // self._dim
+        self._num_heads = (_num_heads(attention), num_kv_heads, num_kv_heads)
+        self.activations: Activations = 32
+        self.arrays = [array for fan in (self._qkv, self._out, self._gate_up, self._down) for array in fan.arrays]
+        self.freeze()
+
+    def run(self, x: mx.array, mask: Any, cache: Any, attend: Any) -> mx.array:
+        h = flat(x)
+        made = tuple(np.empty((x.shape[0], num, x.shape[1], self._dim), np.float32) for num in self._num_heads)
+        turn = (self._turning.turned(cache.offset, x.shape[0], x.shape[1]), *self._turning.lie)
+        if self._is_small(h):
+            fields = (self._before.fields, self._qkv.fields, self._qkv.bias, self.activations)
+            cpu_block_kernels.project(h, *fields, *self._head_norms, turn, made)
+        else:
+            projected = self._qkv.without_bias(self._before(h), self.activations)
+            heads = cpu_rows.heads if len(h) < cpu_rows.PARALLEL_ROWS else cpu_rows.heads_parallel
+            heads(projected, self._qkv.bias, *self._head_norms, turn, made)
+        mixed = self._next(made, mask, cache)
+        if mixed is None:
+            q, k, v = map(mx.array, made)
+            keys, values = cache.update_and_fetch(k, v)
+            mixed = _by_token(attend(q, keys, values, cache=cache, scale=self._scale, mask=mask))
+        return mx.array(self._finished(h, mixed).reshape(x.shape))
+
+    def _next(self, made: tuple[np.ndarray, ...], mask: Any, cache: Any) -> np.ndarray | None:
+        """One token for each row, attended to without a way through MLX: for caches that can. [rows, heads * dim]"""
+        attend_next = getattr(cache, "attend_next", None)
+        if attend_next is None or mask is not None or made[0].shape[2] != 1:
+            return None
+        mixed = attend_next(*made, self._scale)
+        return None if mixed is None else mixed.reshape(len(mixed), -1)
+
+    def _finished(self, h: np.ndarray, mixed: np.ndarray) -> np.ndarray:
+        """All that comes after attention."""
+        if self._is_small(h):
+            out = (self._out.fields, self._out.bias, self._behind_attention.fields)
+            down = (self._down.fields, self._down.bias, self._behind_mlp.fields)
+            wide = (self._gate_up.fields, self._gate_up.bias, self._activation)
+            return cpu_block_kernels.finish(h, mixed, out, (self._between.fields, *wide, *down), self.activations)
+        bits = self.activations
+        h = h + self._behind_attention(self._out.with_bias(mixed, bits))
+        wide = self._gate_up.with_bias(self._between(h), bits)
+        return h + self._behind_mlp(self._down.with_bias(self._gated(wide), bits))
+
+    def _is_small(self, h: np.ndarray) -> bool:
+        return len(h) < cpu_rows.PARALLEL_ROWS and self.activations != 32
+
+    def _gated(self, x: np.ndarray) -> np.ndarray:
+        made = np.empty((len(x), x.shape[1] // 2), np.float32)
+        (cpu_rows.gate if len(x) < cpu_rows.PARALLEL_ROWS else cpu_rows.gate_parallel)(x, self._activation, made)
+        return made
+
+
+def _num_heads(attention: Any) -> int:
+    return attention.n_heads if hasattr(attention, "n_heads") else attention.num_attention_heads
+
+
+def _by_token(mixed: mx.array) -> np.ndarray:
+    """[rows, heads, tokens, dim] -> [rows * tokens, heads * dim]"""
+    num_rows, heads, tokens, dim = mixed.shape
+    return np.ascontiguousarray(np.asarray(mixed).transpose(0, 2, 1, 3)).reshape(num_rows * tokens, heads * dim)
+
+
+def shorten(model: nn.Module, known: Mapping[str, int] | None = None) -> dict[str, int]:
+    """Give blocks their short form where it computes the same. Return the activation of each block that has one, by its
+    name. `known`: what an earlier trial of the same model returned; None: every block is tried."""
+    turnings: list[Turning] = []
+    named: dict[int, tuple[str, Any]] = {id(module): (name, module) for name, module in model.named_modules()}
+    blocks = [(name, block) for name, block in named.values() if _may_be_short(block)]
+    # What a short form takes the place of goes, so it must be the block's alone.
+    uses = Counter(id(part) for _, block in blocks for part in (block.self_attn, block.mlp))
+    found: dict[str, int] = {}
+    for name, block in blocks:
+        if uses[id(block.self_attn)] == uses[id(block.mlp)] == 1 and (known is None or name in known):
+            activation = _shorten(block, turnings, None if known is None else known[name])
+            if activation is not None:
+                found[name] = activation
+    return found
+
+
+def _may_be_short(module: Any) -> bool:
+    wanted = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+    if not isinstance(module, nn.Module) or not wanted <= set(module):
+        return False
+    attention, mlp = module["self_attn"], module["mlp"]
+    if not {"scale", "rope"} <= {*vars(attention), *attention} or not (_HEADS & set(vars(attention))):
+        return False
+    q, k, v, o = (attention.get(f"{name}_proj") for name in "qkvo")
+    gate, up, down = (mlp.get(f"{name}_proj") for name in ("gate", "up", "down"))
+    if not all(isinstance(layer, PackedLinear) for layer in (q, k, v, o, gate, up, down)):
+        return False
+    # The kernels check no bounds, and write whole tiles.
+    dim, rest = divmod(q.weight.shape[0], _num_heads(attention))
+    is_whole = not rest and not k.weight.shape[0] % dim and k.weight.shape == v.weight.shape
+    is_whole &= gate.weight.shape == up.weight.shape
+    # Some queries bring a gate with them: then the output layer takes half of what they are.
+    is_whole &= o.weight.shape[1] == q.weight.shape[0] and down.weight.shape[1] == up.weight.shape[0]
+    norms = [attention[name] for name in ("q_norm", "k_norm") if attention.get(name) is not None]
+    is_whole &= all("weight" in norm and norm.weight.size == dim for norm in norms)
+    return is_whole and not any(layer.weight.shape[0] % TILE_ROWS for layer in (q, k, v, o, gate, up, down))
+
+
+def _shorten(block: Any, turnings: list[Turning], known: int | None) -> int | None:
+    """Return the activation of the short form, `known` where that is given. None: no short form computes the same, and
+    the block is as it was."""
+    try:
+        short = _fitting(block, turnings) if known is None else _form_with(block, turnings, known)
+    except Exception as error:  # noqa: BLE001
+        # Whatever a block does that is called with less than it needs, gives more than hidden states, or lacks a part.
+        log.info("a block stays as it is: %s: %s", type(error).__name__, error)
+        return None
+    if short is None:
+        return None
+    short.activations = block.self_attn.q_proj.activations
+    block.short = short
+    block.__class__ = _short_kind(type(block))
+    for owner, names in ((block.self_attn, "qkvo"), (block.mlp, ("gate", "up", "down"))):
+        for name in names:
+            owner.pop(f"{name}_proj")
+    return short.activation
+
+
+def _fitting(block: Any, turnings: list[Turning]) -> ShortBlock | None:
+    """The form that computes what the block does, exactly and with activations that are rounded."""
+    if list(signature(type(block).__call__).parameters) != ["self", "x", "mask", "cache"]:
+        return None
+    with exact_activations(block):
+        wanted = _outputs(block)
+    for short in _forms(block, turnings):
+        if _is_close(_outputs_of(block, short), wanted):
+            short.activations = 16
+            return short if _is_close(_outputs_of(block, short), wanted, ROUNDED) else None
+    return None
+
+
+def _forms(block: Any, turnings: list[Turning]) -> Iterator[ShortBlock]:
+    for activation in (cpu_rows.SILU, cpu_rows.GELU):
+        yield _form_with(block, turnings, activation)
+
+
+def _form_with(block: Any, turnings: list[Turning], activation: int) -> ShortBlock:
+    attention = block.self_attn
+    turning = Turning(attention.rope, attention.q_proj.weight.shape[0] // _num_heads(attention))
+    same = next((each for each in turnings if each.is_like(turning)), None)
+    if same is None:
+        turnings.append(turning)
+    return ShortBlock(block, same or turning, activation)
+
+
+def _outputs(block: Any, run: Callable[..., mx.array] | None = None) -> np.ndarray:
+    """Of a short prompt, of a token after it, and of tokens far away: some blocks do something else there."""
+    dim = block.input_layernorm.weight.shape[0]
+    x = mx.random.normal((1, TRIED_TOKENS + 1, dim), key=mx.random.key(7))
+    kv = KVCache()
+    call = run or block
+    made = [call(x[:, :TRIED_TOKENS], mask="causal", cache=kv), call(x[:, TRIED_TOKENS:], mask=None, cache=kv)]
+    made.append(call(x, mask="causal", cache=FarCache()))
+    return np.concatenate([flat(each) for each in made])
+
+
+def _outputs_of(block: Any, short: ShortBlock) -> np.ndarray:
+    attend = _attend_of(block)
+    return _outputs(block, lambda x, mask, cache: short.run(x, mask, cache, attend))
+
+
+def _is_close(made: np.ndarray, wanted: np.ndarray, tolerance: float = TOLERANCE) -> bool:
+    return bool(np.abs(made - wanted).max() <= tolerance * np.abs(wanted).max())
+
+
+def _attend_of(block: Any) -> Any:
+    """What the model's own attention calls. Looked up anew: it is rebound."""
+    return sys.modules[type(block.self_attn).__module__].scaled_dot_product_attention  # pyright: ignore
+
+
+@cache
+def _short_kind(kind: type[Any]) -> type[Any]:
+    def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        return self.short.run(x, mask, KVCache() if cache is None else cache, _attend_of(self))
+
+    # The name stays: messages, and models that look at it, see what they know.
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})

@@ -1,0 +1,1 @@
+"""Kernels over packed weights on a CPU."""

@@ -1,0 +1,322 @@
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+"""Products with packed weights, compiled by numba when first called and kept on disk after that.
+
+`tiles.py` says how weights lie. Eight rows of them, or as many as one instruction takes, are spread
+once, then multiplied by every vector of activations.
+What is added up in which order depends on neither the number of threads nor that of vectors.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+from numba import njit, prange
+
+from kvstrata.packed.cpu.tiles import (
+    FP4,
+    NUM_ABREAST,
+    TILE_FACTORS,
+    TILE_VALUES,
+    dot8_1,
+    dot8_4,
+    dot8_codes_4,
+    dot8_codes_8,
+    dot8_last,
+    dot16_1,
+    dot16_4,
+    dot16_codes_4,
+    dot16_codes_8,
+    dot16_last,
+    dot_exact,
+    factors_bfloat,
+    factors_exponent,
+    factors_float,
+    factors_half,
+    quantize_8,
+    quantize_16,
+    spread_2,
+    spread_3,
+    spread_4,
+    spread_5,
+    spread_6,
+    spread_8,
+    spread_fp4,
+    weights_of,
+)
+from kvstrata.packed.quantized import TILE_COLUMNS, TILE_ROWS
+
+# As in attention/cpu/kernels.py.
+BUILT_ON = "385074372d075c90"
+
+TASK_ROWS = 12  # times 8, for one thread at a time
+
+VECTOR = 4 * TILE_ROWS  # levels of one vector of a tile
+
+HALF, BFLOAT, FLOAT, EXPONENT = 0, 1, 2, 3  # how scales and biases are stored
+
+# As in attention/cpu/kernels.py: no entry from Python.
+_inner = partial(njit, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+@_inner
+def _spread(codes, bits, row, num_tiles, levels, place, abreast):
+    """Eight rows, the `row`th such, -> levels, as number `place` of those that lie side by side"""
+    step = TILE_VALUES // 8 * (4 if bits == FP4 else bits)
+    at, into = row * num_tiles * step, place * VECTOR
+    size, stride = abreast * TILE_VALUES, abreast * VECTOR
+    # A loop for each: what is asked once a tile takes as long as the tile.
+    if bits == 4:
+        for tile in range(num_tiles):
+            spread_4(codes, at + tile * step, levels, into + tile * size, stride)
+    elif bits == 8:
+        for tile in range(num_tiles):
+            spread_8(codes, at + tile * step, levels, into + tile * size, stride)
+    elif bits == 6:
+        for tile in range(num_tiles):
+            spread_6(codes, at + tile * step, levels, into + tile * size, stride)
+    elif bits == 5:
+        for tile in range(num_tiles):
+            spread_5(codes, at + tile * step, levels, into + tile * size, stride)
+    elif bits == 3:
+        for tile in range(num_tiles):
+            spread_3(codes, at + tile * step, levels, into + tile * size, stride)
+    elif bits == 2:
+        for tile in range(num_tiles):
+            spread_2(codes, at + tile * step, levels, into + tile * size, stride)
+    else:
+        for tile in range(num_tiles):
+            spread_fp4(codes, at + tile * step, levels, into + tile * size, stride)
+
+
+@_inner
+def _spread_factors(weight, row, factors, place, abreast):
+    """Those of eight rows, likewise. They are stored as bytes, whatever they hold."""
+    _, scales, _, kind, base, group_tiles, num_tiles, _, _ = weight
+    size = TILE_ROWS if kind == EXPONENT else TILE_FACTORS * (4 if kind == FLOAT else 2)
+    num_groups = num_tiles // group_tiles
+    at, into, stride = row * num_groups * size, place * TILE_ROWS, abreast * TILE_ROWS
+    for _ in range(num_groups):
+        for _ in range(group_tiles):
+            if kind == HALF:
+                factors_half(scales, at, factors, into, stride, base)
+            elif kind == BFLOAT:
+                factors_bfloat(scales, at, factors, into, stride, base)
+            elif kind == FLOAT:
+                factors_float(scales, at, factors, into, stride, base)
+            else:
+                factors_exponent(scales, at, factors, into, stride, base)
+            into += abreast * TILE_FACTORS
+        at += size
+
+
+@_inner
+def _multiply_rows(weight, rows, x, out, first):
+    """Rows of weights, eights from `rows[0]` to `rows[1]`, with all vectors"""
+    codes, bits, n = weight[0], weight[2], weight[6]
+    levels = np.empty(NUM_ABREAST * n * TILE_VALUES, np.int8)
+    factors = np.empty(NUM_ABREAST * n * TILE_FACTORS, np.float32)
+    last = rows[1] - (rows[1] - rows[0]) % NUM_ABREAST
+    for row in range(rows[0], last, NUM_ABREAST):
+        for place in range(NUM_ABREAST):
+            _spread(codes, bits, row + place, n, levels, place, NUM_ABREAST)
+            _spread_factors(weight, row + place, factors, place, NUM_ABREAST)
+        _multiply_spread(levels, factors, n, x, out, first + row * TILE_ROWS)
+    for row in range(last, rows[1]):
+        _spread(codes, bits, row, n, levels, 0, 1)
+        _spread_factors(weight, row, factors, 0, 1)
+        _multiply_last(levels, factors, n, x, out, first + row * TILE_ROWS)
+
+
+@_inner
+def _multiply_spread(levels, factors, n, x, out, into):
+    high, low, scales, sums = x
+    num, stride = out.shape
+    in_fours = num // 4 * 4
+    if low.size:
+        for i in range(0, in_fours, 4):
+            dot16_4(levels, 0, factors, high, low, scales, sums, i * n, n, out, i * stride + into, stride)
+        for i in range(in_fours, num):
+            dot16_1(levels, 0, factors, high, low, scales, sums, i * n, n, out, i * stride + into, stride)
+    else:
+        for i in range(0, in_fours, 4):
+            dot8_4(levels, 0, factors, high, low, scales, sums, i * n, n, out, i * stride + into, stride)
+        for i in range(in_fours, num):
+            dot8_1(levels, 0, factors, high, low, scales, sums, i * n, n, out, i * stride + into, stride)
+
+
+@_inner
+def _multiply_last(levels, factors, n, x, out, into):
+    high, low, scales, sums = x
+    num, stride = out.shape
+    for i in range(num):
+        if low.size:
+            dot16_last(levels, 0, factors, high, low, scales, sums, i * n, n, out, i * stride + into, stride)
+        else:
+            dot8_last(levels, 0, factors, high, low, scales, sums, i * n, n, out, i * stride + into, stride)
+
+
+@_inner
+def _multiply_one(weight, rows, x, out, first):
+    """Likewise with one vector; weights of 4 or 8 bits"""
+    codes, bits, n = weight[0], weight[2], weight[6]
+    high, low, scales, sums = x
+    factors = np.empty(n * TILE_FACTORS, np.float32)
+    for row in range(rows[0], rows[1]):
+        at, into = row * n * TILE_VALUES * bits // 8, first + row * TILE_ROWS
+        _spread_factors(weight, row, factors, 0, 1)
+        if bits == 4:
+            if low.size:
+                dot16_codes_4(codes, at, factors, high, low, scales, sums, 0, n, out, into, 0)
+            else:
+                dot8_codes_4(codes, at, factors, high, low, scales, sums, 0, n, out, into, 0)
+        elif low.size:
+            dot16_codes_8(codes, at, factors, high, low, scales, sums, 0, n, out, into, 0)
+        else:
+            dot8_codes_8(codes, at, factors, high, low, scales, sums, 0, n, out, into, 0)
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def multiply(weight, x, out, first):
+    """Activations of 8 or 16 bits (upper 8 and lower 8 [vectors, in], the latter maybe empty; scales and sums [vectors,
+    groups]) -> out[:, first:]"""
+    num_rows = weight[7]
+    is_direct = out.shape[0] == 1 and weight[2] in (4, 8)
+    for task in prange((num_rows + TASK_ROWS - 1) // TASK_ROWS):
+        rows = (task * TASK_ROWS, min(num_rows, task * TASK_ROWS + TASK_ROWS))
+        if is_direct:
+            _multiply_one(weight, rows, x, out, first)
+        else:
+            _multiply_rows(weight, rows, x, out, first)
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def multiply_exactly(weight, x, sums, out, first):
+    """Activations as float32 -> out[:, first:]"""
+    num_tiles, num_rows = weight[6], weight[7]
+    num, stride = out.shape
+    for task in prange((num_rows + TASK_ROWS - 1) // TASK_ROWS):
+        levels, factors = np.empty(num_tiles * TILE_VALUES, np.int8), np.empty(num_tiles * TILE_FACTORS, np.float32)
+        for row in range(task * TASK_ROWS, min(num_rows, task * TASK_ROWS + TASK_ROWS)):
+            _spread(weight[0], weight[2], row, num_tiles, levels, 0, 1)
+            _spread_factors(weight, row, factors, 0, 1)
+            for i in range(num):
+                place = i * stride + first + row * TILE_ROWS
+                dot_exact(levels, factors, x, sums, i * num_tiles, num_tiles, out, place)
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def unpack(weight, eights, out):
+    """Rows of weights as float32, the named eights of them -> out [8 * eights, in]"""
+    num_tiles, stride = weight[6], out.shape[1]
+    for i in prange(len(eights)):
+        levels, factors = np.empty(num_tiles * TILE_VALUES, np.int8), np.empty(num_tiles * TILE_FACTORS, np.float32)
+        _spread(weight[0], weight[2], eights[i], num_tiles, levels, 0, 1)
+        _spread_factors(weight, eights[i], factors, 0, 1)
+        for tile in range(num_tiles):
+            weights_of(levels, factors, tile, out, i * TILE_ROWS * stride + tile * TILE_COLUMNS, stride)
+
+
+@_inner
+def _quantize(x, made, first, end):
+    high, low, scales, sums = made
+    if low.size:
+        for group in range(first, end):
+            quantize_16(x, high, low, scales, sums, group)
+    else:
+        for group in range(first, end):
+            quantize_8(x, high, low, scales, sums, group)
+
+
+@njit(nogil=True, cache=True)
+def quantize(x, made):
+    _quantize(x, made, 0, made[2].size)
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def quantize_parallel(x, made):
+    num, groups = made[2].shape
+    for i in prange(num):
+        _quantize(x, made, i * groups, i * groups + groups)
+
+
+@njit(nogil=True, cache=True, fastmath=True)
+def add_groups(x, sums):
+    """The sums of 32 values each"""
+    for i in range(x.shape[0]):
+        for group in range(sums.shape[1]):
+            total = np.float32(0)
+            for j in range(group * TILE_COLUMNS, group * TILE_COLUMNS + TILE_COLUMNS):
+                total += x[i, j]
+            sums[i, group] = total
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def pack(stream, bits, row_bytes, codes):
+    """MLX's stream of codes, the lowest bits first -> planes in tiles. Rows past the last are left as they are."""
+    num_rows = len(stream) // row_bytes
+    num_tiles = row_bytes * 8 // bits // TILE_COLUMNS
+    for row in prange(num_rows):
+        first = row // TILE_ROWS * num_tiles
+        if bits == 4:
+            _pack_4(stream.view(np.uint16), row, row_bytes // 2, num_tiles, first, codes.view(np.uint32))
+        elif bits == 8:
+            _pack_8(stream.view(np.uint32), row, row_bytes // 4, num_tiles, first, codes.view(np.uint32))
+        else:
+            _pack_any(stream, row, row_bytes, bits, num_tiles, first, codes)
+
+
+@_inner
+def _pack_4(stream, row, row_size, num_tiles, first, codes):
+    """In halves of 4 codes: vectors 0 to 3 of a tile have low nibbles, 4 to 7 the high ones of the same bytes."""
+    lane = row % TILE_ROWS
+    for tile in range(num_tiles):
+        at, into = row * row_size + tile * 8, (first + tile) * 32 + lane
+        for i in range(4):
+            codes[into + i * TILE_ROWS] = _as_bytes(stream[at + i]) | (_as_bytes(stream[at + 4 + i]) << np.uint32(4))
+
+
+@njit(inline="always")
+def _as_bytes(nibbles):
+    """Four of them -> the low halves of four bytes"""
+    pairs = np.uint32(nibbles)
+    pairs = (pairs | (pairs << np.uint32(8))) & np.uint32(0x00FF00FF)
+    return (pairs | (pairs << np.uint32(4))) & np.uint32(0x0F0F0F0F)
+
+
+@_inner
+def _pack_8(stream, row, row_size, num_tiles, first, codes):
+    lane = row % TILE_ROWS
+    for tile in range(num_tiles):
+        at, into = row * row_size + tile * 8, (first + tile) * 64 + lane
+        for i in range(8):
+            codes[into + i * TILE_ROWS] = stream[at + i]
+
+
+@_inner
+def _pack_any(stream, row, row_bytes, bits, num_tiles, first, codes):
+    step, mask = TILE_VALUES * bits // 8, (1 << bits) - 1
+    for column in range(num_tiles * TILE_COLUMNS):
+        at = column * bits
+        place = row * row_bytes + at // 8
+        pair = np.int64(stream[place])
+        if at % 8 + bits > 8:
+            pair |= np.int64(stream[place + 1]) << 8
+        code = (pair >> (at % 8)) & mask
+        vector, lane = column % TILE_COLUMNS // 4, row % TILE_ROWS * 4 + column % 4
+        _put(codes, (first + column // TILE_COLUMNS) * step, vector, lane, code, bits)
+
+
+@_inner
+def _put(codes, at, vector, lane, code, bits):
+    """One code into the planes of its tile"""
+    left = bits
+    while left > 0:
+        plane = 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
+        num = plane
+        place = at + vector % num * 4 * TILE_ROWS + lane
+        field = code & ((1 << plane) - 1)
+        codes[place] |= np.uint8(field << (vector // num * plane))
+        at += num * 4 * TILE_ROWS
+        code >>= plane
+        left -= plane

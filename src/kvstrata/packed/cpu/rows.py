@@ -1,0 +1,132 @@
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+"""What a block does between its products, on rows of float32 [tokens, dim]; compiled by numba and kept on disk.
+
+MLX runs such operations on one core, and each costs it some microseconds.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+from numba import njit, prange
+
+from kvstrata.codecs.cpu.vectors import exp
+
+# As in attention/cpu/kernels.py.
+BUILT_ON = "7339f73bc72b54a6"
+
+# Sums in any order; NaN and infinity stay what they are.
+FAST = {"contract", "reassoc", "nsz", "arcp"}
+
+SILU, GELU = 0, 1
+
+# Fewer rows than this are not worth waking other threads.
+PARALLEL_ROWS = 16
+
+# gelu(x) by tanh: sqrt(2 / pi), twice, since tanh(u) = 1 - 2 / (1 + e**2u)
+_GELU_SLOPE, _GELU_CUBE = np.float32(2 * 0.7978845608028654), np.float32(0.044715)
+
+_one = np.float32(1)
+
+_inner = partial(njit, no_cpython_wrapper=True, no_cfunc_wrapper=True, fastmath=FAST)
+
+
+@_inner
+def _norm_row(x, weight, eps, out):
+    total = np.float32(0)
+    for i in range(len(x)):
+        total += x[i] * x[i]
+    factor = _one / np.sqrt(total / np.float32(len(x)) + eps)
+    for i in range(len(x)):
+        out[i] = x[i] * factor * weight[i]
+
+
+@njit(nogil=True, cache=True, fastmath=FAST)
+def norm(x, weight, eps, out):
+    """RMS norm"""
+    for row in range(len(x)):
+        _norm_row(x[row], weight, eps, out[row])
+
+
+@njit(parallel=True, nogil=True, cache=True, fastmath=FAST)
+def norm_parallel(x, weight, eps, out):
+    for row in prange(len(x)):
+        _norm_row(x[row], weight, eps, out[row])
+
+
+@_inner
+def _gate_row(x, kind, out):
+    num = len(out)
+    if kind == SILU:
+        for i in range(num):
+            out[i] = x[i] / (_one + exp(-x[i])) * x[num + i]
+    else:
+        for i in range(num):
+            u = _GELU_SLOPE * x[i] * (_one + _GELU_CUBE * x[i] * x[i])
+            out[i] = x[i] * (_one - _one / (_one + exp(u))) * x[num + i]
+
+
+@njit(nogil=True, cache=True, fastmath=FAST)
+def gate(x, kind, out):
+    """x [rows, 2 * dim]: what goes through the activation, then what it is multiplied by"""
+    for row in range(len(x)):
+        _gate_row(x[row], kind, out[row])
+
+
+@njit(parallel=True, nogil=True, cache=True, fastmath=FAST)
+def gate_parallel(x, kind, out):
+    for row in prange(len(x)):
+        _gate_row(x[row], kind, out[row])
+
+
+@_inner
+def _head(x, weight, eps, angles, num_pairs, step, gap, out):
+    """One head of one token: norm, if it has weights, then turned. Its bias was added."""
+    if len(weight):
+        _norm_row(x, weight, eps, out)
+    else:
+        for i in range(len(x)):
+            out[i] = x[i]
+    for pair in range(num_pairs):
+        a = pair * step
+        first, second, cos, sin = out[a], out[a + gap], angles[a], angles[a + gap]
+        out[a] = first * cos - second * sin
+        out[a + gap] = first * sin + second * cos
+
+
+@_inner
+def _heads_row(x, bias, norms, eps, turn, token, into):
+    """All heads of one token"""
+    q_out, k_out, v_out = into
+    tokens, dim = q_out.shape[2], q_out.shape[3]
+    angles, num_pairs, step, gap = turn
+    row, place = token // tokens, token % tokens
+    if len(bias):
+        for i in range(len(x)):
+            x[i] += bias[i]
+    at = 0
+    for h in range(q_out.shape[1]):
+        _head(x[at : at + dim], norms[0], eps, angles[token], num_pairs, step, gap, q_out[row, h, place])
+        at += dim
+    for h in range(k_out.shape[1]):
+        _head(x[at : at + dim], norms[1], eps, angles[token], num_pairs, step, gap, k_out[row, h, place])
+        at += dim
+    for h in range(v_out.shape[1]):
+        for i in range(dim):
+            v_out[row, h, place, i] = x[at + i]
+        at += dim
+
+
+@njit(nogil=True, cache=True, fastmath=FAST)
+def heads(x, bias, norms, eps, turn, into):
+    """q, k and v of each token in a row of x, as they are projected -> three arrays [rows, heads, tokens, dim]. `turn`:
+    where (1, 0) of each pair of dims is turned to [tokens, dim], and how pairs lie."""
+    for token in range(len(x)):
+        _heads_row(x[token], bias, norms, eps, turn, token, into)
+
+
+@njit(parallel=True, nogil=True, cache=True, fastmath=FAST)
+def heads_parallel(x, bias, norms, eps, turn, into):
+    for token in prange(len(x)):
+        _heads_row(x[token], bias, norms, eps, turn, token, into)

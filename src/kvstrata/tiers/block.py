@@ -1,0 +1,138 @@
+"""A block: the bytes of a run of tokens, and what it takes to trust them. Knows no files and no arrays."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+KEY_BYTES = 32
+
+TOKEN_BYTES = 4
+
+BLOCK_TOKENS = 256  # at most
+
+# The parts of a block: the K and V of its tokens, and the mark at its end, of models that are resumed at marks.
+BASE = "base"
+
+MARK = "mark"
+
+PART_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
+
+# The names of the safetensors format, with the bytes of one element.
+ITEM_BYTES: Mapping[str, int] = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E5M2": 1,
+    "F8_E4M3": 1,
+    "U16": 2,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "U32": 4,
+    "I32": 4,
+    "F32": 4,
+    "U64": 8,
+    "I64": 8,
+    "F64": 8,
+    "C64": 8,
+}
+
+# (parent key, int32 token ids) -> key. The one definition is index.keys.chain; the builder of a tier hands it in.
+Chain = Callable[[bytes, NDArray[np.int32]], bytes]
+
+# (a block's description, bytes by tensor) -> bytes by label, for people to read. What labels mean is known outside.
+Tally = Callable[[Mapping[str, Any], Mapping[str, int]], Mapping[str, int]]
+
+
+def no_tally(_description: Mapping[str, Any], _tensor_bytes: Mapping[str, int]) -> Mapping[str, int]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockId:
+    """One part of a block: its base, or the mark at its end. Each is written, read and removed by itself."""
+
+    key: bytes
+    part: str = BASE
+
+    def __post_init__(self) -> None:
+        if len(self.key) != KEY_BYTES:
+            raise ValueError(f"A key has {KEY_BYTES} bytes, not {len(self.key)}")
+        if not PART_NAME.fullmatch(self.part):
+            raise ValueError(f"A part is named by 1 to 32 of a-z 0-9 _ -, not {self.part!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """`data` is anything with the buffer protocol, C-contiguous, little-endian; no code writes to it any more."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: Any
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"Unknown dtype {self.dtype!r}; known: {', '.join(ITEM_BYTES)}")
+        if any(size < 0 for size in self.shape) or memoryview(self.data).nbytes != self.nbytes:
+            raise ValueError(
+                f"{self.dtype} {list(self.shape)} takes {self.nbytes} bytes, not {memoryview(self.data).nbytes}"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def view(self) -> memoryview:
+        # A view of nothing cannot be cast.
+        return memoryview(self.data).cast("B") if self.nbytes else memoryview(b"")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    key: bytes  # chain(parent, token_ids)
+    parent: bytes
+    root: bytes  # identity of the model and the salt
+    start: int  # position of the first token in its sequence
+    token_ids: bytes  # int32, little-endian
+    tensors: Mapping[str, Tensor]
+    description: Mapping[str, Any]  # JSON; means nothing here
+    part: str = BASE
+    # When a request last had its tokens, as far as who puts it knows. Not in the file.
+    last_use: float = field(default=math.inf, compare=False)
+
+    def __post_init__(self) -> None:
+        BlockId(self.key, self.part)
+        if len(self.parent) != KEY_BYTES or len(self.root) != KEY_BYTES:
+            raise ValueError(f"Parent and root are keys of {KEY_BYTES} bytes")
+        if self.start < 0 or not self.token_ids or len(self.token_ids) % TOKEN_BYTES:
+            raise ValueError("A block starts at 0 or later and has one int32 for each of its tokens, at least one")
+        if not self.tensors.keys().isdisjoint({"", "__metadata__"}):
+            raise ValueError("A tensor has a name, and not __metadata__: the file format keeps that one")
+
+    @property
+    def id(self) -> BlockId:
+        return BlockId(self.key, self.part)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) // TOKEN_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def tensor_bytes(self) -> dict[str, int]:
+        return {name: tensor.nbytes for name, tensor in self.tensors.items()}
+
+
+def key_of(chain: Chain, parent: bytes, token_ids: bytes) -> bytes:
+    return chain(parent, np.frombuffer(token_ids, dtype="<i4").astype(np.int32, copy=False))

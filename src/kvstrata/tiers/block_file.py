@@ -1,0 +1,249 @@
+"""The file format of a block: header, checksums, tensors."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+from blake3 import blake3
+
+from kvstrata.errors import KvstrataError
+from kvstrata.tiers.block import ITEM_BYTES, Block, BlockId, Chain, Tensor, key_of
+from kvstrata.tiers.disk.errors import Damage
+from kvstrata.tiers.write_limits import Take, at_once, strides_of
+
+PROBE_BYTES = 1 << 20
+
+NUM_PROBES = 3
+
+
+class Checksum(StrEnum):
+    SHA256 = "sha256"
+    BLAKE3 = "blake3"
+
+    def of(self, content: memoryview, take: Take = at_once) -> str:
+        """Both release the interpreter's lock for all but the smallest input."""
+        digest = hashlib.sha256() if self is Checksum.SHA256 else blake3()
+        for stride in strides_of(content):
+            take(partial(digest.update, stride))
+        return f"{self.value}:{digest.hexdigest()}"
+
+
+def matches(expected: str, content: memoryview) -> bool:
+    name = expected.partition(":")[0]
+    return any(checksum.of(content) == expected for checksum in Checksum if checksum.value == name)
+
+
+def fastest() -> Checksum:
+    probe = memoryview(bytes(PROBE_BYTES))
+    return min(Checksum, key=lambda checksum: _best_time_s(checksum, probe))
+
+
+def _best_time_s(checksum: Checksum, probe: memoryview) -> float:
+    times_s: list[float] = []
+    for _ in range(NUM_PROBES):
+        started = time.perf_counter()
+        checksum.of(probe)
+        times_s.append(time.perf_counter() - started)
+    return min(times_s)
+
+
+FORMAT_VERSION = 1
+
+ALIGNMENT_BYTES = 4096
+
+LENGTH_BYTES = 8
+
+LARGEST_HEADER_BYTES = 16 << 20
+
+MAGIC = b'{"__metadata__":{"format":"kvstrata.block.'
+
+OPENING = MAGIC + f'{FORMAT_VERSION}","checksum":"'.encode()
+
+NUM_DIGITS = 64
+
+CHECKSUM_AT = LENGTH_BYTES + len(OPENING)
+
+CHECKSUM_ENDS = CHECKSUM_AT + NUM_DIGITS
+
+
+class DamagedBlock(KvstrataError):
+    """Raised and caught inside disk/: outside it is a miss with `reason`."""
+
+    def __init__(self, reason: Damage, what: str) -> None:
+        super().__init__(what)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int  # from the beginning of the file
+    nbytes: int
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    id: BlockId
+    parent: bytes
+    root: bytes
+    start: int
+    token_ids: bytes
+    description: Mapping[str, Any]
+    places: Mapping[str, TensorPlace]
+    header_bytes: int  # where the first tensor begins
+    file_bytes: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) // 4
+
+    def block(self, tensors: Mapping[str, Tensor]) -> Block:
+        """What it describes, with the tensors that stand behind it."""
+        return Block(
+            key=self.id.key,
+            parent=self.parent,
+            root=self.root,
+            start=self.start,
+            token_ids=self.token_ids,
+            tensors=tensors,
+            description=self.description,
+            part=self.id.part,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedBlock:
+    pieces: tuple[memoryview, ...]
+    nbytes: int
+
+
+def encode(block: Block, checksum: Checksum, take: Take = at_once) -> EncodedBlock:
+    names = _in_file_order(block.tensors)
+    views = tuple(block.tensors[name].view() for name in names)
+    metadata = {
+        "key": block.key.hex(),
+        "part": block.part,
+        "parent": block.parent.hex(),
+        "root": block.root.hex(),
+        "start": str(block.start),
+        "num_tokens": str(block.num_tokens),
+        "token_ids": base64.b64encode(block.token_ids).decode(),
+        "description": json.dumps(block.description, sort_keys=True, separators=(",", ":"), allow_nan=False),
+    }
+    metadata |= {f"checksum.{name}": checksum.of(view, take) for name, view in zip(names, views, strict=True)}
+    header = _seal(metadata, _table(block.tensors, names))
+    return EncodedBlock((memoryview(header), *views), len(header) + sum(view.nbytes for view in views))
+
+
+def _in_file_order(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+    # Wide elements first: then every tensor begins at a multiple of its own element.
+    return tuple(sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name].dtype], name)))
+
+
+def _table(tensors: Mapping[str, Tensor], names: tuple[str, ...]) -> dict[str, object]:
+    table: dict[str, object] = {}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.nbytes
+        table[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    return table
+
+
+def _seal(metadata: Mapping[str, str], table: Mapping[str, object]) -> bytes:
+    rest = json.dumps({"": metadata, **table}, separators=(",", ":")).encode()
+    body = OPENING + b"0" * NUM_DIGITS + b'",' + rest[len(b'{"":{') :]
+    padding = -(LENGTH_BYTES + len(body)) % ALIGNMENT_BYTES
+    header = bytearray((len(body) + padding).to_bytes(LENGTH_BYTES, "little") + body + b" " * padding)
+    if len(header) > LARGEST_HEADER_BYTES:
+        raise ValueError(f"A header of {len(header)} bytes: at most {LARGEST_HEADER_BYTES} can be read back")
+    header[CHECKSUM_AT:CHECKSUM_ENDS] = blake3(bytes(header)).hexdigest().encode()
+    return bytes(header)
+
+
+def header_bytes_of(beginning: bytes) -> int:
+    """How long the header is that begins like this, verified as far as the beginning tells."""
+    if len(beginning) < CHECKSUM_ENDS:
+        raise DamagedBlock(Damage.LENGTH, "shorter than any header")
+    if not beginning.startswith(MAGIC, LENGTH_BYTES):
+        raise DamagedBlock(Damage.HEADER, "not a kvstrata block")
+    if not beginning.startswith(OPENING, LENGTH_BYTES):
+        raise DamagedBlock(Damage.VERSION, f"format {_version_of(beginning)}")
+    length = LENGTH_BYTES + int.from_bytes(beginning[:LENGTH_BYTES], "little")
+    if length % ALIGNMENT_BYTES or length > LARGEST_HEADER_BYTES:
+        raise DamagedBlock(Damage.HEADER, f"a header of {length} bytes")
+    return length
+
+
+def _version_of(beginning: bytes) -> str:
+    digits = re.match(rb"[0-9]{1,9}", beginning[LENGTH_BYTES + len(MAGIC) :])
+    return digits.group().decode() if digits else "unknown"
+
+
+def parse_header(header: bytes) -> Header:
+    """`header` is exactly `header_bytes_of(...)` bytes."""
+    stored = header[CHECKSUM_AT:CHECKSUM_ENDS]
+    blank = header[:CHECKSUM_AT] + b"0" * NUM_DIGITS + header[CHECKSUM_ENDS:]
+    if blake3(blank).hexdigest().encode() != stored:
+        raise DamagedBlock(Damage.HEADER, "the header's checksum is another")
+    try:
+        return _read_header(json.loads(header[LENGTH_BYTES:]), len(header))
+    except (KeyError, TypeError, ValueError) as error:
+        # Under a right checksum: written by something else that calls itself this version.
+        raise DamagedBlock(Damage.HEADER, f"the header makes no sense: {error!r}") from error
+
+
+def _read_header(fields: dict[str, Any], header_bytes: int) -> Header:
+    metadata = fields.pop("__metadata__")
+    places = {name: _place(entry, metadata[f"checksum.{name}"], header_bytes) for name, entry in fields.items()}
+    token_ids = base64.b64decode(metadata["token_ids"], validate=True)
+    if len(token_ids) != 4 * int(metadata["num_tokens"]):
+        raise ValueError("num_tokens is not how many token ids there are")
+    return Header(
+        id=BlockId(bytes.fromhex(metadata["key"]), metadata["part"]),
+        parent=bytes.fromhex(metadata["parent"]),
+        root=bytes.fromhex(metadata["root"]),
+        start=int(metadata["start"]),
+        token_ids=token_ids,
+        description=json.loads(metadata["description"]),
+        places=places,
+        header_bytes=header_bytes,
+        file_bytes=max((place.offset + place.nbytes for place in places.values()), default=header_bytes),
+    )
+
+
+def _place(entry: Mapping[str, Any], checksum: str, header_bytes: int) -> TensorPlace:
+    begin, end = entry["data_offsets"]
+    return TensorPlace(entry["dtype"], tuple(entry["shape"]), header_bytes + begin, end - begin, checksum)
+
+
+def verify_header(header: Header, *, wanted: BlockId, root: bytes | None, chain: Chain, size_bytes: int) -> None:
+    """`root` None: the caller (a check of the whole folder) has no model in mind."""
+    if header.id != wanted:
+        raise DamagedBlock(Damage.KEY, "the file holds another block than its name says")
+    if root is not None and header.root != root:
+        raise DamagedBlock(Damage.ROOT, "the block belongs to another model or salt")
+    if key_of(chain, header.parent, header.token_ids) != header.id.key:
+        raise DamagedBlock(Damage.TOKENS, "the token ids do not give the key")
+    if size_bytes != header.file_bytes:
+        raise DamagedBlock(Damage.LENGTH, f"{size_bytes} bytes instead of {header.file_bytes}")
+
+
+def take_tensor(name: str, place: TensorPlace, content: memoryview) -> Tensor:
+    if not matches(place.checksum, content):
+        raise DamagedBlock(Damage.TENSOR, f"the checksum of {name} is another")
+    try:
+        return Tensor(place.dtype, place.shape, content)
+    except ValueError as error:
+        raise DamagedBlock(Damage.HEADER, str(error)) from error

@@ -1,0 +1,109 @@
+"""What the disk has, or has taken: single blocks, and chains of them. Answers from memory; knows no files.
+
+A chain is walked from its first token on, in small steps that the caller paces: a walk yields after each block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from kvstrata.tiers.block import BASE, BLOCK_TOKENS, MARK, BlockId, Chain
+from kvstrata.tiers.disk.block_store import Holdings
+from kvstrata.tiers.disk.index import read_tally
+from kvstrata.tiers.disk.loading import Loader
+from kvstrata.tiers.interface import Link, OnDisk, TierMatch, TokenIds
+from kvstrata.tiers.lookups import Walk
+from kvstrata.tiers.write_limits import BlockQueue
+
+
+class DiskBlocks:
+    def __init__(self, holdings: Holdings, queue: BlockQueue, loader: Loader, chain: Chain) -> None:
+        self._holdings = holdings
+        self._queue = queue
+        self._loader = loader
+        self._chain = chain
+
+    def find(self, key: bytes, part: str = BASE) -> int:
+        block = BlockId(key, part)
+        return 0 if self._loader.avoided(block) else self.size(block)
+
+    def size(self, block: BlockId) -> int:
+        """As `find`, whether or not the block is left alone for a while."""
+        # In this order: a block has its row before it leaves the queue.
+        for queued in self._queue.find(block):
+            return max(1, queued.nbytes)
+        row = self._holdings.index.row(block)
+        # At least 1: some file systems keep small files elsewhere.
+        return 0 if row is None else max(1, row.disk_bytes)
+
+    def contents(self, block: BlockId) -> Mapping[str, int]:
+        for queued in self._queue.find(block):
+            return self._holdings.tally(queued.description, queued.tensor_bytes)
+        row = self._holdings.index.row(block)
+        return {} if row is None else read_tally(row.tally)
+
+    def num_after(self, key: bytes) -> int:
+        """A block counts twice while it is written."""
+        return self._queue.num_after(key) + self._holdings.index.num_after(key)
+
+    def lengths(self, parent: bytes) -> tuple[int, ...]:
+        """The lengths in tokens of the blocks that follow `parent`, the longest first."""
+        queued = self._queue.lengths(parent)
+        return tuple(sorted(queued.union(self._holdings.index.lengths(parent)), reverse=True))
+
+    def longest(self, parent: bytes, start: int, ids: TokenIds, *, at_marks: bool = False) -> Walk[TierMatch]:
+        best = TierMatch()
+        for trail in self._trails(parent, start, ids):
+            link = trail[-1]
+            if link.end > best.num_tokens:
+                mark_bytes = self.find(link.key, MARK) if at_marks else 0
+                if mark_bytes or not at_marks:
+                    best = TierMatch(tuple(trail), mark_bytes)
+                    if link.end == len(ids):
+                        return best
+            yield
+        return best
+
+    def about(self, root: bytes, ids: TokenIds, *, at_marks: bool) -> Walk[OnDisk]:
+        match = yield from self.longest(root, 0, ids, at_marks=at_marks)
+        return OnDisk(
+            match.num_tokens,
+            is_damaged_next=(yield from self._is_damaged_next(root, ids)),
+            # A caller must not learn whose the other blocks are: we do not even look whether they have these tokens.
+            has_others_only=self._holdings.index.totals().num_blocks > 0 and not self.lengths(root),
+        )
+
+    def _is_damaged_next(self, root: bytes, ids: TokenIds) -> Walk[bool]:
+        damaged = self._holdings.quarantine.keys()
+        if not damaged:
+            return False
+        links = (yield from self.longest(root, 0, ids)).links
+        parent, start = (links[-1].key, links[-1].end) if links else (root, 0)
+        ends = range(start + 1, min(start + BLOCK_TOKENS, len(ids)) + 1)
+        return any(self._chain(parent, ids[start:end]) in damaged for end in ends)
+
+    def _trails(self, parent: bytes, start: int, ids: TokenIds) -> Iterator[list[Link]]:
+        """All chains of blocks after a parent that these tokens go on with, each as long as any of its beginnings; long
+        blocks first. It is the same list each time."""
+        trail: list[Link] = []
+        waiting = [self._following(parent, start, ids)]
+        while waiting:
+            link = next(waiting[-1], None)
+            if link is None:
+                waiting.pop()
+                if trail:
+                    trail.pop()
+                continue
+            trail.append(link)
+            waiting.append(self._following(link.key, link.end, ids))
+            yield trail
+
+    def _following(self, parent: bytes, start: int, ids: TokenIds) -> Iterator[Link]:
+        for length in self.lengths(parent):
+            end = start + length
+            if end <= len(ids):
+                key = self._chain(parent, ids[start:end])
+                nbytes = self.find(key)
+                if nbytes:
+                    is_queued = bool(self._queue.find(BlockId(key)))
+                    yield Link(key, parent, start, end, nbytes, is_queued)

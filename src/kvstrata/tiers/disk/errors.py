@@ -1,0 +1,84 @@
+"""Why something did not happen: the names under which the disk tier counts. Knows nothing else."""
+
+from __future__ import annotations
+
+import errno
+from enum import StrEnum
+
+from kvstrata.tiers.disk.filesystem import NotAFile
+from kvstrata.tiers.removals import RemovalCause
+
+
+class DropReason(StrEnum):
+    """A block was taken and then given up without a fault of the disk."""
+
+    NO_ROOM = "no_room"
+    RESERVE = "reserve"
+    WRITE_BUDGET = "write_budget"
+    CLOSED = "closed"
+    UNWRITABLE = "unwritable"
+    CLEARED = "cleared"
+
+
+class Damage(StrEnum):
+    """A file is not what its name and its headers say."""
+
+    LENGTH = "length"
+    HEADER = "header"
+    VERSION = "version"
+    KEY = "key"
+    TOKENS = "tokens"
+    ROOT = "root"
+    TENSOR = "tensor"
+
+
+class Fault(StrEnum):
+    """What the operating system said."""
+
+    NO_SPACE = "no_space"
+    IO_ERROR = "io_error"
+    READ_ONLY = "read_only"
+    VANISHED = "vanished"
+    CATALOGUE = "catalogue"
+    NOT_A_FILE = "not_a_file"
+    OTHER = "other"
+
+
+class RemovalReason(StrEnum):
+    LIMIT = "limit"
+    RESERVE = "reserve"
+    EXPIRED = "expired"
+    CLEARED = "cleared"
+    OUTDATED = "outdated"
+
+
+# For the thread that put a block that was given up.
+CAUSES = {
+    DropReason.NO_ROOM: RemovalCause.NO_ROOM,
+    DropReason.RESERVE: RemovalCause.VOLUME_FULL,
+    DropReason.WRITE_BUDGET: RemovalCause.WRITE_BUDGET,
+    DropReason.UNWRITABLE: RemovalCause.UNWRITABLE,
+    DropReason.CLEARED: RemovalCause.CLEARED,
+    Fault.NO_SPACE: RemovalCause.VOLUME_FULL,
+}
+
+FAULTS = {
+    errno.ENOSPC: Fault.NO_SPACE,
+    errno.EDQUOT: Fault.NO_SPACE,
+    errno.EFBIG: Fault.NO_SPACE,
+    errno.EIO: Fault.IO_ERROR,
+    errno.EROFS: Fault.READ_ONLY,
+    errno.EACCES: Fault.READ_ONLY,
+    errno.EPERM: Fault.READ_ONLY,
+    errno.ENOENT: Fault.VANISHED,
+    errno.ENOTDIR: Fault.VANISHED,
+    errno.ENODEV: Fault.VANISHED,
+    errno.ENXIO: Fault.VANISHED,
+    errno.ESTALE: Fault.VANISHED,
+}
+
+
+def fault_of(error: OSError) -> Fault:
+    if isinstance(error, NotAFile):
+        return Fault.NOT_A_FILE
+    return FAULTS.get(error.errno or 0, Fault.OTHER)

@@ -1,0 +1,203 @@
+"""The disk tier: blocks in a folder, within a limit, verified whenever they come back. Knows no arrays.
+
+A fault of the disk is counted, said once and answered as a miss or a refusal. Nothing here raises into the caller
+after the start but for blocks and arguments that make no sense. `tiers/interface.py` says what each method is for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from kvstrata.errors import ConfigError
+from kvstrata.tiers.block import Block, BlockId, Chain, Tally, no_tally
+from kvstrata.tiers.disk.block_store import Holdings, Publisher
+from kvstrata.tiers.disk.catalogue import CatalogueFault
+from kvstrata.tiers.disk.chains import DiskBlocks
+from kvstrata.tiers.disk.filesystem import Files
+from kvstrata.tiers.disk.folder import CacheFolder, prepare
+from kvstrata.tiers.disk.index import RowTotals
+from kvstrata.tiers.disk.loading import Loader
+from kvstrata.tiers.disk.writer import Writer
+from kvstrata.tiers.interface import Accepted, Counters, Event, Flushed, Refusal, Refused, Removed, Usage, Writing
+from kvstrata.tiers.lookups import Lookup, Lookups, Walk
+from kvstrata.tiers.options import DiskOptions
+from kvstrata.tiers.read_pool import BlockReading, Deliver, Reader
+from kvstrata.tiers.read_rates import Rates
+from kvstrata.tiers.removals import RemovalCause, RemovalLog
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CLOSE_TIMEOUT_S = 10.0
+
+
+def _nothing_pinned(_key: bytes) -> bool:
+    return False
+
+
+class DiskTier:
+    def __init__(
+        self,
+        options: DiskOptions,
+        *,
+        chain: Chain,
+        tally: Tally = no_tally,
+        is_pinned: Callable[[bytes], bool] = _nothing_pinned,
+        files: Files | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`chain` is index.keys.chain; `tally` tells what a block holds, by label. `is_pinned(key)` is asked on our
+        thread, under our lock: it must not wait for a thread that calls the tier.
+
+        ConfigError where the folder cannot be used, CacheDirectoryBusy where another server uses it.
+        """
+        self.limit_bytes = options.limit_bytes
+        self.read_ahead_bytes = options.read_ahead_bytes
+        self._clock = clock
+        self.on_room: Callable[[], None] = lambda: None  # called on our thread when the queue may have room again
+        self._counters = Counters()
+        self._folder = CacheFolder(options.directory, files or Files())
+        prepare(self._folder)
+        self._holdings = self._open_holdings(options, is_pinned, tally)
+        self._second_touch = options.second_touch
+        publisher = Publisher(self._holdings, options, self._counters, clock)
+        self._budget = publisher.budget
+        self._writer = Writer(publisher, options, self._counters, self.removals, lambda: self.on_room())
+        self._loader = Loader(self._holdings, self._writer.queue.find, self._counters, chain=chain, clock=clock)
+        self.blocks = DiskBlocks(self._holdings, self._writer.queue, self._loader, chain)
+        self._is_closed = False
+        self._reader = Reader(self._loader.load, options.num_readers, options.read_ahead_bytes)
+        self._lookups = Lookups()
+
+    # Writing.
+
+    def put(
+        self, block: Block, *, asked_twice: bool = False, replace: bool = False, unused_s: float = 0.0
+    ) -> Accepted | Refused:
+        block = dataclasses.replace(block, last_use=self._clock() - unused_s)
+        refusal = self._refusal(block, asked_twice, replace) or self._writer.offer(block, replaces=replace)
+        if refusal is None:
+            return Accepted()
+        self._counters.add(Event.REFUSED, refusal, nbytes=block.nbytes)
+        return Refused(refusal, block.nbytes)
+
+    def _refusal(self, block: Block, asked_twice: bool, replace: bool) -> Refusal | None:
+        if block.nbytes > self.limit_bytes:
+            return Refusal.TOO_LARGE
+        if not replace and self.blocks.size(block.id):
+            return Refusal.PRESENT
+        if self._second_touch and not asked_twice:
+            return Refusal.FIRST_TOUCH
+        if not self.writing().would_take(Refused(Refusal.WRITE_BUDGET, block.nbytes)):
+            return Refusal.WRITE_BUDGET
+        return None
+
+    def writing(self) -> Writing:
+        state = self._writer.state(self._budget.left_bytes(self._clock()))
+        return dataclasses.replace(state, num_faults=state.num_faults + self._holdings.num_losses)
+
+    def touch(self, blocks: Iterable[BlockId]) -> None:
+        self._holdings.records.touches.add(blocks, self._clock())
+
+    def flush(self, timeout_s: float) -> Flushed:
+        """Waits for the folder to be compared with its catalogue too."""
+        return self._writer.flush(timeout_s)
+
+    def end_pause(self) -> None:
+        self._writer.end_pause()
+
+    # Looking and reading.
+
+    def look(self, walk: Walk[T], otherwise: T, on_answer: Callable[[], None]) -> Lookup[T]:
+        return self._lookups.ask(walk, otherwise, on_answer)
+
+    def read(
+        self, blocks: Sequence[BlockId], deliver: Deliver, *, root: bytes, sizes: Sequence[int] | None = None
+    ) -> BlockReading:
+        reading = BlockReading(blocks, root, deliver, sizes or [self.blocks.size(block) for block in blocks])
+        self._reader.submit(reading)
+        return reading
+
+    @property
+    def removals(self) -> RemovalLog:
+        return self._holdings.records.removals
+
+    @property
+    def rates(self) -> Rates:
+        return self._loader.meter.rates()
+
+    # Making less of it.
+
+    def remove(self, blocks: Sequence[BlockId]) -> Removed:
+        wanted, index = set(blocks), self._holdings.index
+        self._writer.withdraw(lambda block: block.id in wanted)
+        rows = [row for block in wanted if (row := index.row(block)) is not None]
+        totals = index.hide(wanted)
+        self._holdings.records.report_removed(rows, RemovalCause.CLEARED)
+        return self._removed(totals)
+
+    def clear(self, under: bytes = b"") -> Removed:
+        """The tier's thread deletes the files; what is put again meanwhile is not among them."""
+        self._writer.withdraw(lambda block: block.root.startswith(under))
+        return self._removed(self._holdings.index.hide_under(under))
+
+    def _removed(self, totals: RowTotals) -> Removed:
+        self._writer.wake()
+        return Removed(totals.num_blocks, totals.num_tokens, totals.disk_bytes)
+
+    # Being asked, and ending.
+
+    def usage(self, under: bytes = b"") -> Usage:
+        index, state = self._holdings.index, self._writer.state(0)
+        totals = index.totals(under)
+        return Usage(
+            limit_bytes=self.limit_bytes,
+            allowed_bytes=self._holdings.space.allowed_bytes,
+            disk_bytes=self._holdings.space.disk_bytes(),
+            leaving_bytes=index.leaving.num_bytes,
+            quarantine_bytes=self._holdings.quarantine.disk_bytes,
+            block_bytes=totals.disk_bytes,
+            num_blocks=totals.num_blocks,
+            num_tokens=totals.num_tokens,
+            labels=totals.labels,
+            queue_bytes=state.queue_bytes,
+            num_queued=len(self._writer.queue),
+            num_pending_reads=self._reader.num_pending,
+            unused_bytes=self._reader.ahead_bytes,
+            written_bytes=self._counters.nbytes(Event.WRITTEN),
+            written_today_bytes=self._budget.written_bytes(self._clock()),
+            read_bytes=self._counters.nbytes(Event.READ),
+            paused_because=state.paused_because,
+            counters=self._counters.snapshot(),
+        )
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """A disk that hangs is not waited for longer than this."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        until_s = time.monotonic() + timeout_s
+        ends = [
+            each.close(max(0.0, until_s - time.monotonic())) for each in (self._lookups, self._reader, self._writer)
+        ]
+        if all(ends):
+            self._holdings.close()
+            self._folder.release()
+        else:
+            # Their threads may still touch both; the end of the process closes them.
+            log.warning("The disk cache did not close within %.0f s: the disk does not answer", timeout_s)
+
+    def _open_holdings(self, options: DiskOptions, is_pinned: Callable[[bytes], bool], tally: Tally) -> Holdings:
+        try:
+            return Holdings(self._folder, options, self._counters, is_pinned=is_pinned, tally=tally)
+        except (OSError, CatalogueFault) as error:
+            self._folder.release()
+            raise ConfigError(
+                f"{self._folder.directory} cannot hold the disk cache: {error}. "
+                "Make it readable and writable, or use another --disk-cache-dir"
+            ) from error

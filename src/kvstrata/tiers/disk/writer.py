@@ -1,0 +1,339 @@
+"""The thread that takes blocks from the queue to the disk, its pauses and its pace. Knows no files.
+
+A fault of the disk takes no block from the queue: it is tried again after a pause. A block that is given up takes along
+what is queued behind it and hangs on it, which no lookup could reach.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol, TypeVar
+
+from kvstrata.tiers.block import Block
+from kvstrata.tiers.disk.block_store import CaughtUp, Dropped, WriteFailed, Written
+from kvstrata.tiers.disk.errors import CAUSES, DropReason, Fault
+from kvstrata.tiers.interface import Counters, Event, Flushed, Refusal, Writing
+from kvstrata.tiers.options import DiskOptions
+from kvstrata.tiers.removals import BlockRemoval, RemovalCause, RemovalLog
+from kvstrata.tiers.write_limits import BlockQueue, Offer, Strides, Take
+
+log = logging.getLogger(__name__)
+
+# More than computing threads, but not all there is: a thread that never gets a core may hold the interpreter meanwhile.
+NICENESS = 10
+
+LARGEST_NICENESS = 19
+
+# Of one block, each after a longer pause. Some minutes: a disk that was full has room again, and a block that can never
+# be written does not keep the others waiting for good.
+MAX_ATTEMPTS = 6
+
+LONGEST_PAUSE_S = 300.0
+
+FULL = (Fault.NO_SPACE, DropReason.RESERVE)
+
+# Of the queue. What is past it is written without a rest: rather that than refuse blocks.
+REST_BELOW = 0.25
+
+
+class DiskWork(Protocol):
+    """What the thread does to the disk. None of it raises for the disk's sake."""
+
+    def publish(
+        self, block: Block, kept: Callable[[], frozenset[bytes]], is_wanted: Callable[[], bool], take: Take
+    ) -> Written | Dropped | WriteFailed:
+        """`kept`: keys that must stay on disk, asked for when this makes room. `is_wanted`: whether it still is, at the
+        moment of publication. `take` paces what is long."""
+        ...
+
+    def catch_up(self) -> CaughtUp | WriteFailed:
+        """Bring catalogue, folder and limit in step, and delete some of what was cleared."""
+        ...
+
+    def expire(self, kept: frozenset[bytes]) -> float:
+        """Let go of what no request asked for in time, but for keys that must stay. Tells in how many seconds to do so
+        again."""
+        ...
+
+
+class Pause:
+    """When to try again after the disk said no: each time twice as long, up to a limit."""
+
+    def __init__(self, first_s: float, clock: Callable[[], float]) -> None:
+        self._first_s = first_s
+        self._clock = clock
+        self._next_s = first_s
+        self._until = 0.0
+        self.reason = ""
+
+    @property
+    def remaining_s(self) -> float:
+        return max(0.0, self._until - self._clock()) if self.reason else 0.0
+
+    @property
+    def is_on(self) -> bool:
+        return self.remaining_s > 0
+
+    def begin(self, reason: Fault | DropReason, what: str) -> None:
+        """Said once for each reason, until a write succeeds."""
+        if reason != self.reason:
+            log.warning(
+                "The disk cache cannot be written (%s): %s. The server goes on from memory and tries again in %.0f s",
+                reason,
+                what,
+                self._next_s,
+            )
+        self.reason = reason
+        self._until = self._clock() + self._next_s
+        self._next_s = min(2 * self._next_s, max(self._first_s, LONGEST_PAUSE_S))
+
+    def lift(self) -> None:
+        """Try now. After another fault the next is longer all the same."""
+        self._until = 0.0
+
+    def end(self) -> None:
+        if self.reason:
+            log.info("The disk cache can be written again")
+        self.reason = ""
+        self._next_s = self._first_s
+
+
+class Writer:
+    def __init__(
+        self,
+        work: DiskWork,
+        options: DiskOptions,
+        counters: Counters,
+        removals: RemovalLog,
+        on_room: Callable[[], None],
+    ) -> None:
+        """`removals`: the blocks that are given up. `on_room` is called on the writer's thread whenever a block was
+        tried."""
+        self.queue = BlockQueue(options.queue_bytes)
+        self._changed = self.queue.changed
+        self._work = work
+        self._counters = counters
+        self._removals = removals
+        self._on_room = on_room
+        self._pause = Pause(options.first_pause_s, time.monotonic)
+        self._strides = Strides(self._rest, share=options.writer_share)
+        self._expires_s = -math.inf  # when something on the disk may have to go
+        self._must_catch_up = True
+        self._has_just_caught_up = False
+        self._is_writing = False
+        self._num_flushing = 0
+        self._num_faults = 0
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="kvstrata-disk-writer", daemon=True)
+        self._thread.start()
+
+    # For callers.
+
+    def offer(self, block: Block, *, replaces: bool = False) -> Refusal | None:
+        """None: taken. Waits for nothing but the queue's lock, which is never held over a file operation. `replaces`:
+        the disk may have the block in another form."""
+        with self._changed:
+            if self._is_closing:
+                return Refusal.CLOSED
+            return Refusal.PAUSED if self._pause.is_on else self.queue.add(block, replaces=replaces)
+
+    def withdraw(self, is_unwanted: Callable[[Block], bool]) -> None:
+        """What is being written is not published any more, unless it just was: then it is on the disk, and the caller
+        takes it away there. The thread deletes files once no pause is on."""
+        with self._changed:
+            unwanted = [offer for offer in self.queue.offers() if is_unwanted(offer.block)]
+            self._drop(unwanted, Event.DROPPED, DropReason.CLEARED)
+
+    def state(self, budget_bytes: float) -> Writing:
+        with self._changed:
+            is_paused = self._pause.is_on
+            return Writing(
+                queue_bytes=self.queue.num_bytes,
+                limit_bytes=self.queue.limit_bytes,
+                budget_bytes=budget_bytes,
+                unmoved_s=time.monotonic() - self.queue.moved_s if len(self.queue) else 0.0,
+                is_failing=self._is_closing or bool(self._pause.reason),
+                paused_because=self._pause.reason if is_paused else "",
+                is_full=is_paused and self._pause.reason in FULL,
+                num_faults=self._num_faults,
+            )
+
+    def end_pause(self) -> None:
+        """Take blocks again, whatever the disk said: there may be no later. Until it says so again."""
+        with self._changed:
+            self._pause.lift()
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Something is out of step: catch up, once no pause is on."""
+        with self._changed:
+            self._must_catch_up = True
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float) -> Flushed:
+        """Everything is tried at once, a pause or not, and what fails is given up: there may be no later."""
+        with self._changed:
+            self._num_flushing += 1
+            self._changed.notify_all()
+            try:
+                self._changed.wait_for(self._has_nothing_to_do, timeout_s)
+            finally:
+                self._num_flushing -= 1
+            return Flushed(not len(self.queue), len(self.queue), self.queue.num_bytes)
+
+    def close(self, timeout_s: float) -> bool:
+        """The block at hand is finished, the rest dropped and counted. False: the thread still waits for the disk."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        with self._changed:
+            self._drop(self.queue.offers(), Event.DROPPED, DropReason.CLOSED)
+            self._changed.notify_all()
+        return not self._thread.is_alive()
+
+    # The thread.
+
+    def _run(self) -> None:
+        _step_back()
+        while True:
+            with self._changed:
+                if not self._wait_for_work():
+                    return
+                # What is deleted in slices leaves a turn to a block between two of them.
+                catches_up = self._must_catch_up and not (self._has_just_caught_up and len(self.queue))
+                expires = not catches_up and self._must_expire()
+                offers = [] if catches_up or expires else self.queue.offers()[:1]
+                self._is_writing = True
+                self._has_just_caught_up = catches_up
+                self._must_catch_up = self._must_catch_up and not catches_up
+            if catches_up:
+                self._catch_up()
+            elif expires:
+                self._expire()
+            for offer in offers:
+                self._write(offer)
+            with self._changed:
+                self._is_writing = False
+                self._changed.notify_all()
+            if offers:
+                self._on_room()
+
+    def _catch_up(self) -> None:
+        outcome = _guarded(self._work.catch_up)
+        with self._changed:
+            if isinstance(outcome, WriteFailed):
+                self._counters.add(Event.FAILED, outcome.reason)
+                self._pause.begin(outcome.reason, outcome.what)
+            elif not outcome.is_done:
+                self._must_catch_up = True
+
+    def _expire(self) -> None:
+        seconds = _guarded(lambda: self._work.expire(self.queue.needed_keys()))
+        with self._changed:
+            self._expires_s = time.monotonic() + (LONGEST_PAUSE_S if isinstance(seconds, WriteFailed) else seconds)
+
+    def _must_expire(self) -> bool:
+        return time.monotonic() >= self._expires_s
+
+    def _has_work(self) -> bool:
+        return len(self.queue) > 0 or self._must_catch_up or self._must_expire()
+
+    def _has_nothing_to_do(self) -> bool:
+        return self._is_closing or not (self._is_writing or self._has_work())
+
+    def _wait_for_work(self) -> bool:
+        while not self._is_closing:
+            has_work = self._has_work()
+            if has_work and (self._num_flushing or not self._pause.is_on):
+                return True
+            seconds = self._pause.remaining_s if has_work else self._expires_s - time.monotonic()
+            self._changed.wait(min(max(seconds, 0.0), threading.TIMEOUT_MAX))
+        return False
+
+    def _rest(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(self._is_pressed, seconds)
+
+    def _is_pressed(self) -> bool:
+        is_filling_up = self.queue.num_bytes > REST_BELOW * self.queue.limit_bytes
+        return self._is_closing or self._num_flushing > 0 or is_filling_up
+
+    def _write(self, offer: Offer) -> None:
+        is_wanted, take = (lambda: self.queue.has(offer)), self._strides.take
+        match _guarded(lambda: self._work.publish(offer.block, self.queue.needed_keys, is_wanted, take)):
+            case Written(file_bytes, expires_in_s):
+                self._counters.add(Event.WRITTEN, offer.block.part, nbytes=file_bytes)
+                with self._changed:
+                    self._expires_s = min(self._expires_s, time.monotonic() + expires_in_s)
+                    # The disk works again: what it did not do meanwhile is to be done.
+                    self._must_catch_up = self._must_catch_up or bool(self._pause.reason)
+                    self._pause.end()
+                    self.queue.remove(offer)
+            case Dropped(DropReason.CLEARED):
+                pass  # it left when it was withdrawn
+            case Dropped(DropReason.RESERVE as reason):
+                # Others fill the volume, and may make room again: as with a full disk.
+                self._hold(offer, Event.DROPPED, reason, "what is free is left to others")
+            case Dropped(reason):
+                self._give_up(offer, Event.DROPPED, reason)
+            case WriteFailed(reason, what):
+                self._hold(offer, Event.FAILED, reason, what)
+
+    def _hold(self, offer: Offer, event: Event, reason: Fault | DropReason, what: str) -> None:
+        """After a pause it is tried again, unless it had enough attempts or a flush waits."""
+        with self._changed:
+            self._num_faults += 1
+            self._pause.begin(reason, what)
+            offer.num_attempts += 1
+            if self._num_flushing or offer.num_attempts == MAX_ATTEMPTS:
+                self._give_up(offer, event, reason)
+            elif event is Event.FAILED:
+                self._counters.add(event, reason)
+
+    def _give_up(self, offer: Offer, event: Event, reason: Fault | DropReason) -> None:
+        """And what is queued and hangs on it."""
+        with self._changed:
+            self._num_faults += reason is DropReason.WRITE_BUDGET  # tomorrow it may be taken
+            self._drop(self.queue.hanging_on(offer), event, reason)
+
+    def _drop(self, offers: list[Offer], event: Event, reason: Fault | DropReason) -> None:
+        for offer in offers:
+            self.queue.remove(offer)
+            self._counters.add(event, reason)
+        if reason is not DropReason.CLOSED:
+            self._removals.add(_removal(offer, reason) for offer in offers)
+
+
+Outcome = TypeVar("Outcome")
+
+
+def _guarded(work: Callable[[], Outcome]) -> Outcome | WriteFailed:
+    try:
+        return work()
+    except Exception as error:  # The thread must outlive a mistake of ours, and say it.
+        log.exception("The disk cache's writer failed in a way that it should not")
+        return WriteFailed(Fault.OTHER, repr(error))
+
+
+def _removal(offer: Offer, reason: Fault | DropReason) -> BlockRemoval:
+    block, cause = offer.block, CAUSES.get(reason, RemovalCause.FAILED)
+    if offer.replaces and cause is not RemovalCause.CLEARED:
+        cause = RemovalCause.REPLACEMENT
+    return BlockRemoval(block.id, block.start, block.start + block.num_tokens, cause)
+
+
+def _step_back() -> None:
+    """Let computing threads have the cores: on Linux a thread has a priority of its own."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            thread = threading.get_native_id()
+            own = os.getpriority(os.PRIO_PROCESS, thread)
+            os.setpriority(os.PRIO_PROCESS, thread, min(own + NICENESS, LARGEST_NICENESS))

@@ -1,0 +1,143 @@
+"""What a store has of a conversation. Asks the store, so every walk belongs on a thread of the tier.
+
+Names follow from the tokens, so a chain is asked for in one question, however long it is.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from kvstrata.tiers.block import BASE, MARK, BlockId
+from kvstrata.tiers.interface import Link, OnDisk, TierMatch, TokenIds, Wanted
+from kvstrata.tiers.lookups import Walk
+from kvstrata.tiers.remote.cluster import Cluster
+from kvstrata.tiers.remote.health import Health, StoreFault
+from kvstrata.tiers.remote.sealing import links_of
+from kvstrata.tiers.remote.store import Store
+
+# Marks that are asked for at once, from the end of a chain on.
+MARKS_AT_ONCE = 64
+
+# Names that were not there, or not what they should be, are not taken for there for so long.
+AVOIDED_S = 60.0
+
+NUM_AVOIDED = 4096
+
+
+class Avoided:
+    """Names that a store seemed to have, and that could not be read."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._until_s: OrderedDict[str, float] = OrderedDict()
+
+    def add(self, name: str) -> None:
+        with self._lock:
+            self._until_s[name] = self._clock() + AVOIDED_S
+            if len(self._until_s) > NUM_AVOIDED:
+                self._until_s.popitem(last=False)
+
+    def discard(self, name: str) -> None:
+        with self._lock:
+            self._until_s.pop(name, None)
+
+    def has(self, name: str) -> bool:
+        with self._lock:
+            return self._until_s.get(name, 0.0) > self._clock()
+
+
+class RemoteBlocks:
+    def __init__(
+        self,
+        store: Store,
+        cluster: Cluster,
+        health: Health,
+        avoided: Avoided,
+        touch: Callable[[Sequence[str]], None],
+    ) -> None:
+        """`touch(names)`: have these expire later, on another thread."""
+        self._store = store
+        self._names = cluster.names
+        self._chain = cluster.chain
+        self._health = health
+        self._avoided = avoided
+        self._touch = touch
+
+    # No one may ask for a single block on a thread that must not wait.
+
+    def find(self, key: bytes, part: str = BASE) -> int:
+        del key, part
+        return 0
+
+    def contents(self, block: BlockId) -> Mapping[str, int]:
+        del block
+        return {}
+
+    def num_after(self, key: bytes) -> int:
+        """What others wrote is not counted here."""
+        del key
+        return 1
+
+    def longest(self, parent: bytes, start: int, ids: TokenIds, *, at_marks: bool = False) -> Walk[TierMatch]:
+        """`parent` is a root, and `start` 0: chains are asked for from their first token on."""
+        if start:
+            raise ValueError("The chain of a remote tier begins at its first token")
+        links = yield from self._present(links_of(self._chain, self._names.root(parent), ids))
+        if not at_marks or not links:
+            return TierMatch(tuple(links))
+        yield
+        return self._at_mark(links)
+
+    def about(self, root: bytes, ids: TokenIds, *, at_marks: bool) -> Walk[OnDisk]:
+        match = yield from self.longest(root, 0, ids, at_marks=at_marks)
+        return OnDisk(match.num_tokens)
+
+    def wanted(self, root: bytes, ids: TokenIds, marks: Sequence[int]) -> Walk[Wanted]:
+        """What is there counts as used."""
+        own_root = self._names.root(root)
+        links = links_of(self._chain, own_root, ids)
+        present = yield from self._present(links)
+        self._touch([self._names.of(link.key, part) for link in present for part in (BASE, MARK)[: 1 + bool(marks)]])
+        at_marks = [link for link in links if link.end in set(marks)]
+        sizes = self._sizes([self._names.of(link.key, MARK) for link in at_marks])
+        missing = tuple(link for link, nbytes in zip(at_marks, sizes, strict=False) if not nbytes)
+        return Wanted(own_root, tuple(links[len(present) :]), missing, is_known=not self._health.is_paused)
+
+    def _present(self, links: list[Link]) -> Walk[list[Link]]:
+        yield
+        names = [self._names.of(link.key, BASE) for link in links]
+        usable = next((at for at, name in enumerate(names) if self._avoided.has(name)), len(names))
+        if not usable or self._health.is_paused:
+            return []
+        try:
+            with self._health.asking(measures=True):
+                sizes = self._store.leading(names[:usable])
+        except StoreFault:
+            return []
+        return [replace(link, nbytes=nbytes) for link, nbytes in zip(links, sizes, strict=False)]
+
+    def _at_mark(self, links: list[Link]) -> TierMatch:
+        """Up to the last of them that has a mark."""
+        for end in range(len(links), 0, -MARKS_AT_ONCE):
+            first = max(0, end - MARKS_AT_ONCE)
+            sizes = self._sizes([self._names.of(link.key, MARK) for link in links[first:end]])
+            for at in range(len(sizes) - 1, -1, -1):
+                if sizes[at]:
+                    return TierMatch(tuple(links[: first + at + 1]), sizes[at])
+        return TierMatch()
+
+    def _sizes(self, names: list[str]) -> list[int]:
+        """Nothing where the store does not say."""
+        if not names or self._health.is_paused:
+            return []
+        try:
+            with self._health.asking():
+                sizes = self._store.sizes(names)
+        except StoreFault:
+            return []
+        return [0 if self._avoided.has(name) else nbytes for name, nbytes in zip(names, sizes, strict=True)]

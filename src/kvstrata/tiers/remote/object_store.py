@@ -1,0 +1,245 @@
+"""Values in an object store (S3, Google, Azure), through obstore. Each name is a request: few are asked, side by side.
+
+No object store lets a server say when one object expires: what has not been used for its time is deleted by a rule of
+the bucket, or by a sweep. An object's age is when it was last written, so one that is used in the second half of its
+time is written again.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from kvstrata.errors import ConfigError
+from kvstrata.tiers.remote.health import DamagedBlock, Fault, StoreFault
+from kvstrata.tiers.remote.store import LARGEST_VALUE_BYTES, PREFIX, Content, StoredValue, require_size
+from kvstrata.tiers.remote.url import RemoteUrl
+
+T = TypeVar("T")
+
+QUERY = re.compile(r"\?\S*")
+
+CODE = re.compile(r"<Code>(\w+)</Code>")
+
+SIDE_BY_SIDE = 16
+
+CLIENT = {"connect_timeout": "2s", "timeout": "60s"}
+
+# As obstore calls it: under these names no variable of the environment wins over what the URL says. Whether a store
+# needs a secret is decided by its address.
+ENDPOINT_OPTION = {"s3": "aws_endpoint_url_s3", "gs": "base_url", "az": "endpoint"}
+
+RETRY: dict[str, Any] = {"max_retries": 1, "retry_timeout": datetime.timedelta(seconds=5)}
+
+
+class ObjectStore:
+    def __init__(self, url: RemoteUrl, clock: Callable[[], float] = time.time) -> None:
+        """Raises StoreFault where the environment does not say whose store it is."""
+        self._clock = clock
+        try:
+            with _faults():
+                self._store = _open(url)
+        except ImportError:
+            raise ConfigError(
+                f"{url.scheme}:// needs the package obstore. Install it with: pip install 'kvstrata[remote]'"
+            ) from None
+        self._pool = ThreadPoolExecutor(SIDE_BY_SIDE, thread_name_prefix="kvstrata-remote")
+
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        return self._each(self._size, names)
+
+    def leading(self, names: Sequence[str]) -> list[int]:
+        """Parents are written first: look at some, side by side, then between the last that is there and the first that
+        is not."""
+        found = [0] * len(names)
+        first, last = 0, len(names)  # all before `first` are there, none from `last` on is
+        while first < last:
+            step = max(1, -(-(last - first) // SIDE_BY_SIDE))
+            looked = list(range(first + step - 1, last, step)) or [last - 1]
+            if looked[-1] != last - 1:
+                looked.append(last - 1)
+            sizes = self.sizes([names[at] for at in looked])
+            for at, nbytes in zip(looked, sizes, strict=True):
+                if not nbytes:
+                    last = at
+                    break
+                found[first : at + 1] = [nbytes] * (at + 1 - first)
+                first = at + 1
+        return found[:first]
+
+    def get(self, name: str, max_bytes: int) -> memoryview | None:
+        import obstore
+        from obstore.exceptions import NotFoundError
+
+        with _faults():
+            try:
+                found = obstore.get(self._store, _path(name))
+                require_size(int(found.meta["size"]), max_bytes)  # its bytes have not come yet
+                return memoryview(found.bytes())
+            except (NotFoundError, FileNotFoundError):
+                self._require_place()
+                return None
+
+    def create(self, name: str, content: Content, ttl_s: float) -> bool:
+        del ttl_s
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        with _faults():
+            try:
+                obstore.put(self._store, _path(name), bytes(content), mode="create", use_multipart=False)
+            except (AlreadyExistsError, FileExistsError):
+                return False
+        return True
+
+    def touch(self, names: Sequence[str], ttl_s: float) -> None:
+        if ttl_s:
+            self._each(lambda name: self._refresh(name, ttl_s), names)
+
+    def delete(self, names: Sequence[str]) -> None:
+        import obstore
+        from obstore.exceptions import NotFoundError
+
+        with _faults():
+            for name in names:
+                try:
+                    obstore.delete(self._store, _path(name))
+                except (NotFoundError, FileNotFoundError):
+                    continue
+
+    def values(self) -> Iterator[StoredValue]:
+        for meta in self._metas():
+            yield StoredValue(str(meta["path"]).rsplit("/", 1)[-1], int(meta["size"]))
+
+    def sweep(self, ttl_s: float) -> int:
+        old = [str(meta["path"]) for meta in self._metas() if ttl_s and self._age_s(meta) > ttl_s]
+        names = [path.rsplit("/", 1)[-1] for path in old if path.count("/") > 1]
+        self.delete(names)
+        return len(names)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _metas(self) -> Iterator[Any]:
+        import obstore
+
+        with _faults():
+            for batch in obstore.list(self._store, prefix=PREFIX):
+                yield from batch
+
+    def _size(self, name: str) -> int:
+        meta = self._head(name)
+        return 0 if meta is None else int(meta["size"])
+
+    def _head(self, name: str) -> Any:
+        import obstore
+        from obstore.exceptions import NotFoundError
+
+        with _faults():
+            try:
+                return obstore.head(self._store, _path(name))
+            except (NotFoundError, FileNotFoundError):
+                return None
+
+    def _refresh(self, name: str, ttl_s: float) -> None:
+        import obstore
+
+        meta = self._head(name)
+        if meta is None or self._age_s(meta) < ttl_s / 2:
+            return
+        try:
+            content = self.get(name, LARGEST_VALUE_BYTES)
+        except DamagedBlock:
+            return
+        if content is not None:
+            with _faults():
+                obstore.put(self._store, _path(name), bytes(content), use_multipart=False)
+
+    def _age_s(self, meta: Any) -> float:
+        """By the clocks of this machine and of the store."""
+        return self._clock() - meta["last_modified"].timestamp()
+
+    def _require_place(self) -> None:
+        """A bucket that does not exist says no more than an object that does not."""
+        import obstore
+
+        next(iter(obstore.list(self._store, prefix=PREFIX, chunk_size=1)), None)
+
+    def _each(self, ask: Callable[[str], T], names: Sequence[str]) -> list[T]:
+        return list(self._pool.map(ask, names))
+
+
+def _open(url: RemoteUrl) -> Any:
+    from obstore.store import AzureStore, GCSStore, S3Store
+
+    kinds: dict[str, Any] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
+    client = dict(CLIENT)
+    options: dict[str, Any] = {name: value for name, value in url.options.items() if name == "region"}
+    if url.endpoint:
+        if url.scheme == "az":
+            options["use_emulator"] = False  # which has an address of its own
+        options[ENDPOINT_OPTION[url.scheme]] = url.endpoint
+        client["allow_http"] = str(url.endpoint.startswith("http://")).lower()
+    prefix = url.path.strip("/") or None
+    return kinds[url.scheme](url.host, prefix=prefix, client_options=client, retry_config=RETRY, **options)
+
+
+def _path(name: str) -> str:
+    """Blocks in 256 folders, which object stores spread; what has a name of its own lies beside them."""
+    return f"{PREFIX}/{name[:2]}/{name}" if len(name) > 32 else f"{PREFIX}/{name}"
+
+
+@contextmanager
+def _faults() -> Iterator[None]:
+    from obstore import exceptions
+
+    try:
+        yield
+    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+        raise StoreFault(Fault.DENIED, _words(error)) from None
+    except exceptions.BaseError as error:
+        raise StoreFault(_fault_of(str(error)), _words(error)) from None
+    except FileNotFoundError as error:
+        raise StoreFault(Fault.NO_PLACE, _words(error)) from None
+    except PermissionError as error:
+        raise StoreFault(Fault.DENIED, _words(error)) from None
+    except (OSError, ValueError) as error:
+        raise StoreFault(Fault.OTHER, _words(error)) from None
+
+
+SIGNS = {
+    # Without credentials obstore asks the cloud that it may run in.
+    "169.254.169.254": Fault.DENIED,
+    "metadata.google.internal": Fault.DENIED,
+    "Account must be specified": Fault.DENIED,
+    "NoSuchBucket": Fault.NO_PLACE,
+    "ContainerNotFound": Fault.NO_PLACE,
+    "AccessDenied": Fault.DENIED,
+    "InvalidAccessKeyId": Fault.DENIED,
+    "SignatureDoesNotMatch": Fault.DENIED,
+    "Forbidden": Fault.DENIED,
+    "InvalidCertificate": Fault.TLS,
+    "InvalidContentType": Fault.TLS,
+    "timed out": Fault.TIMEOUT,
+    "TimedOut": Fault.TIMEOUT,
+    "onnect": Fault.UNREACHABLE,
+    "error sending request": Fault.UNREACHABLE,
+    "not found": Fault.NO_PLACE,
+}
+
+
+def _fault_of(text: str) -> Fault:
+    return next((fault for sign, fault in SIGNS.items() if sign in text), Fault.OTHER)
+
+
+def _words(error: Exception) -> str:
+    """One line. What follows a question mark in an address may be a signature, and is never shown."""
+    said = str(error).splitlines() or [type(error).__name__]
+    said = QUERY.sub("", said[0].split(": <")[0])[:200]
+    code = CODE.search(str(error))
+    return f"{code[1]}: {said}" if code else said

@@ -1,0 +1,107 @@
+"""The store of a URL, tried before it is used: what is wrong with it is said at the start, and nothing is written.
+
+A marker with a name of its own says whether servers share one secret: the first makes it, all others must open it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from kvstrata.errors import ConfigError
+from kvstrata.tiers.remote.folder_store import FolderStore
+from kvstrata.tiers.remote.health import DamagedBlock, Fault, StoreFault
+from kvstrata.tiers.remote.object_store import ObjectStore
+from kvstrata.tiers.remote.redis_store import RedisStore
+from kvstrata.tiers.remote.sealing import Keys, aes_gcm, seal, unseal
+from kvstrata.tiers.remote.store import Content, Store
+from kvstrata.tiers.remote.url import FLAG, RemoteUrl
+
+MARKER = "cluster"
+
+BODY = b'{"format":1}'
+
+TRIED_TTL_S = 60.0
+
+LARGEST_MARKER_BYTES = 4096
+
+NEXT_STEP = {
+    Fault.UNREACHABLE: "Check the address, that the store runs, and whether it speaks TLS",
+    Fault.TIMEOUT: "Check the address, that the store answers, and whether it speaks TLS",
+    Fault.DENIED: "Check user, password or credentials, and that they may read, write, list and delete there",
+    Fault.TLS: "Check that the store speaks TLS, and its certificate's name, date and authority (your own one: "
+    "rediss://host:6380/0?ssl_ca_certs=FILE)",
+    Fault.READ_ONLY: "Name a store that can be written, not a replica",
+    Fault.FULL: "Make room there, or let the store evict (maxmemory-policy allkeys-lru)",
+    Fault.NO_PLACE: "Make the bucket or the folder first",
+    Fault.OTHER: "See what the store logs",
+}
+
+
+def make_store(url: RemoteUrl, clock: Callable[[], float] = time.time, *, ttl_s: float = 0.0) -> Store:
+    """Asks nothing yet. `ttl_s`: for stores that cannot say themselves what has expired. Raises ConfigError where the
+    environment lacks what its kind needs."""
+    if url.is_redis:
+        return RedisStore(url)
+    try:
+        return FolderStore(url, clock, ttl_s=ttl_s) if url.scheme == "file" else ObjectStore(url, clock)
+    except StoreFault as fault:
+        raise ConfigError(f"{FLAG} {words_for(url, fault)}") from None
+
+
+def open_store(url: RemoteUrl, keys: Keys, clock: Callable[[], float] = time.time, *, ttl_s: float = 0.0) -> Store:
+    """A store that answers and can be written, and whose servers have this secret. Raises ConfigError."""
+    if keys.seal is not None:
+        aes_gcm()
+    store = make_store(url, clock, ttl_s=ttl_s)
+    try:
+        _try_out(store)
+        _join_cluster(store, url, keys)
+    except StoreFault as fault:
+        store.close()
+        raise ConfigError(f"{FLAG} {words_for(url, fault)}") from None
+    except ConfigError:
+        store.close()
+        raise
+    return store
+
+
+def words_for(url: RemoteUrl, fault: StoreFault) -> str:
+    """Why a store cannot be used, and what to do."""
+    said = str(fault).rstrip(".")
+    return f"{url.shown} cannot be used ({fault.reason}): {said}. {NEXT_STEP[fault.reason]}."
+
+
+def _try_out(store: Store) -> None:
+    """All that a server does, to a value that no one has: what is not allowed is said before something is written."""
+    no_one = os.urandom(32).hex()
+    store.sizes([no_one])
+    store.get(no_one, LARGEST_MARKER_BYTES)
+    store.touch([no_one], TRIED_TTL_S)
+    store.delete([no_one])
+
+
+def _join_cluster(store: Store, url: RemoteUrl, keys: Keys) -> None:
+    try:
+        found = _marker_of(store, seal(keys, MARKER, BODY))
+        if found is None or bytes(unseal(keys, MARKER, bytes(found))) != BODY:
+            raise ConfigError(f"{FLAG} {url.shown} does not keep what is written there. Name another store.")
+    except DamagedBlock:
+        other = "another secret" if keys.seal is not None else "a secret, and none was given"
+        raise ConfigError(
+            f"{FLAG} {url.shown} is used by servers with {other} (--remote-secret-file). Give all servers of "
+            "a store the same file, or this one a store, database or prefix of its own."
+        ) from None
+
+
+def _marker_of(store: Store, made: Content) -> Content | None:
+    """The marker that lies in a store: the one that was made, where there was none."""
+    try:
+        return made if store.create(MARKER, made, 0.0) else store.get(MARKER, LARGEST_MARKER_BYTES)
+    except StoreFault as fault:
+        # A full store can be read, and may have room again; whether it is this cluster's it must say.
+        found = store.get(MARKER, LARGEST_MARKER_BYTES) if fault.reason is Fault.FULL else None
+        if found is None:
+            raise
+        return found

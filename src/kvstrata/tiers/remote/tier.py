@@ -1,0 +1,208 @@
+"""The remote tier: blocks that several servers share, named by their tokens and sealed. Knows no arrays.
+
+A fault of the store is counted, said once and answered as a miss or a refusal; then the store is left alone for a
+while. Nothing here raises into the caller after the start. `tiers/interface.py` says what each method is for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from kvstrata.tiers.block import Block, BlockId, Chain
+from kvstrata.tiers.interface import Accepted, Flushed, Refusal, Refused, Removed, SharedUsage, Usage, Writing
+from kvstrata.tiers.lookups import Lookup, Lookups, Walk
+from kvstrata.tiers.options import RemoteOptions
+from kvstrata.tiers.read_pool import BlockReading, Deliver, Loaded, Missing, Reader
+from kvstrata.tiers.read_rates import Rates
+from kvstrata.tiers.remote.block_store import SealedBlocks
+from kvstrata.tiers.remote.chains import RemoteBlocks
+from kvstrata.tiers.remote.cluster import Cluster
+from kvstrata.tiers.remote.health import Counters, Damage, Event, Health
+from kvstrata.tiers.remote.open_store import open_store
+from kvstrata.tiers.remote.sealing import Names, keys_for
+from kvstrata.tiers.remote.store import Store
+from kvstrata.tiers.remote.writer import Writer
+from kvstrata.tiers.removals import RemovalLog
+
+T = TypeVar("T")
+
+CLOSE_TIMEOUT_S = 5.0
+
+# A store's size is not known here; what it has no room for it refuses or evicts.
+NO_LIMIT_BYTES = 1 << 62
+
+
+class RemoteTier:
+    limit_bytes = NO_LIMIT_BYTES
+
+    def __init__(
+        self,
+        options: RemoteOptions,
+        *,
+        chain: Chain,
+        backend: str,
+        store: Store | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`chain` is index.keys.chain, `backend` what the model runs on. Raises ConfigError where the store cannot be
+        used, or is used with another secret."""
+        self._options = options
+        self.read_ahead_bytes = options.read_ahead_bytes
+        self.on_room: Callable[[], None] = lambda: None
+        keys = keys_for(options.url, options.secret_file)
+        self._cluster = Cluster(keys, Names(keys, options.precision, backend), chain)
+        self._store = store or open_store(options.url, keys, clock, ttl_s=options.ttl_s)
+        self._counters = Counters()
+        self._health = Health(
+            self._counters, first_pause_s=options.first_pause_s, longest_pause_s=options.longest_pause_s
+        )
+        self._sealed = SealedBlocks(self._store, self._cluster, self._health, self._counters, options, clock)
+        self._writer = Writer(
+            self._sealed.write,
+            self._sealed.sweep,
+            self._health,
+            self._counters,
+            options.queue_bytes,
+            lambda: self.on_room(),
+        )
+        self.blocks = RemoteBlocks(self._store, self._cluster, self._health, self._sealed.avoided, self._touch_later)
+        self._reader = Reader(self._load, options.num_readers, options.read_ahead_bytes)
+        self._lookups = Lookups()
+        self.removals = RemovalLog()
+        self._is_closed = False
+
+    # Writing.
+
+    def put(
+        self, block: Block, *, asked_twice: bool = False, replace: bool = False, unused_s: float = 0.0
+    ) -> Accepted | Refused:
+        """Blocks are created once: `replace` means nothing here."""
+        del replace, unused_s
+        refusal = self._refusal(block, asked_twice=asked_twice) or self._writer.offer(block)
+        if refusal is None:
+            return Accepted()
+        self._counters.add(Event.REFUSED, refusal, nbytes=block.nbytes)
+        return Refused(refusal, block.nbytes)
+
+    def _refusal(self, block: Block, *, asked_twice: bool) -> Refusal | None:
+        if self._options.second_touch and not asked_twice:
+            return Refusal.FIRST_TOUCH
+        if self._health.paused_because:
+            return Refusal.PAUSED
+        if self._writer.queue_bytes + block.nbytes > self._sealed.budget_bytes:
+            return Refusal.WRITE_BUDGET
+        return None
+
+    def skipped(self, num_tokens: int) -> None:
+        """Counted: a block was not offered, because it has fewer bits than blocks have here."""
+        self._counters.add(Event.SKIPPED, "fewer_bits", tokens=num_tokens)
+
+    def writing(self) -> Writing:
+        reason = self._health.paused_because
+        return Writing(
+            queue_bytes=self._writer.queue_bytes,
+            limit_bytes=self._writer.limit_bytes,
+            budget_bytes=self._sealed.budget_bytes,
+            is_failing=bool(reason),
+            paused_because=reason,
+        )
+
+    def touch(self, blocks: Iterable[BlockId]) -> None:
+        self._touch_later([self._cluster.name_of(block) for block in blocks])
+
+    def _touch_later(self, names: Sequence[str]) -> None:
+        if names:
+            self._writer.run_errand(lambda: self._sealed.touch(names))
+
+    def end_pause(self) -> None:
+        self._health.lift()
+
+    def flush(self, timeout_s: float) -> Flushed:
+        return self._writer.flush(timeout_s)
+
+    # Looking and reading.
+
+    @property
+    def expected_latency_s(self) -> float:
+        return self._health.expected_latency_s
+
+    @property
+    def is_paused(self) -> bool:
+        return self._health.is_paused
+
+    def look(self, walk: Walk[T], otherwise: T, on_answer: Callable[[], None]) -> Lookup[T]:
+        return self._lookups.ask(walk, otherwise, on_answer)
+
+    def read(
+        self, blocks: Sequence[BlockId], deliver: Deliver, *, root: bytes, sizes: Sequence[int] | None = None
+    ) -> BlockReading:
+        reading = BlockReading(blocks, self._cluster.names.root(root), deliver, sizes or [0] * len(blocks))
+        self._reader.submit(reading)
+        return reading
+
+    @property
+    def rates(self) -> Rates:
+        return self._sealed.rates
+
+    def _load(self, block: BlockId, root: bytes) -> Loaded | Missing:
+        """On a reader's thread."""
+        result = self._sealed.fetch(block, root)
+        if isinstance(result, Missing) and isinstance(result.reason, Damage):
+            self._delete_later(block, result.reason)
+        return result
+
+    def _delete_later(self, block: BlockId, reason: str) -> None:
+        self._writer.run_errand(lambda: self._sealed.delete(block, reason))
+
+    # Making less of it. A shared store is cleared by its operator, or by its blocks' time.
+
+    def remove(self, blocks: Sequence[BlockId]) -> Removed:
+        """Blocks that no version of ours could have written."""
+        for block in blocks:
+            self._sealed.avoided.add(self._cluster.name_of(block))
+            self._delete_later(block, "unreadable")
+        return Removed(len(blocks))
+
+    def clear(self, under: bytes = b"") -> Removed:
+        del under
+        return Removed()
+
+    # Being asked, and ending.
+
+    def usage(self, under: bytes = b"") -> Usage:
+        del under
+        return Usage(
+            limit_bytes=self.limit_bytes,
+            queue_bytes=self._writer.queue_bytes,
+            num_queued=self._writer.num_queued,
+            num_pending_reads=self._reader.num_pending,
+            unused_bytes=self._reader.ahead_bytes,
+            written_bytes=self._counters.nbytes(Event.WRITTEN),
+            written_today_bytes=self._sealed.written_today_bytes,
+            read_bytes=self._counters.nbytes(Event.READ),
+            paused_because=self._health.paused_because,
+            counters=self._counters.snapshot(),
+        )
+
+    def shared_usage(self) -> SharedUsage:
+        return SharedUsage(
+            place=self._options.url.shown,
+            precision=self._options.precision,
+            written_tokens=self._counters.tokens(Event.WRITTEN),
+            read_tokens=self._counters.tokens(Event.READ),
+            latency_s=self._health.latency_s,
+            read_bytes_per_s=self.rates.read_bytes_per_s,
+            usage=self.usage(),
+        )
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """A store that hangs is not waited for longer than this."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        until_s = time.monotonic() + timeout_s
+        for each in (self._lookups, self._reader, self._writer):
+            each.close(max(0.0, until_s - time.monotonic()))
+        self._store.close()

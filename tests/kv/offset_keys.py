@@ -1,0 +1,108 @@
+"""Tiny random models whose key projections have a large bias: what storing their keys as planes does to the logits.
+
+`python -m tests.kv.offset_keys` prints the table of docs/quality.md: with plain means, and with means that turn.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from kvstrata.codecs.registry import parse
+from kvstrata.kv.checkpoints import Mark, needs_marks, take_mark
+from kvstrata.kv.layout import LayerSpec, Layout
+from kvstrata.kv.precision_plan import make_plan
+from kvstrata.kv.sequence_cache import SequenceCache
+from kvstrata.kv.span import Span, SpanRange, prefix_of
+from kvstrata.kv.transcode import rewrite_layer, rewriting_marks
+from kvstrata.models.probe import probe
+from tests.kv.drive import forward, sealed_span
+from tests.kv.test_layers_same_output import steady_module
+from tests.tiny import ARCHITECTURES, VOCAB
+
+# MLA's keys are a latent part, which a norm follows, and a part that turns.
+KEY_PROJECTIONS = ("k_proj", "qkv_proj", "in_proj_qkv", "kv_a_proj_with_mqa")
+# mamba2 has no keys.
+WITH_KEYS = tuple(name for name in ARCHITECTURES if name != "mamba2")
+BIAS = 10.0  # its spread; what differs between tokens is about 0.6
+NUM_STORED, NUM_SCORED = 600, 32  # two groups of 256 tokens, and a piece of a third
+NUM_SEEDS = 3
+NAMES = ("planes:8", "planes:4")
+
+
+@dataclass(frozen=True)
+class Errors:
+    """RMS of what the logits of tokens after a stored prefix are off, as a share of their spread."""
+
+    plain: float
+    turning: float
+
+
+def errors(architecture: str, name: str, seed: int = 0) -> Errors:
+    model = biased(architecture, seed)
+    layout = probe(model)
+    rng = random.Random(seed)
+    ids = [rng.randrange(VOCAB) for _ in range(NUM_STORED + NUM_SCORED)]
+    raw = _logits(model, layout, ids, "raw")
+    plain, turning = (_logits(model, each, ids, name) - raw for each in (_without_turns(layout), layout))
+    return Errors(*(float(np.sqrt(np.mean(off**2)) / raw.std()) for off in (plain, turning)))
+
+
+def _without_turns(layout: Layout) -> Layout:
+    return replace(layout, layers=tuple(map(_still, layout.layers)))
+
+
+def _still(spec: LayerSpec) -> LayerSpec:
+    return replace(spec, k_turn=None, v_turn=None, children=tuple(map(_still, spec.children)))
+
+
+def biased(architecture: str, seed: int) -> Any:
+    model = steady_module(architecture, seed=seed)
+    rng = np.random.default_rng(seed)
+    projections = [module for path, module in model.named_modules() if path.split(".")[-1] in KEY_PROJECTIONS]
+    assert projections, f"{architecture} projects its keys under another name"
+    for projection in projections:
+        num_outputs = projection.weight.shape[0]
+        projection.bias = mx.array(rng.normal(0, BIAS, num_outputs).astype(np.float32))
+    mx.eval(model.parameters())
+    return model
+
+
+def _logits(model: Any, layout: Layout, ids: Sequence[int], name: str) -> np.ndarray:
+    span, mark = _stored(model, layout, ids[:NUM_STORED], name)
+    prefix = prefix_of(layout, [SpanRange(span, 0, NUM_STORED)], mark)
+    cache = SequenceCache(layout, model, NUM_SCORED, prefix)
+    return np.asarray(forward(model, cache, ids[NUM_STORED:])).astype(np.float64)
+
+
+def _stored(model: Any, layout: Layout, ids: Sequence[int], name: str) -> tuple[Span, Mark | None]:
+    """A span under these codecs, and the mark at its end with its rings under them too."""
+    cache = SequenceCache(layout, model, len(ids))
+    forward(model, cache, ids)
+    span = sealed_span(layout, cache)
+    if needs_marks(layout):
+        span.marks[len(ids)] = take_mark(cache)
+    plan = make_plan(layout, parse(name), parse(name))
+    for layer in span.layers:
+        rewrite_layer(span, layer, plan.pairs[layer])
+    list(rewriting_marks(span, plan))
+    return span, span.marks.get(len(ids))
+
+
+def main() -> None:
+    for architecture in WITH_KEYS:
+        columns = [f"| {architecture}"]
+        for name in NAMES:
+            found = [errors(architecture, name, seed) for seed in range(NUM_SEEDS)]
+            plain, turning = np.median([each.plain for each in found]), np.median([each.turning for each in found])
+            columns.append(f"{plain:.2%}, {turning:.2%}")
+        print(" | ".join(columns) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""What layers cost, for caches of ours and of mlx-lm's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, ConcatenateKVCache, KVCache, RotatingKVCache
+
+from kvstrata.errors import ConfigError
+from kvstrata.kv.layout import LayerSpec, Layout, _spec_of, measure, read_kinds
+from kvstrata.kv.sequence_cache import ForeignLayer
+
+
+def test_kinds_are_read_off_the_caches() -> None:
+    assert _spec_of(KVCache()).kind == "full"
+    assert _spec_of(RotatingKVCache(8, keep=2)) == LayerSpec("window", max_size=8, keep=2)
+    assert _spec_of(ChunkedKVCache(8)) == LayerSpec("chunked", max_size=8)
+    assert _spec_of(ArraysCache(3)) == LayerSpec("recurrent", num_arrays=3)
+    assert [c.kind for c in _spec_of(CacheList(KVCache(), ArraysCache(2))).children] == ["full", "recurrent"]
+
+
+def test_a_composite_with_a_child_that_we_do_not_know_is_foreign_as_a_whole() -> None:
+    assert _spec_of(CacheList(KVCache(), ConcatenateKVCache())) == LayerSpec("foreign")
+
+
+def test_a_foreign_cache_costs_its_tokens_not_what_it_allocated_ahead() -> None:
+    caches = [ChunkedKVCache(512), CacheList(ChunkedKVCache(512), ArraysCache(1))]
+    tokens = mx.zeros((1, 2, 5, 16))
+    caches[0].update_and_fetch(tokens, tokens)
+    caches[1][0].update_and_fetch(tokens, tokens)
+    caches[1][1][0] = mx.zeros((1, 7))
+    specs = [LayerSpec("foreign")] * 2
+    plain, mixed = measure(specs, [ForeignLayer(cache) for cache in caches], 5)
+    by_token = 2 * 2 * 16 * 4
+    assert (plain.token_bytes, plain.state_bytes) == (by_token, 0)
+    assert (mixed.token_bytes, mixed.state_bytes) == (by_token, 28)
+
+
+def test_a_layout_adds_up_its_layers() -> None:
+    children = (LayerSpec("full", token_bytes=3), LayerSpec("recurrent", state_bytes=11))
+    layers = (LayerSpec("full", token_bytes=5), LayerSpec("window", max_size=4, token_bytes=7))
+    layers += (LayerSpec("chunked", max_size=2, token_bytes=6),)
+    layout = Layout((*layers, LayerSpec("composite", children=children)))
+    assert layout.token_bytes == 8
+    assert layout.fixed_bytes == 4 * 7 + 2 * 6 + 11
+
+
+def test_a_bound_that_cannot_hold_is_refused() -> None:
+    model = SimpleNamespace(make_cache=lambda: [KVCache(), ConcatenateKVCache()], layers=[])
+    assert [spec.kind for spec in read_kinds(model)] == ["full", "foreign"]
+    with pytest.raises(ConfigError, match="--max-kv-size"):
+        read_kinds(model, 128)

@@ -1,0 +1,72 @@
+"""Which codec each layer is stored under, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstrata.codecs.base import UnsupportedCodec
+from kvstrata.codecs.registry import parse
+from kvstrata.kv.convert import RAW
+from kvstrata.kv.layout import LayerSpec, Layout
+from kvstrata.kv.precision_plan import make_plan, raw_plan
+
+
+def full(dim: int = 64, v_dim: int | None = None) -> LayerSpec:
+    return LayerSpec("full", kv_heads=2, k_dim=dim, v_dim=v_dim or dim)
+
+
+def names(layout: Layout, *args: str, **kwargs: object) -> list[str]:
+    plan = make_plan(layout, *map(parse, args), **kwargs)  # pyright: ignore[reportArgumentType]
+    return [f"{k.name}/{v.name}" for k, v in plan.pairs]
+
+
+def test_the_first_and_the_last_layers_have_more_bits() -> None:
+    layout = Layout((full(),) * 5)
+    got = names(layout, "planes:4", "planes:2", edge_layers=2, edge=parse("planes:8"))
+    assert got == ["planes:8/planes:8"] * 2 + ["planes:4/planes:2"] + ["planes:8/planes:8"] * 2
+    assert names(layout, "planes:4", "planes:2") == ["planes:4/planes:2"] * 5
+    # More edges than layers: all of them.
+    assert names(layout, "planes:4", "planes:4", edge_layers=9) == ["planes:8/planes:8"] * 5
+
+
+def test_edges_never_have_fewer_bits_than_the_others() -> None:
+    layout = Layout((full(),) * 3)
+    assert names(layout, "raw", "planes:4", edge_layers=1) == ["raw/planes:8", "raw/planes:4", "raw/planes:8"]
+
+
+def test_edges_are_counted_in_layers_that_have_keys() -> None:
+    recurrent = LayerSpec("recurrent", num_arrays=2, state_bytes=10)
+    window = LayerSpec("window", max_size=8, kv_heads=2, k_dim=64, v_dim=64)
+    composite = LayerSpec("composite", children=(recurrent, full()))
+    layout = Layout((recurrent, window, full(), composite, recurrent))
+    plan = make_plan(layout, parse("planes:4"), parse("planes:4"), edge_layers=1)
+    assert [pair[0].name for pair in plan.pairs] == ["raw", "planes:8", "planes:4", "raw", "planes:8", "raw"]
+    assert plan.pairs[0] == RAW
+    assert not plan.is_raw
+    assert raw_plan(layout).is_raw
+    assert make_plan(layout, parse("raw"), parse("raw")).is_raw
+
+
+def test_keys_and_values_of_different_sizes_choose_their_own_groups() -> None:
+    assert names(Layout((full(96, 64),)), "affine:4", "affine:4") == ["affine:4:g32/affine:4"]
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "match"),
+    [
+        ("affine:4", "planes:4", "do not divide head_dim 80"),
+        ("planes:4", "affine:8:g128", "do not divide head_dim 80"),
+        ("planes:3", "planes:4", "8, 4 or 2 bits"),
+        ("rotated:4", "planes:4", "Use planes:4"),
+        ("planes:4", "zip:4", "Unknown precision"),
+        ("raw:4", "planes:4", "raw has no bits"),
+    ],
+)
+def test_what_a_layer_cannot_store_is_refused_when_the_plan_is_made(k: str, v: str, match: str) -> None:
+    with pytest.raises(UnsupportedCodec, match=match):
+        make_plan(Layout((full(80),)), parse(k), parse(v))
+
+
+def test_an_edge_that_a_layer_cannot_store_is_refused_too() -> None:
+    with pytest.raises(UnsupportedCodec, match="head_dim 80"):
+        make_plan(Layout((full(80),)), parse("planes:4"), parse("planes:4"), edge_layers=1, edge=parse("affine:8"))

@@ -1,0 +1,148 @@
+"""16-bit models over parts, as a Mac runs them: as near to float32 as mlx-lm's own 16-bit caches are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from kvstrata.attention.segments import SealedPart
+from kvstrata.codecs.raw import RawCodec
+from kvstrata.codecs.registry import parse
+from kvstrata.kv.checkpoints import Mark, MarkState, RecurrentState, needs_marks, take_mark
+from kvstrata.kv.convert import RAW
+from kvstrata.kv.layout import Layout
+from kvstrata.kv.precision_plan import make_plan
+from kvstrata.kv.sequence_cache import Pair, SequenceCache
+from kvstrata.kv.span import Span, SpanRange, prefix_of
+from kvstrata.kv.transcode import rewrite_layer
+from tests.kv.drive import sealed_span
+from tests.sixteen import NUM_SCORED, NUM_TOKENS, OFFSET, WITH_DTYPES, Error, Sixteen, check, rms, run, scored
+
+pytestmark = pytest.mark.usefixtures("as_on_metal")
+
+BEFORE = NUM_TOKENS - NUM_SCORED
+Side = tuple[Any, Any]  # a model and its layout
+
+
+def stored(side: Side, ids: tuple[int, ...], num_tokens: int, pairs: tuple[Pair, ...] | None = None) -> Any:
+    """A span of the first tokens, and the mark at its end."""
+    model, layout = side
+    cache = SequenceCache(layout, model, num_tokens)
+    run(model, cache, ids[:num_tokens])
+    mark = take_mark(cache) if needs_marks(layout) else None
+    span = sealed_span(layout, cache)
+    for layer in span.layers:
+        rewrite_layer(span, layer, pairs[layer] if pairs else RAW)
+    return span, mark
+
+
+def resumed(side: Side, ranges: list[SpanRange], mark: Any) -> SequenceCache:
+    model, layout = side
+    return SequenceCache(layout, model, NUM_TOKENS, prefix_of(layout, ranges, mark))
+
+
+def raw_error(m: Sixteen, at: tuple[int, ...]) -> Error:
+    """A hit on spans that end at these places, each computed over the ones before it."""
+    side, ranges, mark, start = (m.model, m.layout), [], None, 0
+    for end in at:
+        cache = resumed(side, ranges, mark) if ranges else SequenceCache(m.layout, m.model, NUM_TOKENS)
+        run(m.model, cache, m.ids[start:end])
+        mark = take_mark(cache) if needs_marks(m.layout) else None
+        span = sealed_span(m.layout, cache)
+        for layer in span.layers:
+            rewrite_layer(span, layer, RAW)
+        ranges.append(SpanRange(span, start, end))
+        start = end
+    return m.error(scored(m.model, resumed(side, ranges, mark), m.ids))
+
+
+@pytest.mark.parametrize(("case", "dtype"), WITH_DTYPES)
+@pytest.mark.parametrize("at", [(BEFORE,), (17, 40, 51, BEFORE - 3)], ids=["hit", "several"])
+def test_raw_parts(case: str, dtype: str, at: tuple[int, ...]) -> None:
+    check(case, dtype, lambda m: raw_error(m, at))
+
+
+def cut_error(m: Sixteen) -> Error:
+    """A hit on the middle of a longer span."""
+    side = (m.model, m.layout)
+    span, mark = stored(side, m.ids, BEFORE - 10)
+    cut = 40 if mark is None else BEFORE - 10
+    return m.error(scored(m.model, resumed(side, [SpanRange(span, 0, cut)], mark), m.ids))
+
+
+@pytest.mark.parametrize(("case", "dtype"), WITH_DTYPES)
+def test_a_cut(case: str, dtype: str) -> None:
+    check(case, dtype, cut_error)
+
+
+def pieces_error(m: Sixteen) -> Error:
+    """A reply that outgrows its first buffers."""
+    cache = SequenceCache(m.layout, m.model, BEFORE + 2)
+
+    def grow() -> None:
+        if not cache.free_tokens:
+            cache.grow(3)
+
+    return m.error(scored(m.model, cache, m.ids, grow))
+
+
+@pytest.mark.parametrize(("case", "dtype"), WITH_DTYPES)
+def test_a_reply_past_its_first_buffer(case: str, dtype: str) -> None:
+    check(case, dtype, pieces_error)
+
+
+def decoded(layout: Layout, span: Span, mark: Mark | None, dtype: mx.Dtype) -> tuple[Span, Mark | None]:
+    """What is stored, as plain arrays."""
+    held = {}
+    for layer in span.layers:
+        parts = [part.dense(mx.zeros(1, dtype)) for part in span.parts(layer, span.position, span.end)]
+        k, v = (mx.concatenate([pair[i].squeeze(0) for pair in parts], axis=1) for i in range(2))
+        held[layer] = (_raw(k, v, span.position),)
+    plain = Span(layout, span.position, span.num_tokens, held)
+    return plain, mark and replace(mark, states=tuple(_decoded_state(state, dtype) for state in mark.states))
+
+
+def _raw(k: mx.array, v: mx.array, position: int) -> SealedPart:
+    return SealedPart(RawCodec().adopt(k, position), RawCodec().adopt(v, position))
+
+
+def _decoded_state(state: MarkState, dtype: mx.Dtype) -> MarkState:
+    if isinstance(state, SealedPart):
+        k, v = (array.squeeze(0) for array in state.dense(mx.zeros(1, dtype)))
+        return _raw(k, v, state.k.position)
+    if isinstance(state, RecurrentState):
+        arrays = [array if array is None or not _is_float(array) else array.astype(dtype) for array in state.arrays]
+        return RecurrentState(tuple(arrays))
+    return state
+
+
+def _is_float(array: mx.array) -> bool:
+    return mx.issubdtype(array.dtype, mx.floating)
+
+
+def encoded_error(m: Sixteen, names: tuple[str, str], num_tokens: int = NUM_TOKENS) -> Error:
+    """Against the same planes decoded to float32; theirs are the same planes decoded to 16 bits."""
+    ids, before = (m.ids * 20)[:num_tokens], num_tokens - NUM_SCORED
+    side, wide_side = (m.model, m.layout), (m.wide, m.wide_layout)
+    span, mark = stored(side, ids, before, make_plan(m.layout, *map(parse, names)).pairs)
+    found = scored(m.model, resumed(side, [SpanRange(span, 0, before)], mark), ids)
+    wide, wide_mark = decoded(m.wide_layout, span, mark, mx.float32)
+    expected = scored(m.wide, resumed(wide_side, [SpanRange(wide, 0, before)], wide_mark), ids)
+    narrow, narrow_mark = decoded(m.layout, span, mark, m.dtype)
+    theirs = scored(m.model, resumed(side, [SpanRange(narrow, 0, before)], narrow_mark), ids)
+    return Error(rms(found - expected), rms(theirs - expected))
+
+
+@pytest.mark.parametrize("case", ["llama", OFFSET])
+@pytest.mark.parametrize("name", ["raw", "planes:8", "affine:8:g32"])
+def test_more_tokens_than_a_group_has(case: str, name: str) -> None:
+    check(case, "bfloat16", lambda m: encoded_error(m, (name, name), 700), num_seeds=2)
+
+
+@pytest.mark.parametrize(("case", "dtype"), WITH_DTYPES)
+@pytest.mark.parametrize("names", [("planes:8", "planes:8"), ("planes:4", "planes:2")], ids="-".join)
+def test_encoded_parts(case: str, dtype: str, names: tuple[str, str]) -> None:
+    check(case, dtype, lambda m: encoded_error(m, names))

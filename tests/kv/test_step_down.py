@@ -1,0 +1,139 @@
+"""Planes 8 -> 4 -> 2: what stays is not touched, what goes is freed, and the rest is what a direct encoding is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import kvstrata.bench
+from kvstrata.bench.passes import kl_of, logprobs_of
+from kvstrata.codecs.registry import parse
+from kvstrata.kv.checkpoints import take_mark
+from kvstrata.kv.precision_plan import make_plan
+from kvstrata.kv.sequence_cache import SequenceCache
+from kvstrata.kv.span import Span, SpanRange, prefix_of
+from kvstrata.kv.transcode import rewrite_layer, rewriting_marks
+from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.probe import probe
+from kvstrata.text.tokens import encode_text
+from tests.allocated import active_bytes
+from tests.kv.drive import address, distance, random_kv, sealed_span, stored, text_for
+
+SAMPLE = Path(kvstrata.bench.__file__).parent / "sample.txt"
+
+
+def step(span: Span, k: str, v: str) -> None:
+    plan = make_plan(span.layout, parse(k), parse(v))
+    for layer in span.layers:
+        rewrite_layer(span, layer, plan.pairs[layer])
+    list(rewriting_marks(span, plan))
+
+
+def buffers(span: Span) -> dict[str, int]:
+    part = span.sealed(0)[0]
+    sides = (("k", part.k), ("v", part.v))
+    return {f"{side}.{name}": address(array) for side, planes in sides for name, array in planes.arrays.items()}
+
+
+def test_planes_that_stay_are_the_same_buffers_and_the_others_are_freed() -> None:
+    before = active_bytes()
+    span = stored(20_000, "planes:8")
+    for k, v in (
+        ("planes:8", "planes:4"),
+        ("planes:4", "planes:4"),
+        ("planes:4", "planes:2"),
+        ("planes:2", "planes:2"),
+    ):
+        held, allocated, where = span.kv_bytes, active_bytes(), buffers(span)
+        step(span, k, v)
+        freed = held - span.kv_bytes
+        assert freed > 0
+        assert allocated - active_bytes() == pytest.approx(freed, rel=0.02)
+        assert buffers(span).items() < where.items()
+    assert active_bytes() - before == pytest.approx(span.kv_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["planes:4", "planes:2"])
+def test_stepping_down_ends_where_encoding_directly_does(name: str) -> None:
+    stepped, direct = stored(700, "planes:8"), stored(700, name)
+    step(stepped, "planes:4", "planes:4")
+    step(stepped, name, name)
+    like = random_kv(1)[0]
+    for a, b in zip(stepped.sealed(0)[0].dense(like), direct.sealed(0)[0].dense(like), strict=True):
+        assert distance(a, b) == 0
+
+
+def test_readers_see_the_replacement_at_their_next_step() -> None:
+    text = text_for("qwen3")
+    owner = SequenceCache(text.layout, text.model, 100)
+    text.advance(owner, 100)
+    span = sealed_span(text.layout, owner)
+    step(span, "planes:8", "planes:8")
+
+    def resumed() -> SequenceCache:
+        prefix = prefix_of(text.layout, [SpanRange(span, 0, 90)], None)
+        return SequenceCache(text.layout, text.model, 20, prefix)
+
+    reader = resumed()
+    before = active_bytes()
+    held = span.kv_bytes
+    for token in text.ids[90:95]:
+        text.model(mx.array([[token]]), cache=reader.caches())
+        reader.end_pass(1)
+    step(span, "planes:4", "planes:4")
+    later = resumed()
+    for layer, other in zip(later.flat, reader.flat, strict=True):
+        # The reader's own tokens, so that both attend to the same.
+        k, v = (array[:, :, :5] for array in other.arrays())
+        layer.append(k, v)
+    later.end_pass(5)
+    tokens = mx.array([[text.ids[95]]])
+    assert distance(text.model(tokens, cache=reader.caches()), text.model(tokens, cache=later.caches())) < 1e-4
+    reader.end_pass(1)
+    # And let go of what was replaced.
+    assert held - span.kv_bytes > 0
+    assert active_bytes() - before < reader.nbytes + later.nbytes
+
+
+def test_window_layers_step_down_in_their_marks() -> None:
+    text = text_for("gemma3_text")
+    cache = SequenceCache(text.layout, text.model, 60)
+    text.advance(cache, 60)
+    span = sealed_span(text.layout, cache)
+    span.marks[60] = take_mark(cache)
+    sizes = []
+    for name in ("raw", "planes:8", "planes:4", "planes:2"):
+        step(span, name, name)
+        sizes.append(span.mark_bytes)
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == 4
+
+
+def test_the_kl_of_stepping_down_is_that_of_encoding_directly(default_model: LoadedModel) -> None:
+    """On the default model: tokens of a text after a prefix that was stored, forced."""
+    ids = encode_text(default_model.tokenizer, SAMPLE.read_text(encoding="utf-8"))[:120]
+    model, layout = default_model.module, probe(default_model.module)
+    prompt, fed = ids[:104], ids[104:]
+    cache = SequenceCache(layout, model, len(prompt))
+    model(mx.array([prompt]), cache=cache.caches())
+    cache.end_pass(len(prompt))
+
+    def stored_as(names: tuple[str, ...]) -> Span:
+        span = sealed_span(layout, cache)
+        for name in names:
+            step(span, name, name)
+        return span
+
+    def logprobs(span: Span) -> np.ndarray:
+        cache = SequenceCache(layout, model, len(fed), prefix_of(layout, [SpanRange(span, 0, len(prompt))], None))
+        return logprobs_of(model(mx.array([fed]), cache=cache.caches())[0])
+
+    reference = logprobs(stored_as(("raw",)))
+    for path, direct in ((("planes:8", "planes:4"), "planes:4"), (("planes:8", "planes:4", "planes:2"), "planes:2")):
+        stepped_kl = kl_of(reference, logprobs(stored_as(path))).mean()
+        direct_kl = kl_of(reference, logprobs(stored_as((direct,)))).mean()
+        assert direct_kl > 1e-4
+        assert stepped_kl == pytest.approx(direct_kl, rel=0.05)

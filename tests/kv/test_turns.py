@@ -1,0 +1,111 @@
+"""Spans whose keys were stored with plain means (version 1), beside those whose means turn."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+
+from kvstrata.attention.segments import Parts
+from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.codecs.registry import parse
+from kvstrata.kv.convert import becomes
+from kvstrata.kv.layout import Layout
+from kvstrata.kv.packing import Packed, span_of, unpack
+from kvstrata.kv.precision_plan import make_plan
+from kvstrata.kv.sequence_cache import SequenceCache
+from kvstrata.kv.span import Span, SpanRange, prefix_of
+from kvstrata.kv.transcode import is_under, rewrite_layer
+from tests.codecs.arrays import a_turn
+from tests.kv.drive import LAYOUT, distance, packed, sealed_span, stored, text_for
+
+TURN = a_turn("halves", 64)
+TURNING = Layout((replace(LAYOUT.layers[0], k_turn=TURN),))
+
+
+def as_turning(span: Span) -> Span:
+    """The same memory, as a server of this version sees it."""
+    return Span(TURNING, span.position, span.num_tokens, {0: span.sealed(0)})
+
+
+def rewritten(span: Span, name: str, *, upward: bool = False) -> PlanesCodec:
+    rewrite_layer(span, 0, make_plan(span.layout, parse(name), parse(name)).pairs[0], upward=upward)
+    codec = span.sealed(0)[0].k.codec
+    assert isinstance(codec, PlanesCodec)
+    return codec
+
+
+def test_keys_get_the_turn_of_their_layer_and_values_none() -> None:
+    k, v = make_plan(TURNING, parse("planes:4"), parse("planes:8")).pairs[0]
+    assert (k, v) == (PlanesCodec(4, TURN), PlanesCodec(8))
+    assert make_plan(TURNING, parse("affine:4"), parse("raw")).pairs[0][0].name == "affine:4"
+
+
+@pytest.mark.parametrize("upward", [False, True])
+def test_what_is_stored_with_plain_means_stays_so(upward: bool) -> None:
+    span = as_turning(stored(700, "planes:8"))
+    arrays = span.sealed(0)[0].k.arrays
+    assert is_under(span, 0, make_plan(TURNING, parse("planes:8"), parse("planes:8")).pairs[0], upward=upward)
+    assert rewritten(span, "planes:4", upward=upward) == PlanesCodec(4)
+    assert all(span.sealed(0)[0].k.arrays[name] is arrays[name] for name in ("top", "next", "scales", "means"))
+
+
+def test_what_is_encoded_anew_gets_means_that_turn() -> None:
+    assert rewritten(as_turning(stored(700, "raw")), "planes:8") == PlanesCodec(8, TURN)
+    # More bits than it has: decoded and encoded, because a client asked for it.
+    assert rewritten(as_turning(stored(700, "planes:4")), "planes:8", upward=True) == PlanesCodec(8, TURN)
+
+
+def test_what_a_codec_becomes() -> None:
+    def found(held: PlanesCodec, wanted: PlanesCodec) -> PlanesCodec:
+        codec = becomes(held, wanted, 64, mx.float32)
+        assert isinstance(codec, PlanesCodec)
+        return codec
+
+    assert found(PlanesCodec(8), PlanesCodec(4, TURN)) == PlanesCodec(4)
+    assert found(PlanesCodec(8, TURN), PlanesCodec(4)) == PlanesCodec(4, TURN)
+    assert found(PlanesCodec(4), PlanesCodec(8, TURN)) == PlanesCodec(4)
+
+
+def blocks_of(span: Span) -> Packed:
+    block = packed(span, span.position, span.end)
+    return Packed(block.arrays, json.loads(json.dumps(block.description)))
+
+
+def test_blocks_of_both_versions_are_read_and_lie_side_by_side() -> None:
+    old = as_turning(stored(300, "planes:8"))
+    new = as_turning(stored(300, "raw", position=300, seed=1))
+    rewritten(new, "planes:8")
+    blocks = [blocks_of(span) for span in (old, new)]
+    specs = [each.description["groups"][0]["k"]["spec"] for each in blocks]
+    assert [spec["version"] for spec in specs] == [1, 2]
+    parts = [unpack(TURNING, each, a, a + 300) for each, a in zip(blocks, (0, 300), strict=True)]
+    joined = span_of(TURNING, parts, 0, 600)
+    assert [part.k.codec for part in joined.sealed(0)] == [PlanesCodec(8), PlanesCodec(8, TURN)]
+    like = mx.zeros(())
+    found = Parts((joined.parts(0, 0, 600),)).joined(like)
+    wanted = [Parts((span.parts(0, span.position, span.end),)).joined(like) for span in (old, new)]
+    for side in (0, 1):
+        assert distance(found[side], mx.concatenate([pair[side] for pair in wanted], axis=2)) == 0
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "deepseek_v3"])
+def test_a_model_resumes_from_planes_as_well_as_from_raw(architecture: str) -> None:
+    """Through the model: 8 bits of keys that turn change its logits by little."""
+    text = text_for(architecture)
+    owner = SequenceCache(text.layout, text.model, 130)
+    text.advance(owner, 100)
+    span = sealed_span(text.layout, owner)
+    plan = make_plan(text.layout, parse("planes:8"), parse("planes:8"))
+    for layer in span.layers:
+        rewrite_layer(span, layer, plan.pairs[layer])
+    parts = [span.sealed(layer)[0] for layer in span.layers]
+    codecs = {planes.codec for part in parts for planes in (part.k, part.v)}
+    assert any(isinstance(codec, PlanesCodec) and codec.turn is not None for codec in codecs)
+    if text.layout.path == "parts" and architecture == "llama":
+        reader = SequenceCache(text.layout, text.model, 40, prefix_of(text.layout, [SpanRange(span, 0, 100)], None))
+        logits = text.model(mx.array([text.ids[100:130]]), cache=reader.caches())[0]
+        wanted = text.wanted[100:130]
+        assert distance(logits, wanted) < 0.05 * float(mx.std(wanted)) + 0.01

@@ -1,0 +1,144 @@
+"""A `Files` that does what disks do: tear a write, flip bits, shorten, swap, wait, fail, or end the process.
+
+Every operation has a number, counted from the first. A fault is chosen by the operation's name (and, if wanted, its
+number), so a test can walk through all the steps of a publication.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvstrata.tiers.disk.filesystem import Files, FileStatus
+
+Act = Callable[[], None]
+
+
+def fail(code: int) -> Act:
+    def act() -> None:
+        raise OSError(code, os.strerror(code))
+
+    return act
+
+
+def kill() -> None:
+    """As from outside: no handler runs, nothing is flushed."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for(event: threading.Event) -> Act:
+    def act() -> None:
+        event.wait(30)
+
+    return act
+
+
+@dataclass
+class FaultyFiles(Files):
+    """`before[name]` happens instead of the operation if it raises, before it if it does not."""
+
+    before: dict[str, Act] = field(default_factory=dict)
+    at_step: dict[int, Act] = field(default_factory=dict)
+    torn_after_bytes: int | None = None  # a write stops there, and then fails
+    free: int | None = None
+    steps: list[str] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _num_written: int = 0
+
+    def _step(self, name: str) -> None:
+        with self._lock:
+            number = len(self.steps)
+            self.steps.append(name)
+        self.before.get(name, lambda: None)()
+        self.at_step.get(number, lambda: None)()
+
+    def create(self, path: Path) -> int:
+        self._step("create")
+        return super().create(path)
+
+    def write(self, fd: int, piece: memoryview) -> int:
+        self._step("write")
+        if self.torn_after_bytes is None:
+            return super().write(fd, piece)
+        room = self.torn_after_bytes - self._num_written
+        if room <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        count = super().write(fd, piece[:room])
+        self._num_written += count
+        return count
+
+    def sync(self, fd: int) -> None:
+        self._step("sync")
+        super().sync(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._step("rename")
+        super().rename(source, target)
+
+    def sync_folder(self, path: Path) -> None:
+        self._step("sync_folder")
+        super().sync_folder(path)
+
+    def open(self, path: Path) -> int:
+        self._step("open")
+        return super().open(path)
+
+    def read_into(self, fd: int, buffer: memoryview, offset: int) -> int:
+        self._step("read_into")
+        return super().read_into(fd, buffer, offset)
+
+    def status(self, place: int | Path) -> FileStatus:
+        self._step("status")
+        return super().status(place)
+
+    def unlink(self, path: Path) -> None:
+        self._step("unlink")
+        super().unlink(path)
+
+    def names(self, folder: Path) -> list[str]:
+        self._step("names")
+        return super().names(folder)
+
+    def make_folder(self, path: Path) -> None:
+        self._step("make_folder")
+        super().make_folder(path)
+
+    def set_mode(self, path: Path, mode: int) -> None:
+        self._step("set_mode")
+        super().set_mode(path, mode)
+
+    def free_bytes(self, folder: Path) -> int:
+        self._step("free_bytes")
+        return super().free_bytes(folder) if self.free is None else self.free
+
+
+def fail_once(files: FaultyFiles, step: str, code: int) -> None:
+    def act() -> None:
+        files.before = {}
+        fail(code)()
+
+    files.before = {step: act}
+
+
+def flip(path: Path, offset: int, mask: int = 0xFF) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ mask]))
+
+
+def cut(path: Path, length: int) -> None:
+    os.truncate(path, length)
+
+
+def swap(left: Path, right: Path) -> None:
+    aside = left.with_name("aside")
+    left.rename(aside)
+    right.rename(left)
+    aside.rename(right)

@@ -1,0 +1,139 @@
+"""Kill a process that writes, again and again, and look at what it leaves. Run by test_kill.py in a process of its own:
+it forks, which a process with threads must not do.
+
+    python -m tests.tiers.disk.killing DIRECTORY random|steps COUNT SEED
+
+Prints one JSON object: what was found wrong (nothing should be), and how much was done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from kvstrata.prefix_cache.keys import chain
+from kvstrata.tiers.block import Block
+from kvstrata.tiers.disk.filesystem import Files
+from kvstrata.tiers.disk.inspect import verify
+from tests.tiers.disk.blocks import ROOT, is_same, make_chain, open_tier, read_now, real_bytes
+from tests.tiers.disk.faults import FaultyFiles, kill
+
+LIMIT_BYTES = 256 << 20
+SMALL_LIMIT_BYTES = 2 << 20
+CHAIN_LENGTH = 3
+
+
+def blocks_of(seed: int) -> list[Block]:
+    return make_chain(CHAIN_LENGTH, seed=seed, num_values=500 + seed % 7 * 700)
+
+
+def write_until_killed(directory: Path, files: Files, limit_bytes: int, first_seed: int, report: int) -> None:
+    """Reports a chain once `flush` says that it was written."""
+    tier = open_tier(directory, limit_bytes, files=files)
+    for seed in range(first_seed, first_seed + 1000):
+        blocks = blocks_of(seed)
+        for block in blocks:
+            tier.put(block)
+        tier.flush(30)
+        if tier.usage().counters["written"].get("base", 0) == CHAIN_LENGTH * (seed - first_seed + 1):
+            os.write(report, f"{seed}\n".encode())
+        read_now(tier, blocks[0].id, root=ROOT)
+    os._exit(3)
+
+
+def run_child(
+    directory: Path, files: Files, limit_bytes: int, first_seed: int, delay_s: float, *, waits: bool = False
+) -> list[int]:
+    """The seeds of the chains that the child reported before it died, after `delay_s` or by its own `files`. `waits`:
+    the delay begins with the first report."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        try:
+            write_until_killed(directory, files, limit_bytes, first_seed, writing)
+        finally:
+            os._exit(4)
+    os.close(writing)
+    first = os.read(reading, 100) if waits else b""
+    if delay_s:
+        time.sleep(delay_s)
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    if not os.WIFSIGNALED(status):
+        raise RuntimeError(f"The child ended by itself with {os.waitstatus_to_exitcode(status)}")
+    with os.fdopen(reading, "rb") as pipe:
+        return [int(line) for line in (first + pipe.read()).decode().split()]
+
+
+def look(directory: Path, limit_bytes: int, seeds: list[int], found: Counter[str]) -> None:
+    bytes_left = real_bytes(directory)
+    tier = open_tier(directory, limit_bytes)
+    found["temporaries"] += len(list((directory / "tmp").iterdir()))
+    found["over the limit"] += bytes_left > limit_bytes
+    found["not settled"] += not tier.flush(30).is_empty
+    for seed in seeds:
+        for block in blocks_of(seed):
+            found["reported"] += 1
+            is_there = bool(tier.blocks.find(block.key))
+            found["reported and lost"] += not is_there
+            found["wrong"] += is_there and not is_same(read_now(tier, block.id, root=ROOT), block)
+    usage = tier.usage()
+    found["quarantined"] += sum(usage.counters["quarantined"].values())
+    found["miscounted"] += usage.disk_bytes != real_bytes(directory)
+    found["blocks"] = usage.num_blocks
+    tier.close()
+    verified = verify(directory, chain=chain)
+    found["damaged"] += len(verified.damaged) + len(verified.unread)
+    found["uncounted files"] += verified.num_blocks != usage.num_blocks
+
+
+def at_random(directory: Path, count: int, seed: int) -> Counter[str]:
+    generator = random.Random(seed)
+    found: Counter[str] = Counter()
+    for number in range(count):
+        # Every third run under a small limit of its own folder: then killing meets eviction.
+        is_small = number % 3 == 2
+        place, limit_bytes = (
+            (directory / "small", SMALL_LIMIT_BYTES) if is_small else (directory / "large", LIMIT_BYTES)
+        )
+        # Every other run has written something, however busy the machine.
+        delay_s, waits = generator.uniform(0.01, 0.3), number % 2 == 0
+        seeds = run_child(place, Files(), limit_bytes, 1000 * number, delay_s, waits=waits)
+        look(place, limit_bytes, [] if is_small else seeds, found)
+        found["kills"] += 1
+    return found
+
+
+def at_every_step(directory: Path, count: int, _seed: int) -> Counter[str]:
+    """Operation 0, 1, 2 ... of the tier never returns; each time in a fresh folder with two chains in it."""
+    found: Counter[str] = Counter()
+    seeds = [900_000, 900_001]
+    tier = open_tier(directory / "begun", LIMIT_BYTES)
+    for block in [block for seed in seeds for block in blocks_of(seed)]:
+        tier.put(block)
+    tier.flush(30)
+    tier.close()
+    for step in range(count):
+        place = shutil.copytree(directory / "begun", directory / str(step))
+        reported = run_child(place, FaultyFiles(at_step={step: kill}), LIMIT_BYTES, 0, 0.0)
+        look(place, LIMIT_BYTES, [*seeds, *reported], found)
+        found["kills"] += 1
+    return found
+
+
+def main() -> None:
+    directory, mode, count, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    directory.mkdir(exist_ok=True)
+    print(json.dumps({"random": at_random, "steps": at_every_step}[mode](directory, count, seed)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,321 @@
+"""The catalogue: quick to start, and never missed when it is gone."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstrata.tiers.block import BlockId
+from kvstrata.tiers.block_file import FORMAT_VERSION
+from kvstrata.tiers.disk.catalogue import FORMAT, Catalogue, CatalogueFault
+from kvstrata.tiers.disk.errors import Damage
+from kvstrata.tiers.disk.filesystem import Files
+from kvstrata.tiers.disk.folder import file_name
+from kvstrata.tiers.disk.index import BlockRow
+from tests.tiers.disk.blocks import ROOT, is_same, make_chain, open_tier, read_now, real_bytes, rows_of
+from tests.tiers.disk.faults import FaultyFiles, flip
+from tests.tiers.disk.test_damage import path_of
+
+
+def fill(directory: Path, num_blocks: int = 12) -> list:
+    tier = open_tier(directory)
+    blocks = make_chain(num_blocks)
+    for block in blocks:
+        tier.put(block)
+    assert tier.flush(20).is_empty
+    tier.close()
+    return blocks
+
+
+def assert_all_there(directory: Path, blocks: list) -> None:
+    tier = open_tier(directory)
+    assert tier.flush(20).is_empty
+    assert all(tier.blocks.find(block.key) for block in blocks)
+    assert tier.blocks.lengths(blocks[3].key) == (4,)
+    assert all(is_same(read_now(tier, block.id, root=ROOT), block) for block in blocks)
+    assert tier.usage().num_blocks == len(blocks)
+    assert tier.usage().disk_bytes == real_bytes(directory)
+    tier.close()
+
+
+@pytest.mark.parametrize("suffixes", [("", "-wal", "-shm"), ("",)])
+def test_a_catalogue_that_was_deleted_is_rebuilt(tmp_path: Path, suffixes: tuple[str, ...]) -> None:
+    blocks = fill(tmp_path / "cache")
+    for suffix in suffixes:
+        (tmp_path / "cache" / f"catalogue.sqlite{suffix}").unlink(missing_ok=True)
+    assert_all_there(tmp_path / "cache", blocks)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"not a database " * 1000, os.urandom(20_000), b"SQLite format 3\0" + bytes(8176)]
+)
+def test_a_catalogue_that_is_none_is_rebuilt(tmp_path: Path, content: bytes) -> None:
+    blocks = fill(tmp_path / "cache")
+    (tmp_path / "cache" / "catalogue.sqlite").write_bytes(content)
+    assert_all_there(tmp_path / "cache", blocks)
+
+
+def test_a_catalogue_of_another_version_is_rebuilt(tmp_path: Path) -> None:
+    blocks = fill(tmp_path / "cache")
+    connection = sqlite3.connect(tmp_path / "cache" / "catalogue.sqlite")
+    connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    assert_all_there(tmp_path / "cache", blocks)
+
+
+def test_a_database_of_somebody_else_is_no_catalogue(tmp_path: Path) -> None:
+    blocks = fill(tmp_path / "cache")
+    path = tmp_path / "cache" / "catalogue.sqlite"
+    path.unlink()
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE books (title TEXT)")
+    connection.close()
+    assert_all_there(tmp_path / "cache", blocks)
+    connection = sqlite3.connect(path)
+    names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    connection.close()
+    assert names == {"blocks", "leaving", "notes"}
+
+
+def test_flipped_bytes_in_the_catalogue_never_give_wrong_blocks(tmp_path: Path) -> None:
+    """SQLite has no checksums: a row may be wrong. Then a block may be missed, but what is served is right."""
+    blocks = fill(tmp_path / "cache", 6)
+    path = tmp_path / "cache" / "catalogue.sqlite"
+    content = path.read_bytes()
+    generator = np.random.default_rng(11)
+    for _ in range(60):
+        path.write_bytes(content)
+        for _ in range(3):
+            flip(path, int(generator.integers(len(content))), 1 << int(generator.integers(8)))
+        tier = open_tier(tmp_path / "cache")
+        tier.blocks.lengths(ROOT)
+        rows_of(tier)
+        assert all(is_same(read_now(tier, block.id, root=ROOT), block) for block in blocks)
+        tier.close()
+
+
+def test_a_rebuild_reads_headers_and_no_payload(tmp_path: Path) -> None:
+    class Counting(Files):
+        num_bytes = 0
+
+        def read_into(self, fd: int, buffer: memoryview, offset: int) -> int:
+            self.num_bytes += buffer.nbytes
+            return super().read_into(fd, buffer, offset)
+
+    blocks = fill(tmp_path / "cache")
+    for path in (tmp_path / "cache").glob("catalogue*"):
+        path.unlink()
+    files = Counting()
+    for num_bytes in (4096 * len(blocks), 0):
+        files.num_bytes = 0
+        tier = open_tier(tmp_path / "cache", files=files)
+        assert tier.flush(20).is_empty
+        tier.close()
+        assert files.num_bytes == num_bytes
+
+
+def test_a_rebuild_puts_damaged_headers_away(tmp_path: Path) -> None:
+    blocks = fill(tmp_path / "cache")
+    for path in (tmp_path / "cache").glob("catalogue*"):
+        path.unlink()
+    flip(path_of(tmp_path / "cache", blocks[4]), 900)
+    os.truncate(path_of(tmp_path / "cache", blocks[5]), 4200)
+    tier = open_tier(tmp_path / "cache")
+    assert tier.flush(20).is_empty
+    assert tier.usage().counters["quarantined"] == {Damage.HEADER: 1, Damage.LENGTH: 1}
+    assert tier.usage().num_blocks == len(blocks) - 2
+    tier.close()
+
+
+def test_names_and_rows_are_compared_at_start(tmp_path: Path) -> None:
+    """After a crash of the machine the catalogue may lack rows, or have too many."""
+    blocks = fill(tmp_path / "cache")
+    connection = sqlite3.connect(tmp_path / "cache" / "catalogue.sqlite")
+    connection.execute("DELETE FROM blocks WHERE start < 8")
+    connection.commit()
+    connection.close()
+    path_of(tmp_path / "cache", blocks[-1]).unlink()
+    (tmp_path / "cache" / "blocks" / "README").write_text("not ours")
+    (path_of(tmp_path / "cache", blocks[0]).parent / "notes.txt").write_text("not ours")
+    tier = open_tier(tmp_path / "cache")
+    assert tier.flush(10).is_empty
+    assert [bool(tier.blocks.find(block.key)) for block in blocks] == [True] * 11 + [False]
+    assert tier.usage().num_blocks == 11
+    tier.close()
+
+
+def test_temporaries_of_a_crash_are_removed(tmp_path: Path) -> None:
+    blocks = fill(tmp_path / "cache")
+    for number in range(3):
+        (tmp_path / "cache" / "tmp" / f"{number}.tmp").write_bytes(b"half a block")
+    assert_all_there(tmp_path / "cache", blocks)
+    assert not list((tmp_path / "cache" / "tmp").iterdir())
+
+
+def test_uses_are_remembered(tmp_path: Path) -> None:
+    now = [1000.0]
+    tier = open_tier(tmp_path / "cache", clock=lambda: now[0])
+    blocks = make_chain(2)
+    for block in blocks:
+        tier.put(block)
+    assert tier.flush(10).is_empty
+    now[0] = 2000.0
+    for _ in range(3):
+        read_now(tier, blocks[0].id, root=ROOT)
+    tier.close()
+    tier = open_tier(tmp_path / "cache")
+    first, second = rows_of(tier)
+    assert (first.uses, first.last_use, first.created) == (3, 2000.0, 1000.0)
+    assert (second.uses, second.last_use) == (0, 1000.0)
+    tier.close()
+
+
+def a_row(number: int) -> BlockRow:
+    return BlockRow(BlockId(bytes([number]) * 32), ROOT, ROOT, 0, 4, 4096, float(number), 0, 0.0)
+
+
+def test_a_transaction_is_taken_back_whole_with_what_joined_it(tmp_path: Path) -> None:
+    catalogue = Catalogue(tmp_path / "catalogue")
+    catalogue.add([a_row(1)])
+
+    def change_and_fail() -> None:
+        with catalogue.changing():
+            catalogue.add([a_row(2)])
+            catalogue.remove([a_row(1).id])
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        change_and_fail()
+    assert catalogue.newest(10) == [a_row(1)]
+    with catalogue.changing():
+        catalogue.add([a_row(2)])
+        catalogue.remove([a_row(1).id])
+        catalogue.set_note("day", 7)
+    assert catalogue.newest(10) == [a_row(2)]
+    assert (catalogue.note("day"), catalogue.note("other")) == (7, 0)
+    catalogue.close()
+
+
+def test_a_change_that_fails_in_the_middle_leaves_nothing_and_the_next_works(tmp_path: Path) -> None:
+    catalogue = Catalogue(tmp_path / "catalogue")
+    catalogue._connection.execute(
+        f"CREATE TRIGGER stop BEFORE INSERT ON blocks WHEN NEW.key = x'{'03' * 32}' BEGIN "
+        "SELECT RAISE(ABORT, 'not this one'); END"
+    )
+    with pytest.raises(CatalogueFault):
+        catalogue.add([a_row(1), a_row(2), a_row(3)])
+    assert catalogue.newest(10) == []
+    catalogue.add([a_row(1), a_row(2)])
+    assert catalogue.newest(10) == [a_row(2), a_row(1)]
+    catalogue.close()
+
+
+def test_rows_are_remembered_used_and_noted_as_leaving(tmp_path: Path) -> None:
+    catalogue = Catalogue(tmp_path / "catalogue")
+    assert catalogue.is_new
+    rows = [a_row(number) for number in range(5)]
+    catalogue.add(rows)
+    assert catalogue.newest(2) == rows[:2:-1]
+    assert catalogue.after(None, 2) == rows[:2]
+    assert catalogue.after(rows[1].id, 10) == rows[2:]
+    catalogue.touch({rows[0].id: (2, 50.0), rows[4].id: (1, 1.0)})
+    used = {row.id: (row.uses, row.last_use) for row in catalogue.newest(10)}
+    assert (used[rows[0].id], used[rows[4].id], used[rows[1].id]) == ((2, 50.0), (1, 4.0), (0, 1.0))
+    catalogue.add_leaving([rows[1].id, rows[2].id, rows[3].id])
+    catalogue.add([rows[1]])
+    catalogue.remove([rows[2].id])
+    assert [row.id for row in catalogue.leaving()] == [rows[3].id]
+    catalogue.close()
+    again = Catalogue(tmp_path / "catalogue")
+    assert not again.is_new
+    assert [row.id for row in again.leaving()] == [rows[3].id]
+    again.close()
+    with pytest.raises(CatalogueFault) as fault:
+        again.newest(1)
+    assert not fault.value.damaged
+
+
+@pytest.mark.parametrize("num_at_start", [1, 8192])
+def test_rows_of_one_key_under_two_roots_are_not_believed(
+    tmp_path: Path, num_at_start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether that is seen at the start or only when the rest is read."""
+    monkeypatch.setattr("kvstrata.tiers.disk.catalogue.NUM_ROWS_AT_START", num_at_start)
+    blocks = fill(tmp_path / "cache")
+    connection = sqlite3.connect(tmp_path / "cache" / "catalogue.sqlite")
+    connection.execute("UPDATE blocks SET root = zeroblob(32) WHERE start = 20")
+    connection.commit()
+    connection.close()
+    assert_all_there(tmp_path / "cache", blocks)
+
+
+class Many(FaultyFiles):
+    """Has the files of `rows` by name: a start must not open, stat or read one of them."""
+
+    def __init__(self, rows: list[BlockRow]) -> None:
+        super().__init__()
+        self.by_shard: dict[str, list[str]] = {f"{first:02x}": [] for first in range(256)}
+        for row in rows:
+            self.by_shard[row.id.key[:1].hex()].append(file_name(row.id))
+
+    def names(self, folder: Path) -> list[str]:
+        self._step("names")
+        if folder.name == "blocks":
+            return list(self.by_shard)
+        return self.by_shard.get(folder.name, [])
+
+
+@pytest.fixture(scope="module")
+def hundred_thousand(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[BlockRow]]:
+    directory = tmp_path_factory.mktemp("large") / "cache"
+    open_tier(directory).close()
+    generator = np.random.default_rng(0)
+    keys = generator.bytes(32 * 100_000)
+    rows: list[BlockRow] = []
+    for index in range(100_000):
+        key = keys[32 * index : 32 * index + 32]
+        parent = rows[-1].id.key if index % 200 else ROOT
+        rows.append(BlockRow(BlockId(key), parent, ROOT, index % 200 * 256, 256, 4096, float(index), 1, 0.0))
+    catalogue = Catalogue(directory / "catalogue.sqlite")
+    catalogue.add(rows)
+    catalogue.set_note(FORMAT, FORMAT_VERSION)
+    catalogue.close()
+    for first in range(256):
+        (directory / "blocks" / f"{first:02x}").mkdir(mode=0o700)
+    return directory, rows
+
+
+def test_a_start_with_100_000_blocks_takes_less_than_a_second(hundred_thousand: tuple[Path, list[BlockRow]]) -> None:
+    directory, rows = hundred_thousand
+    times_s: list[float] = []
+    for _ in range(2):
+        files = Many(rows)
+        started_s = time.thread_time()  # of this thread alone, whatever else the machine does
+        tier = open_tier(directory, limit_bytes=1 << 40, files=files)
+        assert tier.blocks.lengths(rows[-7].id.key) == (256,)  # what was used last can be found at once
+        times_s.append(time.thread_time() - started_s)
+        assert tier.flush(120).is_empty
+        assert tier.blocks.lengths(rows[7].id.key) == (256,)
+        assert tier.usage().num_blocks == 100_000
+        assert tier.usage().num_tokens == 25_600_000
+        assert not {"open", "read_into"}.intersection(files.steps)
+        tier.close()
+    assert min(times_s) < 1.0, times_s
+
+
+def test_lookups_among_100_000_blocks_are_quick(hundred_thousand: tuple[Path, list[BlockRow]]) -> None:
+    directory, rows = hundred_thousand
+    tier = open_tier(directory, limit_bytes=1 << 40, files=Many(rows))
+    assert tier.flush(120).is_empty
+    started_s = time.thread_time()
+    for row in rows[::100]:
+        assert tier.blocks.find(row.id.key)
+        tier.blocks.lengths(row.id.key)
+    per_lookup_s = (time.thread_time() - started_s) / 2000
+    tier.close()
+    assert per_lookup_s < 0.0005

@@ -1,0 +1,307 @@
+"""Clearing: nothing is found any more at once, files go on the tier's thread, and no caller waits for a disk."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from kvstrata.tiers.disk.errors import DropReason, Fault
+from kvstrata.tiers.disk.space import NUM_PURGED_AT_ONCE
+from kvstrata.tiers.disk.tier import DiskTier
+from kvstrata.tiers.interface import Accepted
+from kvstrata.tiers.read_pool import Missing, MissReason
+from tests.tiers.disk.blocks import (
+    OTHER_ROOT,
+    ROOT,
+    is_same,
+    make_block,
+    make_chain,
+    open_tier,
+    put_all,
+    read_now,
+    real_bytes,
+    rows_of,
+)
+from tests.tiers.disk.faults import FaultyFiles, flip, kill, wait_for
+from tests.tiers.disk.test_damage import path_of
+
+T = TypeVar("T")
+
+
+@pytest.fixture
+def go_on() -> Iterator[threading.Event]:
+    go_on = threading.Event()
+    yield go_on
+    go_on.set()
+
+
+def in_time(work: Callable[[], T]) -> T:
+    """On a thread of its own, as the engine's: a wait for a disk that hangs would never end."""
+    answers: list[T] = []
+    thread = threading.Thread(target=lambda: answers.append(work()), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert answers, "it waits for the disk"
+    return answers[0]
+
+
+def hang(files: FaultyFiles, step: str, go_on: threading.Event) -> threading.Event:
+    """The next time that a thread of the tier gets to this step it waits there. Set once it does."""
+    has_come = threading.Event()
+
+    def act() -> None:
+        has_come.set()
+        wait_for(go_on)()
+
+    files.before = {step: act}
+    return has_come
+
+
+@pytest.mark.parametrize("step", ["sync", "rename", "sync_folder", "free_bytes", "create", "status"])
+def test_whoever_asks_never_waits_for_a_write_that_hangs(
+    tier: DiskTier, files: FaultyFiles, go_on: threading.Event, step: str
+) -> None:
+    there, theirs, coming = make_chain(3), make_block(7, parent=OTHER_ROOT, root=OTHER_ROOT), make_block(9)
+    put_all(tier, [*there, theirs])
+    has_come = hang(files, step, go_on)
+    tier.put(coming)
+    assert has_come.wait(20)
+
+    def ask() -> bool:
+        assert all(tier.blocks.find(block.key) for block in (*there, theirs, coming))
+        assert tier.blocks.lengths(there[0].key) == (4,)
+        assert tier.blocks.contents(there[0].id) == {}
+        assert tier.usage().num_blocks == len(rows_of(tier)) == 4
+        assert tier._holdings.quarantine.keys() == frozenset()
+        tier.touch([there[0].id])
+        assert tier.put(make_block(10)) == Accepted()
+        assert tier.remove([there[2].id]).num_blocks == 1
+        assert not tier.blocks.find(there[2].key)
+        assert tier.clear(ROOT).num_blocks == 2
+        return any(tier.blocks.find(block.key) for block in (*there, coming)) or bool(tier.blocks.lengths(ROOT))
+
+    assert in_time(ask) is False
+    assert tier.blocks.find(theirs.key)
+    go_on.set()
+    assert tier.flush(20).is_empty
+    assert [row.id for row in rows_of(tier)] == [theirs.id]
+
+
+def test_whoever_asks_never_waits_for_the_quarantine(tmp_path: Path, go_on: threading.Event) -> None:
+    files = FaultyFiles()
+    tier = open_tier(tmp_path / "cache", 4 << 20, files=files)  # 2 % of it: two of these
+    blocks = make_chain(4, num_values=3000)
+    put_all(tier, blocks)
+    for block in blocks:
+        flip(path_of(tmp_path / "cache", block), 4096)
+    for block in blocks[:2]:
+        assert isinstance(read_now(tier, block.id, root=ROOT), Missing)
+    has_come = hang(files, "unlink", go_on)
+    reading = tier.read([blocks[2].id], lambda _: None, root=ROOT)
+    assert has_come.wait(20)
+    assert len(in_time(tier._holdings.quarantine.keys)) == 3
+    assert in_time(tier.usage).num_blocks == 1
+    assert not tier.blocks.find(blocks[2].key)
+    go_on.set()
+    assert reading.wait(20)
+    assert len(tier._holdings.quarantine.keys()) == 2
+    tier.close()
+
+
+def test_a_clear_is_done_for_who_asks_before_a_file_is_deleted(
+    tier: DiskTier, files: FaultyFiles, tmp_path: Path, go_on: threading.Event
+) -> None:
+    blocks = make_chain(5)
+    put_all(tier, blocks)
+    before = tier.usage()
+    has_come = hang(files, "unlink", go_on)
+    removed = in_time(tier.clear)
+    assert (removed.num_blocks, removed.num_tokens, removed.disk_bytes) == (5, 20, before.block_bytes)
+    assert has_come.wait(20)
+    usage = in_time(tier.usage)
+    assert (usage.num_blocks, usage.num_tokens, usage.block_bytes) == (0, 0, 0)
+    assert usage.leaving_bytes == before.block_bytes
+    assert not any(tier.blocks.find(block.key) for block in blocks)
+    assert all(path_of(tmp_path / "cache", block).exists() for block in blocks)
+    # What is there and was cleared is not read either.
+    assert in_time(lambda: read_now(tier, blocks[0].id, root=ROOT)) == Missing(blocks[0].id, MissReason.ABSENT)
+    assert in_time(tier.clear).num_blocks == 0
+    go_on.set()
+    assert tier.flush(20).is_empty
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    assert tier.usage().counters["evicted"] == {"cleared": 5}
+    assert tier.usage().leaving_bytes == 0
+    assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
+
+
+def test_what_is_put_again_is_not_deleted_by_the_clear_that_still_goes_on(
+    tier: DiskTier, files: FaultyFiles, tmp_path: Path, go_on: threading.Event
+) -> None:
+    blocks = make_chain(6)
+    put_all(tier, blocks)
+    has_come = hang(files, "unlink", go_on)
+    tier.clear()
+    assert has_come.wait(20)
+    assert [tier.put(block) for block in blocks[:3]] == [Accepted()] * 3
+    assert all(tier.blocks.find(block.key) for block in blocks[:3])
+    files.before = {}
+    go_on.set()
+    assert tier.flush(20).is_empty
+    assert [bool(tier.blocks.find(block.key)) for block in blocks] == [True] * 3 + [False] * 3
+    assert all(is_same(read_now(tier, block.id, root=ROOT), block) for block in blocks[:3])
+    assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
+    tier.close()
+    tier = open_tier(tmp_path / "cache")
+    assert tier.flush(20).is_empty
+    assert [bool(tier.blocks.find(block.key)) for block in blocks] == [True] * 3 + [False] * 3
+    tier.close()
+
+
+def test_files_that_a_fault_kept_are_deleted_when_the_disk_works_again(tier: DiskTier, tmp_path: Path) -> None:
+    blocks, other = make_chain(4), make_block(9)
+    put_all(tier, blocks)
+    tier._holdings.records.catalogue._connection.execute("PRAGMA query_only = ON")
+    tier.clear()
+    assert tier.flush(20).is_empty
+    assert tier.usage().counters["failed"] == {Fault.CATALOGUE: 1}
+    assert all(path_of(tmp_path / "cache", block).exists() for block in blocks)
+    tier._holdings.records.catalogue._connection.execute("PRAGMA query_only = OFF")
+    tier.end_pause()
+    put_all(tier, [other])
+    assert list((tmp_path / "cache").rglob("*.safetensors")) == [path_of(tmp_path / "cache", other)]
+    assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
+
+
+def test_a_block_that_is_just_being_published_is_cleared_too(
+    tier: DiskTier, files: FaultyFiles, tmp_path: Path, go_on: threading.Event
+) -> None:
+    """The clear comes when the block is still wanted as the writer sees it, and its file has no name yet."""
+    block = make_block()
+    has_come = hang(files, "rename", go_on)
+    tier.put(block)
+    assert has_come.wait(20)
+    in_time(tier.clear)
+    assert not tier.blocks.find(block.key)
+    go_on.set()
+    assert tier.flush(20).is_empty
+    assert not tier.blocks.find(block.key)
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    assert tier.usage().counters["dropped"] == {DropReason.CLEARED: 1}
+    assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
+
+
+def test_blocks_are_written_while_others_are_deleted(
+    tier: DiskTier, files: FaultyFiles, go_on: threading.Event
+) -> None:
+    """A clear of many files does not keep the queue waiting."""
+    put_all(tier, make_chain(3 * NUM_PURGED_AT_ONCE, num_tokens=1, num_values=1))
+    has_come = hang(files, "unlink", go_on)
+    tier.clear()
+    assert has_come.wait(20)
+    tier.put(make_block(10**6))
+    files.before = {}
+    go_on.set()
+    assert tier.flush(20).is_empty
+    published = len(files.steps) - files.steps[::-1].index("rename")
+    assert files.steps[published:].count("unlink") == 2 * NUM_PURGED_AT_ONCE
+
+
+def clear_and_die(directory: Path, num_deleted: int) -> None:
+    files = FaultyFiles()
+    tier = open_tier(directory, files=files)
+    put_all(tier, make_chain(6))
+    num_calls = 0
+
+    def act() -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > num_deleted:
+            kill()
+
+    files.before = {"unlink": act}
+    tier.clear()
+    tier.put(make_block(77))
+    tier.flush(20)
+
+
+@pytest.mark.parametrize("num_deleted", [0, 3])
+def test_what_was_cleared_stays_so_when_the_process_dies_before_all_is_deleted(
+    tmp_path: Path, num_deleted: int
+) -> None:
+    import multiprocessing
+
+    process = multiprocessing.get_context("spawn").Process(target=clear_and_die, args=(tmp_path / "cache", num_deleted))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -9
+    left = list((tmp_path / "cache").rglob("*.safetensors"))
+    assert len(left) == 6 - num_deleted
+    tier = open_tier(tmp_path / "cache")
+    assert tier.usage().num_blocks == 0
+    assert tier.flush(20).is_empty
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
+    tier.close()
+
+
+def lose_catalogue(directory: Path) -> None:
+    for path in directory.glob("catalogue*"):
+        path.unlink()
+
+
+def test_a_start_without_a_catalogue_waits_for_no_block_and_shows_them_as_they_are_met(
+    tmp_path: Path, go_on: threading.Event
+) -> None:
+    blocks = [make_block(seed, num_tokens=1, num_values=1) for seed in range(200)]
+    tier = open_tier(tmp_path / "cache")
+    put_all(tier, blocks)
+    tier.close()
+    lose_catalogue(tmp_path / "cache")
+    num_opened, has_come = 0, threading.Event()
+
+    def act() -> None:
+        nonlocal num_opened
+        num_opened += 1
+        if num_opened > 150:
+            has_come.set()
+            wait_for(go_on)()
+
+    tier = in_time(lambda: open_tier(tmp_path / "cache", files=FaultyFiles(before={"open": act})))
+    assert has_come.wait(20)
+    found = in_time(lambda: [block for block in blocks if tier.blocks.find(block.key)])
+    assert 0 < len(found) <= 150
+    assert tier.usage().num_blocks == len(found)
+    # What is cleared before it was met does not come up later.
+    in_time(tier.clear)
+    go_on.set()
+    assert tier.flush(20).is_empty
+    assert tier.usage().num_blocks == 0
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
+    tier.put(blocks[0])
+    assert tier.flush(20).is_empty
+    assert tier.blocks.find(blocks[0].key)
+    tier.close()
+
+
+def test_rows_that_are_too_many_for_the_start_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    blocks = make_chain(30, num_tokens=1, num_values=1)
+    tier = open_tier(tmp_path / "cache", clock=lambda: now[0])
+    put_all(tier, blocks)
+    now[0] += 10
+    tier.touch(block.id for block in blocks[:5])
+    tier.close()
+    monkeypatch.setattr("kvstrata.tiers.disk.catalogue.NUM_ROWS_AT_START", 5)
+    tier = open_tier(tmp_path / "cache", files=FaultyFiles(before={"names": lambda: time.sleep(0.05)}))
+    assert all(tier.blocks.find(block.key) for block in blocks[:5])  # used last
+    assert tier.flush(20).is_empty
+    assert all(tier.blocks.find(block.key) for block in blocks)
+    assert tier.usage().num_blocks == 30
+    assert tier.usage().counters["quarantined"] == {}
+    tier.close()

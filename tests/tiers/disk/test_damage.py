@@ -1,0 +1,330 @@
+"""Damage of every kind is a miss with its reason. Not one wrong byte is served."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstrata.prefix_cache.keys import chain
+from kvstrata.tiers.block import Block, BlockId
+from kvstrata.tiers.block_file import Checksum, DamagedBlock, encode
+from kvstrata.tiers.disk.errors import Damage
+from kvstrata.tiers.disk.filesystem import Files, FileStatus
+from kvstrata.tiers.disk.folder import file_name
+from kvstrata.tiers.disk.reader import read_block
+from kvstrata.tiers.disk.tier import DiskTier
+from kvstrata.tiers.read_pool import Missing, MissReason
+from tests.tiers.disk.blocks import (
+    OTHER_ROOT,
+    ROOT,
+    is_same,
+    make_block,
+    make_chain,
+    open_tier,
+    read_now,
+    real_bytes,
+    same,
+)
+from tests.tiers.disk.faults import FaultyFiles, cut, fail, flip, swap
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Iterator[tuple[DiskTier, list[Block], Path]]:
+    tier = open_tier(tmp_path / "cache")
+    blocks = make_chain(3)
+    for block in blocks:
+        tier.put(block)
+    assert tier.flush(10).is_empty
+    yield tier, blocks, tmp_path / "cache"
+    tier.close()
+
+
+def path_of(directory: Path, block: Block) -> Path:
+    return directory / "blocks" / block.key[:1].hex() / file_name(block.id)
+
+
+def read(path: Path, block: Block) -> Block:
+    return read_block(Files(), path, block.id, chain=chain, root=ROOT)
+
+
+def test_any_flipped_byte_is_noticed(tmp_path: Path) -> None:
+    """Every byte of the file, padding included, with every single bit wherever a header says something."""
+    block = make_block(num_values=8)
+    path = tmp_path / "block"
+    content = b"".join(encode(block, Checksum.BLAKE3).pieces)
+    path.write_bytes(content)
+    said = len(content.rstrip(b" ")) if content[-1] == 32 else content.index(b"   ")
+    reasons: set[Damage] = set()
+    for offset in range(len(content)):
+        masks = (1, 2, 4, 8, 16, 32, 64, 128) if offset < said else (1 << offset % 8, 0xFF)
+        for mask in masks:
+            flip(path, offset, mask)
+            with pytest.raises(DamagedBlock) as damage:
+                read(path, block)
+            reasons.add(damage.value.reason)
+            flip(path, offset, mask)
+    assert same(read(path, block), block)
+    assert reasons == {Damage.HEADER, Damage.VERSION, Damage.LENGTH, Damage.TENSOR}
+
+
+def test_cut_at_any_length(tmp_path: Path) -> None:
+    block = make_block(num_values=8)
+    path = tmp_path / "block"
+    content = b"".join(encode(block, Checksum.SHA256).pieces)
+    path.write_bytes(content)
+    for length in reversed(range(len(content))):
+        cut(path, length)
+        with pytest.raises(DamagedBlock) as damage:
+            read(path, block)
+        assert damage.value.reason is Damage.LENGTH
+    path.write_bytes(content + b"\0")
+    with pytest.raises(DamagedBlock) as damage:
+        read(path, block)
+    assert damage.value.reason is Damage.LENGTH
+
+
+def quarantined(directory: Path) -> list[str]:
+    return sorted(path.name for path in (directory / "quarantine").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("offset", "reason"), [(4096, Damage.TENSOR), (100, Damage.HEADER), (4000, Damage.HEADER), (50, Damage.VERSION)]
+)
+def test_a_damaged_file_is_put_away_and_missed(stored, offset: int, reason: Damage) -> None:
+    tier, blocks, directory = stored
+    path = path_of(directory, blocks[1])
+    flip(path, offset)
+    assert read_now(tier, blocks[1].id, root=ROOT) == Missing(blocks[1].id, reason)
+    assert not path.exists()
+    assert quarantined(directory) == [f"{path.name}.{reason}"]
+    assert not tier.blocks.find(blocks[1].key)
+    assert tier.blocks.lengths(blocks[0].key) == ()
+    usage = tier.usage()
+    assert usage.counters["quarantined"] == {reason: 1}
+    assert usage.counters["missed"] == {reason: 1}
+    assert usage.num_blocks == 2
+    assert usage.quarantine_bytes > 0
+    assert is_same(read_now(tier, blocks[2].id, root=ROOT), blocks[2])
+
+
+def test_a_damaged_block_can_be_written_again(stored) -> None:
+    tier, blocks, directory = stored
+    cut(path_of(directory, blocks[1]), 4000)
+    assert isinstance(read_now(tier, blocks[1].id, root=ROOT), Missing)
+    tier.put(blocks[1])
+    assert tier.flush(10).is_empty
+    assert is_same(read_now(tier, blocks[1].id, root=ROOT), blocks[1])
+
+
+def test_swapped_files(stored) -> None:
+    tier, blocks, directory = stored
+    swap(path_of(directory, blocks[0]), path_of(directory, blocks[2]))
+    for block in (blocks[0], blocks[2]):
+        assert read_now(tier, block.id, root=ROOT) == Missing(block.id, Damage.KEY)
+    assert len(quarantined(directory)) == 2
+
+
+def test_a_part_under_another_parts_name(stored) -> None:
+    tier, blocks, directory = stored
+    mark = BlockId(blocks[0].key, "mark")
+    path_of(directory, blocks[0]).rename(path_of(directory, blocks[0]).with_name(file_name(mark)))
+    assert read_now(tier, mark, root=ROOT) == Missing(mark, Damage.KEY)
+
+
+def plant(directory: Path, block: Block, name: BlockId) -> None:
+    path = directory / "blocks" / name.key[:1].hex() / file_name(name)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"".join(encode(block, Checksum.BLAKE3).pieces))
+
+
+def test_a_block_of_another_model_or_salt(stored) -> None:
+    tier, _, directory = stored
+    foreign = make_block(9, parent=OTHER_ROOT, root=OTHER_ROOT)
+    plant(directory, foreign, foreign.id)
+    assert read_now(tier, foreign.id, root=ROOT) == Missing(foreign.id, Damage.ROOT)
+
+
+def test_token_ids_that_do_not_give_the_key(stored) -> None:
+    """Every checksum is right: only the chained key can tell."""
+    tier, blocks, directory = stored
+    other = make_block(77)
+    lying = Block(blocks[0].key, ROOT, ROOT, 0, other.token_ids, other.tensors, {})
+    plant(directory, lying, lying.id)
+    assert read_now(tier, lying.id, root=ROOT) == Missing(lying.id, Damage.TOKENS)
+
+
+def test_another_format_version(stored) -> None:
+    tier, blocks, directory = stored
+    path = path_of(directory, blocks[0])
+    path.write_bytes(path.read_bytes().replace(b"kvstrata.block.1", b"kvstrata.block.0", 1))
+    assert read_now(tier, blocks[0].id, root=ROOT) == Missing(blocks[0].id, Damage.VERSION)
+
+
+def test_a_file_that_is_no_block_and_a_link(stored) -> None:
+    tier, blocks, directory = stored
+    path_of(directory, blocks[0]).write_bytes(b"something else, long enough to be read as a header of some kind" * 100)
+    assert read_now(tier, blocks[0].id, root=ROOT) == Missing(blocks[0].id, Damage.HEADER)
+    path = path_of(directory, blocks[1])
+    aside = path.rename(directory / "aside")
+    path.symlink_to(aside)
+    assert isinstance(read_now(tier, blocks[1].id, root=ROOT), Missing)
+
+
+def test_headers_with_right_checksums_that_make_no_sense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import kvstrata.tiers.block_file as format_module
+
+    block = make_block()
+    seal = format_module._seal
+    for change in (
+        {"num_tokens": "5"},
+        {"token_ids": "", "num_tokens": "0"},
+        {"start": "-1"},
+        {"start": "x"},
+        {"parent": "00"},
+        {"description": "{"},
+        {"checksum.v": "crc:0"},
+        {"part": "../x"},
+    ):
+        monkeypatch.setattr(format_module, "_seal", lambda m, t, change=change: seal({**m, **change}, t))
+        path = tmp_path / "block"
+        path.write_bytes(b"".join(encode(block, Checksum.BLAKE3).pieces))
+        with pytest.raises(DamagedBlock):
+            read(path, block)
+
+
+def damaged(generator: np.random.Generator, content: bytes, other: bytes) -> bytes:
+    """One of: bits flipped, a run zeroed, a run of another file, a cut, bytes moved."""
+    changed = bytearray(content)
+    at = int(generator.integers(len(changed)))
+    length = int(generator.integers(1, 600))
+    match int(generator.integers(5)):
+        case 0:
+            for _ in range(int(generator.integers(1, 4))):
+                changed[int(generator.integers(len(changed)))] ^= 1 << int(generator.integers(8))
+        case 1:
+            changed[at : at + length] = bytes(len(changed[at : at + length]))
+        case 2:
+            changed[at : at + length] = other[at : at + length]
+        case 3:
+            del changed[at:]
+        case _:
+            changed[at : at + length] = changed[at : at + length][::-1]
+    return bytes(changed)
+
+
+class Damaging(Files):
+    """Reads give `content`, whatever the file has."""
+
+    content = b""
+
+    def status(self, place: int | Path) -> FileStatus:
+        found = super().status(place)
+        return replace(found, size_bytes=len(self.content)) if isinstance(place, int) else found
+
+    def read_into(self, fd: int, buffer: memoryview, offset: int) -> int:  # noqa: ARG002
+        piece = self.content[offset : offset + buffer.nbytes]
+        buffer[: len(piece)] = piece
+        return len(piece)
+
+
+def test_ten_thousand_random_damages(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    generator = np.random.default_rng(2024)
+    files = Damaging()
+    tier = open_tier(tmp_path / "cache", files=files)
+    blocks = make_chain(2, num_values=200)
+    contents = [b"".join(encode(block, Checksum.BLAKE3).pieces) for block in blocks]
+    path = path_of(tmp_path / "cache", blocks[0])
+    path.parent.mkdir()
+    num_missed = 0
+    for _ in range(10_000):
+        path.touch()
+        files.content = contents[0]
+        while files.content == contents[0]:  # padding moved onto padding damages nothing
+            files.content = damaged(generator, contents[0], contents[1])
+        num_missed += isinstance(read_now(tier, blocks[0].id, root=ROOT), Missing) and not path.exists()
+    assert num_missed == 10_000
+    assert len(quarantined(tmp_path / "cache")) <= 32
+    assert sum(tier.usage().counters["quarantined"].values()) == 10_000
+    files.content = contents[0]
+    path.touch()
+    assert is_same(read_now(tier, blocks[0].id, root=ROOT), blocks[0])
+    tier.close()
+
+
+def test_random_damages_of_real_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    generator = np.random.default_rng(7)
+    tier = open_tier(tmp_path / "cache")
+    blocks = make_chain(300, num_values=60)
+    for block in blocks:
+        plant(tmp_path / "cache", block, block.id)
+    contents = {block.key: path_of(tmp_path / "cache", block).read_bytes() for block in blocks}
+    for block, other in zip(blocks, blocks[1:] + blocks[:1], strict=True):
+        content = damaged(generator, contents[block.key], contents[other.key])
+        path_of(tmp_path / "cache", block).write_bytes(content)
+        result = read_now(tier, block.id, root=ROOT)
+        assert is_same(result, block) if content == contents[block.key] else isinstance(result, Missing)
+    tier.close()
+
+
+def test_bits_that_flip_on_the_way_from_the_disk(tmp_path: Path) -> None:
+    class Flipping(Files):
+        def read_into(self, fd: int, buffer: memoryview, offset: int) -> int:
+            count = super().read_into(fd, buffer, offset)
+            if offset >= 4096:
+                buffer[count // 2] ^= 4
+            return count
+
+    tier = open_tier(tmp_path / "cache", files=Flipping())
+    block = make_block()
+    tier.put(block)
+    assert tier.flush(10).is_empty
+    assert read_now(tier, block.id, root=ROOT) == Missing(block.id, Damage.TENSOR)
+    tier.close()
+
+
+def test_what_cannot_be_moved_is_deleted_and_what_cannot_be_deleted_is_missed(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    tier = open_tier(tmp_path / "cache", files=files)
+    blocks = make_chain(2)
+    for block in blocks:
+        tier.put(block)
+    assert tier.flush(10).is_empty
+    for block in blocks:
+        flip(path_of(tmp_path / "cache", block), 4096)
+    files.before = {"rename": fail(errno.EIO)}
+    assert read_now(tier, blocks[0].id, root=ROOT) == Missing(blocks[0].id, Damage.TENSOR)
+    assert not path_of(tmp_path / "cache", blocks[0]).exists()
+    files.before = {"rename": fail(errno.EROFS), "unlink": fail(errno.EROFS)}
+    assert read_now(tier, blocks[1].id, root=ROOT) == Missing(blocks[1].id, Damage.TENSOR)
+    assert read_now(tier, blocks[1].id, root=ROOT) == Missing(blocks[1].id, MissReason.ABSENT)
+    usage = tier.usage()
+    assert usage.num_blocks == 0
+    assert usage.leaving_bytes == path_of(tmp_path / "cache", blocks[1]).stat().st_blocks * 512
+    assert usage.disk_bytes == real_bytes(tmp_path / "cache")
+    files.before = {}
+    tier.clear()
+    assert tier.flush(10).is_empty
+    assert not path_of(tmp_path / "cache", blocks[1]).exists()
+    tier.close()
+
+
+def test_the_quarantine_is_bounded_in_bytes(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "cache", 4 << 20)  # 2 % of it: 80 KiB
+    blocks = make_chain(6, num_values=3000)  # about 36 KiB each
+    for block in blocks:
+        tier.put(block)
+    assert tier.flush(10).is_empty
+    for block in blocks:
+        cut(path_of(tmp_path / "cache", block), 20_000)
+        assert isinstance(read_now(tier, block.id, root=ROOT), Missing)
+    assert 0 < tier.usage().quarantine_bytes <= 0.02 * (4 << 20)
+    assert 0 < len(quarantined(tmp_path / "cache")) < 6
+    tier.close()

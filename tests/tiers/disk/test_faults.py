@@ -1,0 +1,454 @@
+"""Disks that fill, fail, turn read-only or vanish: counted, said once, gone on from."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+
+from kvstrata.tiers.disk import loading
+from kvstrata.tiers.disk.errors import Fault
+from kvstrata.tiers.disk.filesystem import Files
+from kvstrata.tiers.disk.folder import file_name
+from kvstrata.tiers.disk.tier import DiskTier
+from kvstrata.tiers.disk.writer import Pause
+from kvstrata.tiers.interface import Accepted, Refusal, Refused
+from kvstrata.tiers.read_pool import Missing
+from tests.tiers.disk.blocks import (
+    ROOT,
+    is_same,
+    make_block,
+    make_chain,
+    open_tier,
+    put_all,
+    read_now,
+    real_bytes,
+    rows_of,
+)
+from tests.tiers.disk.faults import FaultyFiles, fail, fail_once
+
+CODES = [
+    (errno.ENOSPC, Fault.NO_SPACE),
+    (errno.EDQUOT, Fault.NO_SPACE),
+    (errno.EIO, Fault.IO_ERROR),
+    (errno.EROFS, Fault.READ_ONLY),
+    (errno.EBUSY, Fault.OTHER),
+]
+
+
+def put_when_it_can(tier: DiskTier, block) -> None:
+    """The pause of a test is 50 ms; each put during it is refused at once."""
+    deadline = time.monotonic() + 10
+    while tier.put(block) == Refused(Refusal.PAUSED):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert tier.flush(10).is_empty
+
+
+@pytest.mark.parametrize(("code", "fault"), CODES)
+@pytest.mark.parametrize("step", ["create", "write", "sync", "rename", "sync_folder", "free_bytes"])
+def test_a_write_that_fails_at_any_step(
+    files: FaultyFiles, tmp_path: Path, step: str, code: int, fault: Fault, caplog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(tmp_path / "cache", files=files, first_pause_s=60)
+    before, failing, after = make_chain(3)
+    tier.put(before)
+    assert tier.flush(10).is_empty
+    files.before = {step: fail(code)}
+    assert tier.put(failing) == Accepted()
+    assert tier.flush(10).is_empty
+    usage = tier.usage()
+    assert set(usage.counters["failed"]) == {fault}  # once, or again when the flush began
+    assert usage.counters["written"] == {"base": 1}
+    assert usage.paused_because
+    assert usage.paused_because == fault
+    assert tier.put(after) == Refused(Refusal.PAUSED)
+    assert is_same(read_now(tier, before.id, root=ROOT), before)
+    files.before = {}
+    monkeypatch.setattr(Pause, "remaining_s", 0.0)  # the minute is over
+    assert tier.put(after) == Accepted()
+    assert tier.flush(10).is_empty
+    assert is_same(read_now(tier, after.id, root=ROOT), after)
+    assert tier.usage().paused_because == ""
+    assert not list((tmp_path / "cache" / "tmp").iterdir())
+    assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
+    assert caplog.text.count("cannot be written") == 1
+    tier.close()
+
+
+def test_it_is_said_once_however_often_it_fails(tier: DiskTier, files: FaultyFiles, caplog) -> None:
+    files.before = {"write": fail(errno.ENOSPC)}
+    for block in make_chain(5):
+        put_when_it_can(tier, block)
+    failed = tier.usage().counters["failed"]
+    assert set(failed) == {Fault.NO_SPACE}
+    assert failed[Fault.NO_SPACE] >= 5
+    assert caplog.text.count("cannot be written (no_space)") == 1
+
+
+@pytest.mark.parametrize("num_bytes", [1, 100, 4095, 4096, 4200])
+def test_a_torn_write_leaves_nothing(tier: DiskTier, files: FaultyFiles, tmp_path: Path, num_bytes: int) -> None:
+    block = make_block()
+    files.torn_after_bytes = num_bytes
+    tier.put(block)
+    assert tier.flush(10).is_empty
+    assert set(tier.usage().counters["failed"]) == {Fault.NO_SPACE}
+    assert not tier.blocks.find(block.key)
+    assert not list((tmp_path / "cache" / "tmp").iterdir())
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    files.torn_after_bytes = None
+    put_when_it_can(tier, block)
+    assert is_same(read_now(tier, block.id, root=ROOT), block)
+
+
+def test_short_writes_and_reads_are_gone_on_with(tmp_path: Path) -> None:
+    class Short(FaultyFiles):
+        def write(self, fd: int, piece: memoryview) -> int:
+            return super().write(fd, piece[:700])
+
+        def read_into(self, fd: int, buffer: memoryview, offset: int) -> int:
+            return super().read_into(fd, buffer[:300], offset)
+
+    tier = open_tier(tmp_path / "cache", files=Short())
+    block = make_block(num_values=500)
+    tier.put(block)
+    assert tier.flush(10).is_empty
+    assert is_same(read_now(tier, block.id, root=ROOT), block)
+    tier.close()
+
+
+def test_of_too_many_unreadable_blocks_the_last_ones_are_left_alone(
+    tier: DiskTier, files: FaultyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "NUM_AVOIDED", 2)
+    blocks = make_chain(3)
+    put_all(tier, blocks)
+    files.before = {"open": fail(errno.EIO)}
+    for block in blocks:
+        assert isinstance(read_now(tier, block.id, root=ROOT), Missing)
+    files.before = {}
+    assert is_same(read_now(tier, blocks[0].id, root=ROOT), blocks[0])
+    assert all(isinstance(read_now(tier, block.id, root=ROOT), Missing) for block in blocks[1:])
+
+
+@pytest.mark.parametrize(("code", "fault"), CODES)
+@pytest.mark.parametrize("step", ["open", "read_into", "status"])
+def test_a_read_that_fails_is_a_miss(
+    tier: DiskTier, files: FaultyFiles, step: str, code: int, fault: Fault, caplog
+) -> None:
+    blocks = make_chain(3)
+    for block in blocks:
+        tier.put(block)
+    assert tier.flush(10).is_empty
+    files.before = {step: fail(code)}
+    for block in blocks[:2]:
+        assert read_now(tier, block.id, root=ROOT) == Missing(block.id, fault)
+    assert caplog.text.count("cannot be read") == 1
+    files.before = {}
+    # What could not be read is left alone for a while; the others are served.
+    num_steps = len(files.steps)
+    assert read_now(tier, blocks[0].id, root=ROOT) == Missing(blocks[0].id, fault)
+    assert len(files.steps) == num_steps
+    assert not tier.blocks.find(blocks[0].key)
+    assert is_same(read_now(tier, blocks[2].id, root=ROOT), blocks[2])
+    assert tier.usage().counters["failed"] == {fault: 2}
+    assert tier.usage().counters["quarantined"] == {}
+
+
+def test_a_block_is_tried_again_later(tmp_path: Path, files: FaultyFiles) -> None:
+    now = [100.0]
+    tier = open_tier(tmp_path / "cache", files=files, clock=lambda: now[0])
+    block = make_block()
+    tier.put(block)
+    assert tier.flush(10).is_empty
+    files.before = {"read_into": fail(errno.EIO)}
+    assert read_now(tier, block.id, root=ROOT) == Missing(block.id, Fault.IO_ERROR)
+    files.before = {}
+    now[0] += 61
+    assert tier.blocks.find(block.key)
+    assert is_same(read_now(tier, block.id, root=ROOT), block)
+    tier.close()
+
+
+def test_a_folder_that_vanishes_is_made_again(tier: DiskTier, tmp_path: Path, caplog) -> None:
+    blocks = make_chain(4)
+    for block in blocks[:2]:
+        tier.put(block)
+    assert tier.flush(10).is_empty
+    shutil.rmtree(tmp_path / "cache")
+    assert isinstance(read_now(tier, blocks[0].id, root=ROOT), Missing)
+    assert tier.put(blocks[2]) == Accepted()
+    assert tier.flush(10).is_empty
+    assert tier.usage().counters["failed"] == {Fault.VANISHED: 1}
+    assert "cannot be written (vanished)" in caplog.text
+    put_when_it_can(tier, blocks[3])
+    assert is_same(read_now(tier, blocks[3].id, root=ROOT), blocks[3])
+    assert not tier.blocks.find(blocks[1].key)
+    assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ["tmp", "blocks", "quarantine"])
+def test_a_folder_inside_that_vanishes_is_made_again_at_once(tier: DiskTier, tmp_path: Path, name: str) -> None:
+    blocks = make_chain(3)
+    for block in blocks[:2]:
+        tier.put(block)
+    assert tier.flush(10).is_empty
+    shutil.rmtree(tmp_path / "cache" / name)
+    tier.put(blocks[2])
+    assert tier.flush(10).is_empty
+    usage = tier.usage()
+    assert usage.counters["failed"] == {}
+    assert usage.num_blocks == (1 if name == "blocks" else 3)
+    assert tier.writing().num_faults == (1 if name == "blocks" else 0)  # who put the others should look again
+    assert is_same(read_now(tier, blocks[2].id, root=ROOT), blocks[2])
+    assert usage.disk_bytes == real_bytes(tmp_path / "cache")
+
+
+def test_a_folder_whose_parent_is_gone_stays_gone_and_nothing_raises(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "volume" / "cache")
+    assert tier.flush(10).is_empty  # until then its thread may make folders anew while they are deleted
+    shutil.rmtree(tmp_path / "volume")
+    for block in make_chain(4):
+        put_when_it_can(tier, block)
+    failed = tier.usage().counters["failed"]
+    assert set(failed) == {Fault.VANISHED}
+    assert failed[Fault.VANISHED] >= 4  # and once more wherever a pause was over before the next block came
+    assert tier.blocks.lengths(ROOT) == ()
+    assert not (tmp_path / "volume").exists()
+    tier.close()
+
+
+def test_blocks_that_cannot_be_deleted_stay_counted(tmp_path: Path, files: FaultyFiles) -> None:
+    tier = open_tier(tmp_path / "cache", 2 << 20, files=files)
+    for seed in range(14):
+        tier.put(make_block(seed, num_values=12_000))
+    assert tier.flush(10).is_empty
+    before = tier.usage()
+    files.before = {"unlink": fail(errno.EIO)}
+    for seed in range(12, 16):
+        put_when_it_can(tier, make_block(seed, num_values=12_000))
+    after = tier.usage()
+    assert after.counters["failed"][Fault.IO_ERROR] >= 1
+    assert after.num_blocks >= before.num_blocks
+    assert real_bytes(tmp_path / "cache") <= 2 << 20
+    assert tier.clear().num_blocks == after.num_blocks
+    assert tier.flush(10).is_empty
+    cleared = tier.usage()
+    assert cleared.num_blocks == 0
+    assert cleared.leaving_bytes == after.block_bytes
+    assert cleared.disk_bytes == real_bytes(tmp_path / "cache")
+    tier.close()
+    # They do not come back, and go as soon as they can.
+    tier = open_tier(tmp_path / "cache", 2 << 20, files=files)
+    assert tier.flush(10).is_empty
+    assert tier.usage().num_blocks == 0
+    assert tier.usage().leaving_bytes == after.block_bytes
+    files.before = {}
+    assert tier.clear().num_blocks == 0
+    assert tier.flush(10).is_empty
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
+    tier.close()
+
+
+class Stuck(Files):
+    """Some files cannot be deleted or moved."""
+
+    names_stuck: frozenset[str] = frozenset()
+
+    def rename(self, source: Path, target: Path) -> None:
+        if source.name in self.names_stuck:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        super().rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        if path.name in self.names_stuck:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        super().unlink(path)
+
+
+def test_a_block_that_cannot_be_deleted_is_passed_over(tmp_path: Path, caplog) -> None:
+    """And is counted all the time, whatever is tried."""
+    directory, limit_bytes, files = tmp_path / "cache", 2 << 20, Stuck()
+    now = [1000.0]
+    tier = open_tier(directory, limit_bytes, files=files, clock=lambda: now[0])
+    stuck = [make_block(seed, num_values=12_000) for seed in (1, 3)]
+    files.names_stuck = frozenset(file_name(block.id) for block in stuck)
+    for seed in range(40):
+        now[0] += 1
+        assert tier.put(make_block(seed, num_values=12_000)) == Accepted()
+        assert tier.flush(10).is_empty
+        assert tier.usage().disk_bytes == real_bytes(directory) <= limit_bytes
+    usage = tier.usage()
+    assert usage.counters["written"] == {"base": 40}
+    assert usage.block_bytes == sum(row.disk_bytes for row in rows_of(tier))
+    assert all(is_same(read_now(tier, block.id, root=ROOT), block) for block in stuck)
+    assert usage.counters["failed"][Fault.READ_ONLY] >= 2
+    assert caplog.text.count("cannot be deleted") == 2
+    tier.close()
+
+
+@pytest.mark.parametrize("is_outdated", [False, True])
+def test_a_damaged_file_that_cannot_be_deleted_keeps_no_other_from_being_found(
+    tmp_path: Path, is_outdated: bool, caplog
+) -> None:
+    directory, blocks, files = tmp_path / "cache", make_chain(4), Stuck()
+    tier = open_tier(directory)
+    for block in blocks:
+        tier.put(block)
+    assert tier.flush(10).is_empty
+    tier.close()
+    for path in directory.glob("catalogue*"):
+        path.unlink()
+    damaged = next(directory.rglob(file_name(blocks[3].id)))
+    damaged.write_bytes(damaged.read_bytes().replace(b"block.1", b"block.0") if is_outdated else bytes(9000))
+    files.names_stuck = frozenset([damaged.name])
+    tier = open_tier(directory, files=files, first_pause_s=60)
+    assert tier.flush(10).is_empty
+    assert [bool(tier.blocks.find(block.key)) for block in blocks] == [True] * 3 + [False]
+    assert tier.usage().counters["failed"] == {Fault.READ_ONLY: 1}
+    assert caplog.text.count("cannot be deleted") == 1
+    assert "Removed" not in caplog.text
+    assert tier.usage().disk_bytes == real_bytes(directory)
+    assert tier.put(make_block(9)) == Accepted()  # no pause
+    assert tier.flush(10).is_empty
+    assert tier.usage().disk_bytes == real_bytes(directory)
+    tier.close()
+
+
+def test_an_eviction_that_the_catalogue_does_not_take_counts_by_its_files(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "cache", 2 << 20, first_pause_s=60)
+    for seed in range(10):
+        tier.put(make_block(seed, num_values=12_000))
+    assert tier.flush(10).is_empty
+    third = sorted(rows_of(tier), key=lambda row: row.last_use)[2]
+    tier._holdings.records.catalogue._connection.execute(
+        "CREATE TRIGGER stop BEFORE DELETE ON blocks WHEN "
+        f"OLD.key = x'{third.id.key.hex()}' BEGIN SELECT RAISE(ABORT, 'not this one'); END"
+    )
+    tier.put(make_block(100, num_values=80_000))
+    assert tier.flush(10).is_empty
+    usage = tier.usage()
+    assert usage.counters["failed"] == {Fault.CATALOGUE: 1}
+    num_files = len(list((tmp_path / "cache").rglob("*.safetensors")))
+    assert usage.counters["evicted"] == {"limit": 10 - num_files}
+    assert usage.num_blocks == len(rows_of(tier)) == num_files < 10
+    assert usage.disk_bytes == real_bytes(tmp_path / "cache")
+    tier.close()
+    tier = open_tier(tmp_path / "cache", 2 << 20)
+    assert tier.flush(10).is_empty
+    assert tier.usage().num_blocks == num_files
+    tier.close()
+
+
+def test_a_catalogue_that_is_damaged_while_it_runs_is_written_anew(tier: DiskTier, tmp_path: Path) -> None:
+    blocks = make_chain(3)
+    for block in blocks[:2]:
+        tier.put(block)
+    assert tier.flush(10).is_empty
+
+    class Damaged:
+        def __getattr__(self, name: str):
+            raise sqlite3.DatabaseError("database disk image is malformed")
+
+        def close(self) -> None:
+            return
+
+    tier.touch([blocks[1].id])
+    tier._holdings.records.catalogue._connection.close()
+    tier._holdings.records.catalogue._connection = Damaged()  # pyright: ignore[reportAttributeAccessIssue]
+    # No lookup notices.
+    assert all(tier.blocks.find(block.key) for block in blocks[:2])
+    tier.put(blocks[2])
+    assert tier.flush(10).is_empty
+    assert tier.usage().counters["failed"][Fault.CATALOGUE] >= 1
+    put_when_it_can(tier, blocks[2])
+    assert all(is_same(read_now(tier, block.id, root=ROOT), block) for block in blocks)
+    assert tier.usage().num_blocks == 3
+    assert len(tier._holdings.records.catalogue.newest(10)) == 3
+    assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
+
+
+def test_a_catalogue_on_a_full_volume_fails_the_write_and_nothing_else(tier: DiskTier, tmp_path: Path) -> None:
+    blocks = make_chain(2)
+    tier.put(blocks[0])
+    assert tier.flush(10).is_empty
+    tier._holdings.records.catalogue._connection.execute("PRAGMA max_page_count = 1")
+    tier._holdings.records.catalogue._connection.execute("PRAGMA query_only = ON")
+    tier.put(blocks[1])
+    assert tier.flush(10).is_empty
+    assert set(tier.usage().counters["failed"]) == {Fault.CATALOGUE}
+    assert is_same(read_now(tier, blocks[0].id, root=ROOT), blocks[0])
+    assert not list((tmp_path / "cache" / "tmp").iterdir())
+    tier._holdings.records.catalogue._connection.execute("PRAGMA query_only = OFF")
+    put_when_it_can(tier, blocks[1])
+    assert is_same(read_now(tier, blocks[1].id, root=ROOT), blocks[1])
+
+
+def test_what_failed_is_written_after_the_pause_and_what_hangs_on_it_after_that(
+    tier: DiskTier, files: FaultyFiles
+) -> None:
+    blocks = make_chain(3)
+    fail_once(files, "sync", errno.ENOSPC)
+    for block in blocks:
+        while tier.put(block) == Refused(Refusal.PAUSED):
+            time.sleep(0.01)
+    # No caller flushes: it is the writer that tries again.
+    deadline = time.monotonic() + 10
+    while tier.usage().num_queued:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert tier.usage().counters["failed"] == {Fault.NO_SPACE: 1}
+    assert [row.id for row in rows_of(tier)] == [block.id for block in blocks]
+    assert tier.writing().num_faults == 1
+
+
+def test_a_pause_can_be_ended(tmp_path: Path, files: FaultyFiles) -> None:
+    tier = open_tier(tmp_path / "cache", files=files, first_pause_s=60)
+    failing, after = make_block(1), make_block(2)
+    files.before = {"sync": fail(errno.ENOSPC)}
+    tier.put(failing)
+    assert tier.flush(10).is_empty
+    assert tier.put(after) == Refused(Refusal.PAUSED)
+    tier.end_pause()
+    assert tier.put(after) == Accepted()
+    assert tier.flush(10).is_empty
+    # It failed again: nothing more is taken.
+    assert tier.put(failing) == Refused(Refusal.PAUSED)
+    files.before = {}
+    tier.end_pause()
+    assert tier.put(failing) == Accepted()
+    assert tier.flush(10).is_empty
+    assert is_same(read_now(tier, failing.id, root=ROOT), failing)
+    tier.close()
+
+
+def test_a_description_that_is_no_json_is_dropped(tier: DiskTier) -> None:
+    block = make_block()
+    odd = type(block)(block.key, ROOT, ROOT, 0, block.token_ids, block.tensors, {"codec": object()})
+    tier.put(odd)
+    assert tier.flush(10).is_empty
+    assert tier.usage().counters["dropped"] == {"unwritable": 1}
+    tier.put(block)
+    assert tier.flush(10).is_empty
+    assert is_same(read_now(tier, block.id, root=ROOT), block)
+
+
+def test_pauses_grow_and_end() -> None:
+    now = [0.0]
+    pause = Pause(5.0, lambda: now[0])
+    lengths: list[float] = []
+    for _ in range(10):
+        pause.begin(Fault.IO_ERROR, "what the system said")
+        lengths.append(pause.remaining_s)
+        now[0] += pause.remaining_s
+        assert not pause.is_on
+    assert lengths == [5, 10, 20, 40, 80, 160, 300, 300, 300, 300]
+    pause.end()
+    pause.begin(Fault.IO_ERROR, "again")
+    assert pause.remaining_s == 5

@@ -1,0 +1,369 @@
+"""The limit in real bytes, eviction, admission, the write budget, the volume's reserve."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from kvstrata.tiers.block import BASE, Block
+from kvstrata.tiers.disk.errors import DropReason
+from kvstrata.tiers.disk.index import BlockRow
+from kvstrata.tiers.interface import Accepted, Refusal, Refused, Writing
+from kvstrata.tiers.write_limits import DailyBudget
+from tests.tiers.disk.blocks import ROOT, is_same, make_block, make_chain, open_tier, read_now, real_bytes, rows_of
+from tests.tiers.disk.faults import FaultyFiles
+
+MIB = 1 << 20
+
+
+def test_the_limit_holds_under_ten_times_its_size(tmp_path: Path) -> None:
+    """Looked at from outside, at every moment, by another thread."""
+    directory = tmp_path / "cache"
+    limit_bytes = 2 * MIB
+    tier = open_tier(directory, limit_bytes, queue_bytes=64 * MIB)
+    largest = 0
+    stop = threading.Event()
+
+    def watch() -> None:
+        nonlocal largest
+        while not stop.is_set():
+            largest = max(largest, real_bytes(directory))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    offered_bytes = 0
+    for seed in range(45):
+        for block in make_chain(4, seed=seed, num_values=12_000):
+            assert tier.put(block) == Accepted()
+            offered_bytes += block.nbytes
+    assert tier.flush(60).is_empty
+    stop.set()
+    watcher.join()
+    assert offered_bytes > 10 * limit_bytes
+    assert 0.7 * limit_bytes < largest <= limit_bytes
+    usage = tier.usage()
+    assert usage.disk_bytes == real_bytes(directory) <= limit_bytes
+    assert usage.counters["written"] == {BASE: 180}
+    assert usage.counters["evicted"]["limit"] == 180 - usage.num_blocks
+    assert_chains_are_whole(rows_of(tier))
+    tier.close()
+
+
+def assert_chains_are_whole(rows: list[BlockRow]) -> None:
+    keys = {row.id.key for row in rows}
+    assert all(row.parent == row.root or row.parent in keys for row in rows)
+
+
+def test_least_recently_used_chains_go_first(tmp_path: Path) -> None:
+    now = [1000.0]
+    tier = open_tier(tmp_path / "cache", 2_400_000, clock=lambda: now[0])
+    chains = [make_chain(3, seed=seed, num_values=12_000) for seed in range(4)]
+    for chain in chains:
+        for block in chain:
+            tier.put(block)
+        assert tier.flush(10).is_empty
+        now[0] += 10
+    for block in chains[0]:
+        assert is_same(read_now(tier, block.id, root=ROOT), block)
+    now[0] += 10
+    for chain in [make_chain(3, seed=seed, num_values=12_000) for seed in (10, 11)]:
+        for block in chain:
+            tier.put(block)
+    assert tier.flush(10).is_empty
+    left = [sum(tier.blocks.find(block.key) > 0 for block in chain) for chain in chains]
+    assert left[0] == 3
+    assert left[1] <= left[2] <= left[3]
+    assert left[1] < 3
+    assert_chains_are_whole(rows_of(tier))
+    tier.close()
+
+
+def test_pinned_blocks_and_what_they_hang_on_stay(tmp_path: Path) -> None:
+    pinned = make_chain(3, num_values=12_000)
+    tier = open_tier(tmp_path / "cache", 2 * MIB, is_pinned=lambda key: key == pinned[2].key)
+    for seed in range(1, 20):
+        for block in pinned if seed == 1 else make_chain(2, seed=seed, num_values=12_000):
+            tier.put(block)
+    assert tier.flush(20).is_empty
+    assert all(is_same(read_now(tier, block.id, root=ROOT), block) for block in pinned)
+    assert tier.usage().counters["evicted"]["limit"] > 10
+    tier.close()
+
+
+def test_a_chain_longer_than_the_disk_keeps_its_beginning(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "cache", 2 * MIB)
+    blocks = make_chain(40, num_values=12_000)
+    for block in blocks:
+        tier.put(block)
+    assert tier.flush(20).is_empty
+    found = [bool(tier.blocks.find(block.key)) for block in blocks]
+    num_found = sum(found)
+    assert found == [True] * num_found + [False] * (40 - num_found)
+    assert num_found > 8
+    assert tier.usage().counters["dropped"] == {DropReason.NO_ROOM: 40 - num_found}
+    tier.close()
+
+
+def test_what_hangs_on_a_block_without_room_takes_none_from_its_own_chain(tmp_path: Path) -> None:
+    """However much later it comes."""
+    tier = open_tier(tmp_path / "cache", 2 * MIB)
+    blocks = make_chain(24, num_values=12_000)
+    for block in blocks:
+        tier.put(block)
+        assert tier.flush(20).is_empty
+    usage = tier.usage()
+    assert usage.counters["evicted"] == {}
+    assert usage.counters["dropped"] == {DropReason.NO_ROOM: 24 - usage.num_blocks}
+    found = [bool(tier.blocks.find(block.key)) for block in blocks]
+    assert found == [True] * usage.num_blocks + [False] * (24 - usage.num_blocks)
+    assert 8 < usage.num_blocks < 22
+    tier.close()
+
+
+def test_what_nobody_asked_for_in_time_goes_at_the_next_start(tmp_path: Path) -> None:
+    now = [1000.0]
+    pinned = make_chain(2, seed=3)
+    settings: dict[str, Any] = {"clock": lambda: now[0], "ttl_s": 60.0}
+    tier = open_tier(tmp_path / "cache", **settings)
+    old, used, new = make_chain(3, seed=1), make_chain(3, seed=2), make_chain(2, seed=4)
+    for block in (*old, *used, *pinned):
+        tier.put(block)
+    assert tier.flush(10).is_empty
+    now[0] += 40
+    tier.touch(block.id for block in used[:2])
+    for block in new:
+        tier.put(block)
+    assert tier.flush(10).is_empty
+    assert tier.usage().num_blocks == 10
+    tier.close()
+    now[0] += 30
+    tier = open_tier(tmp_path / "cache", is_pinned=pinned[-1].key.__eq__, **settings)
+    assert tier.flush(10).is_empty
+    assert {row.id for row in rows_of(tier)} == {block.id for block in (*used[:2], *new, *pinned)}
+    assert tier.usage().counters["evicted"] == {"expired": 4}
+    assert_chains_are_whole(rows_of(tier))
+    tier.close()
+
+
+def test_the_time_to_live_counts_from_the_last_use_and_not_from_the_writing(tmp_path: Path) -> None:
+    now = [1000.0]
+    tier = open_tier(tmp_path / "cache", ttl_s=60.0, clock=lambda: now[0])
+    old, new = make_block(1), make_block(2)
+    tier.put(old, unused_s=50.0)
+    tier.put(new)
+    assert tier.flush(10).is_empty
+    assert {row.id: (row.last_use, row.created) for row in rows_of(tier)} == {
+        old.id: (950.0, 1000.0),
+        new.id: (1000.0, 1000.0),
+    }
+    tier.close()
+    now[0] += 10
+    tier = open_tier(tmp_path / "cache", ttl_s=60.0, clock=lambda: now[0])
+    assert tier.flush(10).is_empty
+    assert [row.id for row in rows_of(tier)] == [new.id]
+    tier.close()
+
+
+def test_a_block_that_has_little_time_left_goes_in_time(tmp_path: Path) -> None:
+    """However long the wait was that was planned before it came."""
+    tier = open_tier(tmp_path / "cache", ttl_s=3600.0)
+    assert tier.flush(10).is_empty
+    tier.put(make_block(1), unused_s=3599.9)
+    tier.put(make_block(2))
+    deadline = time.monotonic() + 20
+    while [row.id for row in rows_of(tier)] != [make_block(2).id]:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert tier.usage().counters["evicted"] == {"expired": 1}
+    tier.close()
+
+
+def test_what_nobody_asks_for_in_time_goes_while_nothing_happens(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "cache", ttl_s=0.01)
+    for block in make_chain(3):
+        tier.put(block)
+    tier.flush(10)
+    deadline = time.monotonic() + 10
+    while tier.usage().num_blocks:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    tier.close()
+
+
+def test_extra_parts_go_before_their_base(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "cache", 2 * MIB)
+    bases = make_chain(4, num_values=6_000)
+    parts = [
+        Block(base.key, base.parent, ROOT, base.start, base.token_ids, base.tensors, {}, part="mark") for base in bases
+    ]
+    for block in [*bases, *parts]:
+        tier.put(block)
+    assert tier.flush(10).is_empty
+    for seed in range(1, 40):
+        tier.put(make_block(seed, num_values=6_000))
+        tier.flush(10)
+        for base in bases:
+            assert tier.blocks.find(base.key) or not tier.blocks.find(base.key, "mark")
+    assert not tier.blocks.find(bases[0].key)
+    tier.close()
+
+
+def test_too_large_for_the_limit(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "cache", 200_000)
+    assert tier.put(make_block(num_values=100_000)) == Refused(Refusal.TOO_LARGE)
+    tier.put(make_block(num_values=100))
+    assert tier.flush(5).is_empty
+    assert tier.usage().counters["dropped"] == {DropReason.NO_ROOM: 1}
+    assert tier.usage().disk_bytes <= 200_000
+    tier.close()
+
+
+def test_a_lowered_limit_holds_from_the_start_whatever_is_free(tmp_path: Path) -> None:
+    directory = tmp_path / "cache"
+    tier = open_tier(directory, 64 * MIB)
+    for seed in range(20):
+        for block in make_chain(4, seed=seed, num_values=12_000):
+            tier.put(block)
+    assert tier.flush(20).is_empty
+    assert tier.usage().disk_bytes > 8 * MIB
+    tier.close()
+    tier = open_tier(directory, 4 * MIB, files=FaultyFiles(free=MIB), reserve_bytes=64 * MIB)
+    assert tier.flush(20).is_empty
+    assert 3 * MIB < tier.usage().disk_bytes == real_bytes(directory) <= 4 * MIB
+    assert_chains_are_whole(rows_of(tier))
+    assert set(tier.usage().counters["evicted"]) == {"limit"}
+    tier.put(make_block(1000))
+    assert tier.flush(10).is_empty
+    assert tier.usage().counters["dropped"] == {DropReason.RESERVE: 1}
+    tier.close()
+
+
+def test_what_is_over_the_limit_goes_before_the_reserve_is_looked_at(tmp_path: Path) -> None:
+    directory = tmp_path / "cache"
+    tier = open_tier(directory, 3 * MIB, files=FaultyFiles(free=MIB), reserve_bytes=64 * MIB)
+    assert tier.flush(10).is_empty
+    tier.close()
+    other = open_tier(tmp_path / "other")
+    for seed in range(40):
+        other.put(make_block(seed, num_values=12_000))
+    assert other.flush(20).is_empty
+    other.close()
+    # Put there while it ran, and found when a folder is missing.
+    tier = open_tier(directory, 3 * MIB, files=FaultyFiles(free=MIB), reserve_bytes=64 * MIB)
+    assert tier.flush(10).is_empty
+    shutil.rmtree(directory / "blocks")
+    shutil.copytree(tmp_path / "other" / "blocks", directory / "blocks")
+    shutil.rmtree(directory / "tmp")
+    tier.put(make_block(1000))
+    assert tier.flush(10).is_empty
+    assert tier.usage().counters["dropped"] == {DropReason.RESERVE: 1}
+    assert 2 * MIB < tier.usage().disk_bytes == real_bytes(directory) <= 3 * MIB
+    tier.close()
+
+
+def test_the_volumes_reserve_is_respected(tmp_path: Path) -> None:
+    files = FaultyFiles(free=100 * MIB)
+    tier = open_tier(tmp_path / "cache", 50 * MIB, files=files, reserve_bytes=90 * MIB)
+    blocks = make_chain(4, num_values=12_000)
+    for block in blocks[:3]:
+        tier.put(block)
+    assert tier.flush(10).is_empty
+    assert tier.usage().num_blocks == 3
+    # A little over the reserve: the cache replaces, and does not grow.
+    files.free = 90 * MIB + 300_000
+    tier.put(make_block(50, num_values=12_000))
+    assert tier.flush(10).is_empty
+    assert tier.usage().counters["evicted"]["reserve"] >= 1
+    # Under it: nothing is written, and nothing is given up in vain.
+    files.free = 80 * MIB
+    num_blocks = tier.usage().num_blocks
+    tier.put(make_block(51, num_values=12_000))
+    assert tier.flush(10).is_empty
+    assert tier.usage().counters["dropped"] == {DropReason.RESERVE: 1}
+    assert tier.usage().num_blocks == num_blocks
+    tier.close()
+
+
+def test_second_touch(tmp_path: Path) -> None:
+    """However often it is offered: only who asks decides."""
+    tier = open_tier(tmp_path / "cache", second_touch=True)
+    block = make_block()
+    assert [tier.put(block) for _ in range(3)] == [Refused(Refusal.FIRST_TOUCH)] * 3
+    assert tier.put(block, asked_twice=True) == Accepted()
+    assert tier.usage().counters["refused"] == {"first_touch": 3}
+    tier.close()
+
+
+def test_the_daily_budget_survives_a_restart_and_ends_at_midnight(tmp_path: Path) -> None:
+    now = [86_400.0 * 5 + 100]
+    settings = {"daily_write_bytes": 60_000, "clock": lambda: now[0]}
+    tier = open_tier(tmp_path / "cache", **settings)
+    blocks = make_chain(40)
+    answers = [tier.put(block) for block in blocks]
+    assert Refused(Refusal.WRITE_BUDGET) not in answers[:10]
+    assert tier.flush(10).is_empty
+    while tier.put(blocks[-1]) == Accepted():
+        blocks.append(make_block(1000 + len(blocks)))
+        assert tier.flush(10).is_empty
+    assert tier.usage().written_today_bytes > 40_000
+    written = tier.usage().written_today_bytes
+    tier.close()
+    tier = open_tier(tmp_path / "cache", **settings)
+    assert tier.usage().written_today_bytes == written
+    fresh = make_block(5000, num_values=3000)
+    assert tier.put(fresh) == Refused(Refusal.WRITE_BUDGET)
+    now[0] += 86_400
+    assert tier.put(fresh) == Accepted()
+    assert tier.usage().counters["refused"] == {"write_budget": 1}
+    tier.close()
+
+
+def test_no_more_is_written_than_the_budget_allows(tmp_path: Path) -> None:
+    """Files are larger than their tensors, by which blocks are taken."""
+    now = [86_400.0 * 5]
+    tier = open_tier(tmp_path / "cache", daily_write_bytes=60_000, clock=lambda: now[0])
+    blocks = make_chain(40)
+    assert all(tier.put(block) == Accepted() for block in blocks)
+    assert tier.flush(10).is_empty
+    usage = tier.usage()
+    assert 50_000 < usage.written_bytes == usage.written_today_bytes <= 60_000
+    num_written = usage.counters["written"][BASE]
+    assert usage.counters["dropped"] == {DropReason.WRITE_BUDGET: 40 - num_written}
+    found = [bool(tier.blocks.find(block.key)) for block in blocks]
+    assert found == [True] * num_written + [False] * (40 - num_written)
+    assert tier.put(make_block(1000, num_tokens=1, num_values=1)) == Refused(Refusal.WRITE_BUDGET)
+    now[0] += 86_400
+    assert tier.put(blocks[num_written]) == Accepted()
+    assert tier.flush(10).is_empty
+    assert tier.blocks.find(blocks[num_written].key)
+    tier.close()
+
+
+def test_what_could_not_be_written_does_not_count_for_the_budget() -> None:
+    budget = DailyBudget(100)
+    for _ in range(10):
+        assert budget.take(60, now=0)
+        budget.give_back(60, now=0)
+    assert budget.take(60, now=0)
+    budget.give_back(60, now=86_401)  # of the day before
+    assert budget.written_bytes(now=86_401) == 0
+
+
+def test_what_is_queued_counts_for_the_budget() -> None:
+    budget = DailyBudget(100)
+
+    def allows(nbytes: int, queued_bytes: int, now: float) -> bool:
+        writing = Writing(queue_bytes=queued_bytes, budget_bytes=budget.left_bytes(now))
+        return writing.would_take(Refused(Refusal.WRITE_BUDGET, nbytes))
+
+    assert allows(50, 50, now=0)
+    assert not allows(50, 51, now=0)
+    assert budget.take(30, now=10)
+    assert not allows(50, 50, now=20)
+    assert allows(50, 50, now=86_401)
+    budget = DailyBudget(0)
+    assert allows(10**12, 0, now=0)

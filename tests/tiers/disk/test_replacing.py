@@ -1,0 +1,76 @@
+"""A block in place of one that is there: whichever step fails, what is on the disk is counted and served."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from kvstrata.tiers.block import Block
+from kvstrata.tiers.interface import Accepted
+from tests.tiers.disk.blocks import ROOT, is_same, make_block, make_chain, open_tier, read_now, real_bytes
+from tests.tiers.disk.faults import FaultyFiles, fail
+from tests.tiers.disk.test_damage import path_of
+
+
+def larger(block: Block) -> Block:
+    """The same tokens in more bytes."""
+    return Block(
+        block.key, block.parent, block.root, block.start, block.token_ids, make_block(5, num_values=9000).tensors, {}
+    )
+
+
+@pytest.mark.parametrize("step", ["create", "write", "sync", "rename", "sync_folder"])
+def test_a_replacement_that_fails_leaves_what_is_there_counted(tmp_path: Path, step: str) -> None:
+    files = FaultyFiles()
+    tier = open_tier(tmp_path / "cache", files=files)
+    old, child = make_chain(2)
+    new = larger(old)
+    for block in (old, child):
+        tier.put(block)
+    assert tier.flush(10).is_empty
+    files.before = {step: fail(errno.EIO)}
+    assert tier.put(new, replace=True) == Accepted()
+    assert tier.flush(10).is_empty
+    there = new if step == "sync_folder" else old
+    usage = tier.usage()
+    assert usage.num_blocks == 2
+    assert usage.disk_bytes == real_bytes(tmp_path / "cache")
+    assert tier.blocks.find(old.key)
+    assert is_same(read_now(tier, old.id, root=ROOT), there)
+    files.before = {}
+    tier.close()
+    tier = open_tier(tmp_path / "cache", files=files)
+    assert tier.blocks.find(old.key)
+    assert tier.flush(10).is_empty
+    assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
+    assert is_same(read_now(tier, old.id, root=ROOT), there)
+    assert tier.put(new, replace=True) == Accepted()
+    assert tier.flush(10).is_empty
+    assert is_same(read_now(tier, old.id, root=ROOT), new)
+    assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
+    tier.close()
+
+
+def test_a_block_that_was_cleared_and_fails_to_come_again_leaves_all_the_same(tmp_path: Path) -> None:
+    """Its old file is still there and must not be taken for a block after a restart."""
+    files = FaultyFiles()
+    tier = open_tier(tmp_path / "cache", files=files, first_pause_s=60)
+    block = make_block()
+    tier.put(block)
+    assert tier.flush(10).is_empty
+    files.before = {"unlink": fail(errno.EPERM), "rename": fail(errno.EIO)}
+    tier.clear()
+    tier.put(block)
+    tier.flush(10)
+    assert not tier.blocks.find(block.key)
+    assert path_of(tmp_path / "cache", block).exists()
+    assert tier.usage().leaving_bytes > 0
+    tier.close()
+    files.before = {}
+    tier = open_tier(tmp_path / "cache", files=files)
+    assert not tier.blocks.find(block.key)
+    assert tier.flush(10).is_empty
+    assert not path_of(tmp_path / "cache", block).exists()
+    tier.close()

@@ -1,0 +1,152 @@
+"""Rests between strides: how long they are, and what ends them. A rest that would last for years is seen to end."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.prefix_cache.keys import chain
+from kvstrata.tiers.block import Block
+from kvstrata.tiers.block_file import Checksum
+from kvstrata.tiers.disk.tier import DiskTier
+from kvstrata.tiers.disk.writer import LARGEST_NICENESS, NICENESS
+from kvstrata.tiers.interface import Accepted
+from kvstrata.tiers.options import DiskOptions
+from kvstrata.tiers.write_limits import SHORTEST_REST_S, STRIDE_BYTES, Strides, at_once, strides_of
+from tests.tiers.disk.blocks import ROOT, is_same, make_block, make_chain, read_now
+from tests.tiers.disk.faults import FaultyFiles
+
+T = TypeVar("T")
+
+# Tensors of several strides: 4 bytes of two rows, and 2 of one.
+NUM_VALUES = STRIDE_BYTES // 2
+NEARLY_NOTHING = 1e-12
+
+
+class Work:
+    """Strides of the given lengths on a clock that only they move."""
+
+    def __init__(self, share: float) -> None:
+        self.now_s = 0.0
+        self.rests_s: list[float] = []
+        self.strides = Strides(self.rests_s.append, share=share, clock=lambda: self.now_s)
+
+    def do(self, seconds: float) -> None:
+        self.strides.take(lambda: self._pass(seconds))
+
+    def _pass(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@given(
+    st.lists(st.floats(0, 0.1), min_size=1, max_size=50),
+    st.floats(0.01, 1.0),
+)
+def test_work_and_rests_keep_to_the_share(lengths_s: list[float], share: float) -> None:
+    work = Work(share)
+    for length_s in lengths_s:
+        work.do(length_s)
+    owed_s = work.now_s / share - work.now_s
+    assert owed_s - SHORTEST_REST_S <= sum(work.rests_s) + 1e-6
+    assert sum(work.rests_s) <= owed_s + 1e-6
+    assert all(rest_s >= SHORTEST_REST_S for rest_s in work.rests_s)
+
+
+@pytest.mark.parametrize("share", [0.0, -0.1, 1.5])
+def test_a_share_that_makes_no_sense_is_refused(share: float) -> None:
+    with pytest.raises(ValueError, match="at most 1"):
+        Strides(lambda _: None, share=share)
+
+
+@given(st.sampled_from([0, 1, STRIDE_BYTES - 1, STRIDE_BYTES, STRIDE_BYTES + 1, 3 * STRIDE_BYTES]))
+def test_strides_are_the_whole_content_in_order(nbytes: int) -> None:
+    content = (b"0123456789abcdef!" * (nbytes // 17 + 1))[:nbytes]
+    strides = list(strides_of(memoryview(content)))
+    assert b"".join(strides) == content
+    assert all(0 < stride.nbytes <= STRIDE_BYTES for stride in strides)
+
+
+@pytest.mark.parametrize("checksum", list(Checksum))
+def test_a_checksum_in_strides_is_that_of_the_whole(checksum: Checksum) -> None:
+    content = memoryview(bytes(range(256)) * (5 * STRIDE_BYTES // 512))
+    num_strides = 0
+
+    def take(stride: Callable[[], T], /) -> T:
+        nonlocal num_strides
+        num_strides += 1
+        return at_once(stride)
+
+    assert checksum.of(content, take) == checksum.of(content)
+    assert num_strides == 3
+
+
+def resting_tier(folder: Path, files: FaultyFiles | None = None, *, queue_bytes: int = 1 << 30) -> DiskTier:
+    """The first stride is followed by a rest that does not end by itself."""
+    options = DiskOptions(folder, 1 << 30, reserve_bytes=0, queue_bytes=queue_bytes, writer_share=NEARLY_NOTHING)
+    return DiskTier(options, chain=chain, files=files)
+
+
+def put_all(tier: DiskTier, blocks: list[Block]) -> None:
+    assert [tier.put(block) for block in blocks] == [Accepted()] * len(blocks)
+
+
+def test_a_flush_does_not_wait_for_rests_and_what_rests_can_be_read(tmp_path: Path) -> None:
+    tier = resting_tier(tmp_path)
+    block = make_block(num_values=NUM_VALUES)
+    put_all(tier, [block])
+    assert is_same(read_now(tier, block.id, root=ROOT), block)
+    assert not tier.flush(0).is_empty
+    assert tier.flush(60).is_empty
+    assert tier.usage().num_blocks == 1
+    assert is_same(read_now(tier, block.id, root=ROOT), block)
+    tier.close()
+
+
+def test_a_queue_that_is_more_than_a_quarter_full_is_written_without_rests(tmp_path: Path) -> None:
+    blocks = make_chain(4, num_values=NUM_VALUES)
+    written = threading.Semaphore(0)
+    files = FaultyFiles(before={"rename": lambda: written.release()})
+    tier = resting_tier(tmp_path, files, queue_bytes=4 * blocks[0].nbytes)
+    put_all(tier, blocks)
+    # No caller flushes: what is past the quarter goes on by itself, the last block rests.
+    assert all(written.acquire(timeout=60) for _ in range(3))
+    assert not written.acquire(timeout=0.2)
+    tier.close()
+
+
+def test_closing_ends_a_rest_and_finishes_the_block_at_hand(tmp_path: Path) -> None:
+    tier = resting_tier(tmp_path)
+    put_all(tier, make_chain(2, num_values=NUM_VALUES))
+    tier.close()
+    usage = tier.usage()
+    assert usage.counters.get("written", {}).get("base", 0) + usage.counters["dropped"]["closed"] == 2
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux only")
+def test_the_writer_gives_way_to_a_process_that_gives_way_itself(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def run() -> None:
+        own = min(os.getpriority(os.PRIO_PROCESS, 0) + 3, 19)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), own)
+        tier = resting_tier(tmp_path)
+        assert tier.flush(60).is_empty
+        writer = tier._writer._thread.native_id
+        assert writer is not None
+        seen.append((own, os.getpriority(os.PRIO_PROCESS, writer)))
+        tier.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    ((own, of_writer),) = seen
+    assert of_writer == min(own + NICENESS, LARGEST_NICENESS)

@@ -1,0 +1,157 @@
+"""A folder that another version wrote: blocks are read, or removed with one line that says so."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from kvstrata.tiers.block import Block
+from kvstrata.tiers.block_file import FORMAT_VERSION
+from kvstrata.tiers.disk.catalogue import FORMAT
+from tests.tiers.disk.blocks import (
+    ROOT,
+    is_same,
+    make_block,
+    make_chain,
+    open_tier,
+    put_all,
+    read_now,
+    real_bytes,
+    rows_of,
+)
+from tests.tiers.disk.faults import FaultyFiles
+from tests.tiers.disk.test_clearing import lose_catalogue
+from tests.tiers.disk.test_damage import path_of
+
+# As version 2 of the catalogue was made.
+SCHEMA_2 = """
+CREATE TABLE blocks (
+    key BLOB NOT NULL, part TEXT NOT NULL, parent BLOB NOT NULL, root BLOB NOT NULL,
+    start INTEGER NOT NULL, num_tokens INTEGER NOT NULL, disk_bytes INTEGER NOT NULL,
+    last_use REAL NOT NULL, uses INTEGER NOT NULL, created REAL NOT NULL, tally TEXT NOT NULL,
+    PRIMARY KEY (key, part)
+) WITHOUT ROWID;
+CREATE INDEX by_parent ON blocks (parent, part, num_tokens);
+CREATE INDEX by_use ON blocks (last_use, start DESC);
+CREATE TABLE notes (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+PRAGMA user_version = 2;
+"""
+
+
+def written(directory: Path, num_blocks: int = 6) -> list[Block]:
+    """At 1000, each used as often as its number says."""
+    blocks = make_chain(num_blocks)
+    tier = open_tier(directory, clock=lambda: 1000.0)
+    put_all(tier, blocks)
+    for number, block in enumerate(blocks):
+        for _ in range(number):
+            tier.touch([block.id])
+    tier.close()
+    return blocks
+
+
+def uses(directory: Path, files: FaultyFiles | None = None, **settings) -> list[tuple[int, float]]:
+    tier = open_tier(directory, files=files, **settings)
+    assert tier.flush(20).is_empty
+    assert tier.usage().disk_bytes == real_bytes(directory)
+    found = [(row.uses, row.last_use) for row in rows_of(tier)]
+    tier.close()
+    return found
+
+
+def turn_into_version_2(directory: Path) -> None:
+    """The same rows and notes in a catalogue as the version before left it."""
+    path = directory / "catalogue.sqlite"
+    with sqlite3.connect(path) as connection:
+        rows = connection.execute("SELECT * FROM blocks").fetchall()
+        notes = connection.execute("SELECT * FROM notes WHERE name <> ?", (FORMAT,)).fetchall()
+    connection.close()
+    lose_catalogue(directory)
+    with sqlite3.connect(path) as connection:
+        connection.executescript(SCHEMA_2)
+        connection.executemany("INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        connection.executemany("INSERT INTO notes VALUES (?, ?)", notes)
+    connection.close()
+
+
+def test_the_catalogue_of_the_version_before_is_taken_over(tmp_path: Path) -> None:
+    directory = tmp_path / "cache"
+    blocks = written(directory)
+    turn_into_version_2(directory)
+    files = FaultyFiles()
+    assert uses(directory, files) == [(number, 1000.0) for number in range(6)]
+    assert "open" not in files.steps  # no header was needed
+    tier = open_tier(directory)
+    assert all(is_same(read_now(tier, block.id, root=ROOT), block) for block in blocks)
+    tier.close()
+
+
+def test_a_catalogue_of_version_2_that_is_damaged_is_rebuilt(tmp_path: Path) -> None:
+    written(tmp_path / "cache")
+    turn_into_version_2(tmp_path / "cache")
+    connection = sqlite3.connect(tmp_path / "cache" / "catalogue.sqlite")
+    connection.execute("DROP INDEX by_use")
+    connection.close()
+    assert len(uses(tmp_path / "cache")) == 6
+
+
+def set_format(path: Path, version: str) -> int:
+    path.write_bytes(path.read_bytes().replace(b"kvstrata.block.1", f"kvstrata.block.{version}".encode(), 1))
+    return path.stat().st_blocks * 512
+
+
+@pytest.mark.parametrize("is_catalogue_lost", [False, True])
+@pytest.mark.parametrize("version", ["0", "2", "x"])
+def test_blocks_of_an_older_or_a_newer_format_are_removed_with_one_line(
+    tmp_path: Path, version: str, is_catalogue_lost: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "cache"
+    blocks = written(directory)
+    num_bytes = sum(set_format(path_of(directory, block), version) for block in blocks[3:])
+    if is_catalogue_lost:
+        lose_catalogue(directory)
+    else:
+        with sqlite3.connect(directory / "catalogue.sqlite") as connection:
+            connection.execute("UPDATE notes SET value = 0 WHERE name = ?", (FORMAT,))
+        connection.close()
+    tier = open_tier(directory)
+    assert tier.flush(20).is_empty
+    assert [bool(tier.blocks.find(block.key)) for block in blocks] == [True] * 3 + [False] * 3
+    assert [path_of(directory, block).exists() for block in blocks] == [True] * 3 + [False] * 3
+    assert all(is_same(read_now(tier, block.id, root=ROOT), block) for block in blocks[:3])
+    usage = tier.usage()
+    assert usage.counters["evicted"] == {"outdated": 3}
+    assert usage.counters["quarantined"] == {}
+    assert usage.disk_bytes == real_bytes(directory)
+    tier.close()
+    lines = [record.getMessage() for record in caplog.records if "another version" in record.getMessage()]
+    said = "unknown" if version == "x" else version
+    assert lines == [
+        f"Removed 3 blocks of the disk cache ({num_bytes / 2**20:.1f} MiB): another version of kvstrata wrote them "
+        f"(format {said}), and this one reads format {FORMAT_VERSION}"
+    ]
+    if not is_catalogue_lost:
+        assert [count for count, _ in uses(directory)] == [1, 2, 3]  # what was known of the others stays
+    # Once.
+    files = FaultyFiles()
+    uses(directory, files)
+    assert "open" not in files.steps
+
+
+def test_an_upgrade_keeps_what_can_be_read_however_often_it_is_cut_short(tmp_path: Path) -> None:
+    directory = tmp_path / "cache"
+    blocks = written(directory)
+    for _ in range(2):
+        with sqlite3.connect(directory / "catalogue.sqlite") as connection:
+            connection.execute("UPDATE notes SET value = 0 WHERE name = ?", (FORMAT,))
+        connection.close()
+        tier = open_tier(directory)  # and at once
+        tier.close()
+    assert uses(directory) == [(number, 1000.0) for number in range(6)]
+    tier = open_tier(directory)
+    assert all(tier.blocks.find(block.key) for block in blocks)
+    tier.put(make_block(99))
+    assert tier.flush(20).is_empty
+    tier.close()

@@ -1,0 +1,135 @@
+"""What the writer tells the code that publishes its blocks."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvstrata.tiers.block import Block
+from kvstrata.tiers.disk.block_store import CaughtUp, Dropped, WriteFailed, Written
+from kvstrata.tiers.disk.errors import DropReason, Fault
+from kvstrata.tiers.disk.writer import MAX_ATTEMPTS, Writer
+from kvstrata.tiers.interface import Counters, Refusal, Refused
+from kvstrata.tiers.options import DiskOptions
+from kvstrata.tiers.removals import RemovalLog
+from kvstrata.tiers.write_limits import Take
+from tests.tiers.disk.blocks import make_block, make_chain
+
+
+class Publishing:
+    """Takes blocks to no disk."""
+
+    def __init__(self, publish: Callable[..., Written | Dropped | WriteFailed]) -> None:
+        self.publish = publish
+
+    def catch_up(self) -> CaughtUp:
+        return CaughtUp()
+
+    def expire(self, kept: frozenset[bytes]) -> float:  # noqa: ARG002
+        return math.inf
+
+
+def make_writer(
+    publish: Callable[..., Written | Dropped | WriteFailed],
+    counters: Counters,
+    first_pause_s: float = 60,
+    limit_bytes: int = 1 << 30,
+) -> Writer:
+    options = DiskOptions(Path(), 0, queue_bytes=limit_bytes, first_pause_s=first_pause_s)
+    return Writer(Publishing(publish), options, counters, RemovalLog(), lambda: None)
+
+
+def test_a_parent_stays_for_a_child_that_comes_while_another_block_is_written() -> None:
+    parent, child = make_chain(2)
+    has_begun, goes_on = threading.Event(), threading.Event()
+    kept_for: list[frozenset[bytes]] = []
+
+    def publish(_: Block, kept: Callable[[], frozenset[bytes]], __: Callable[[], bool], ___: Take) -> Dropped:
+        has_begun.set()
+        assert goes_on.wait(10)
+        kept_for.append(kept())
+        return Dropped(DropReason.NO_ROOM)
+
+    writer = make_writer(publish, Counters())
+    assert writer.offer(make_block(9)) is None
+    assert has_begun.wait(10)
+    assert writer.offer(child) is None
+    goes_on.set()
+    assert writer.flush(10).is_empty
+    assert parent.key in kept_for[0]
+    assert writer.close(10)
+
+
+@pytest.mark.parametrize(
+    "outcome", [WriteFailed(Fault.NO_SPACE, ""), Dropped(DropReason.RESERVE), Dropped(DropReason.NO_ROOM)]
+)
+def test_what_is_given_up_takes_along_what_hangs_on_it_and_nothing_else(outcome: WriteFailed | Dropped) -> None:
+    first, second, third = make_chain(3)
+    mark = replace(third, part="mark")
+    other, tried, goes_on = make_block(9), list[Block](), threading.Event()
+
+    def publish(block: Block, *_: object) -> Written | WriteFailed | Dropped:
+        assert goes_on.wait(10)
+        tried.append(block)
+        return outcome if block is second else Written(1)
+
+    counters = Counters()
+    writer = make_writer(publish, counters)
+    for block in (first, second, third, mark, other):
+        assert writer.offer(block) is None
+    goes_on.set()
+    assert writer.flush(10).is_empty
+    assert tried[-1] is other
+    assert not {third.id, mark.id} & {block.id for block in tried}
+    assert bool(writer.state(0).num_faults) == (outcome != Dropped(DropReason.NO_ROOM))
+    assert writer.close(10)
+
+
+def test_a_block_that_can_never_be_written_keeps_the_others_waiting_only_so_long() -> None:
+    bad, good = make_block(1), make_block(2)
+    num_attempts, is_written = 0, threading.Event()
+
+    def publish(block: Block, *_: object) -> Written | WriteFailed:
+        nonlocal num_attempts
+        if block is bad:
+            num_attempts += 1
+            return WriteFailed(Fault.OTHER, "a defect of ours")
+        is_written.set()
+        return Written(1)
+
+    writer = make_writer(publish, Counters(), first_pause_s=1e-4)
+    assert writer.offer(bad) is None
+    while writer.offer(good) is Refusal.PAUSED:
+        pass
+    assert is_written.wait(10)
+    assert num_attempts == MAX_ATTEMPTS
+    assert writer.state(0).num_faults == MAX_ATTEMPTS
+    assert writer.close(10)
+
+
+def test_a_block_that_is_larger_than_the_queue_is_taken_alone() -> None:
+    first, second = make_chain(2)
+    goes_on, written = threading.Event(), list[Block]()
+
+    def publish(block: Block, *_: object) -> Written:
+        assert goes_on.wait(10)
+        written.append(block)
+        return Written(1)
+
+    writer = make_writer(publish, Counters(), limit_bytes=first.nbytes - 1)
+    assert writer.offer(first) is None
+    assert writer.offer(second) is Refusal.QUEUE_FULL
+    refused = Refused(Refusal.QUEUE_FULL, second.nbytes)
+    assert not writer.state(0).would_take(refused)
+    goes_on.set()
+    assert writer.flush(10).is_empty
+    assert writer.state(0).would_take(refused)
+    assert writer.offer(second) is None
+    assert writer.flush(10).is_empty
+    assert written == [first, second]
+    assert writer.close(10)

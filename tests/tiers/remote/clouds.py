@@ -1,0 +1,143 @@
+"""Google's and Azure's object stores, as far as they can be had on loopback.
+
+Google: moto's S3 server, whose requests are those of Google's XML API but for tokens and preconditions; a front checks
+and translates these. Azure: Azurite, Microsoft's own emulator, where it is installed.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import itertools
+import os
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from email.utils import formatdate
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from tests.tiers.remote.stores import CREDENTIAL, S3
+
+TOKEN = "a-token-of-google"
+PASSED_ON = ("Content-Type", "ETag", "Last-Modified")
+
+
+class GoogleFront:
+    """Before moto's S3: a request needs the token, and `x-goog-if-generation-match: 0` creates once."""
+
+    def __init__(self, s3: S3) -> None:
+        self._s3 = s3
+        port = s3.port
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def pass_on(self) -> None:
+                content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+                    self._answer(401, {}, b"<Error><Code>AuthenticationRequired</Code></Error>")
+                    return
+                headers = {"Authorization": CREDENTIAL, "Content-Type": "application/octet-stream"}
+                if self.headers.get("x-goog-if-generation-match") == "0":
+                    headers["If-None-Match"] = "*"
+                connection = HTTPConnection("127.0.0.1", port, timeout=10)
+                # obstore escapes more of a bucket's name than moto knows.
+                connection.request(self.command, self.path.replace("%2D", "-"), content, headers)
+                answer = connection.getresponse()
+                told = {name: value for name in PASSED_ON if (value := answer.getheader(name)) is not None}
+                length = answer.getheader("Content-Length") if self.command == "HEAD" else None
+                self._answer(answer.status, told, answer.read(), length)
+                connection.close()
+
+            def _answer(self, status: int, headers: dict[str, str], body: bytes, length: str | None = None) -> None:
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.send_header("x-goog-generation", "1")
+                self.send_header("Content-Length", length or str(len(body)))
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                del format, args
+
+        for method in ("GET", "PUT", "HEAD", "DELETE", "POST"):
+            setattr(Handler, f"do_{method}", Handler.pass_on)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def bucket(self, monkeypatch: pytest.MonkeyPatch) -> str:
+        monkeypatch.setenv("GOOGLE_BEARER_TOKEN", TOKEN)
+        monkeypatch.setenv("GOOGLE_BASE_URL", self.endpoint)
+        return f"gs://{self._s3.make_bucket()}/some/prefix"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class Azurite:
+    """With an account of its own; all in memory."""
+
+    def __init__(self) -> None:
+        pytest.importorskip("obstore", reason="obstore is not installed: pip install 'kvstrata[remote]'")
+        command = shutil.which("azurite-blob")
+        if command is None:
+            pytest.skip("Azurite is not installed: npm install -g azurite")
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+        self._account, self._key = "kvstrata", base64.b64encode(bytes(range(64))).decode()
+        self.endpoint = f"http://127.0.0.1:{port}/{self._account}"
+        self._process = subprocess.Popen(
+            [command, "--inMemoryPersistence", "--blobPort", str(port), "--skipApiVersionCheck", "--disableTelemetry"],
+            env={**os.environ, "AZURITE_ACCOUNTS": f"{self._account}:{self._key}"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        self._numbers = itertools.count()
+        _wait_for(port)
+
+    def bucket(self, monkeypatch: pytest.MonkeyPatch) -> str:
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", self._account)
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", self._key)
+        monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", self.endpoint)
+        name = f"blocks-{next(self._numbers)}"
+        self._make(name)
+        return f"az://{name}/some/prefix"
+
+    def _make(self, name: str) -> None:
+        """A container, by a request that is signed with the account's key."""
+        import httpx
+
+        told = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+        lines = [f"{key}:{value}" for key, value in sorted(told.items())]
+        resource = f"/{self._account}/{self._account}/{name}\nrestype:container"
+        text = "\n".join(["PUT", *[""] * 11, *lines, resource])
+        digest = hmac.digest(base64.b64decode(self._key), text.encode(), hashlib.sha256)
+        told["Authorization"] = f"SharedKey {self._account}:{base64.b64encode(digest).decode()}"
+        httpx.put(f"{self.endpoint}/{name}?restype=container", headers=told).raise_for_status()
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(10)
+
+
+def _wait_for(port: int) -> None:
+    ends_s = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+        except OSError:
+            assert time.monotonic() < ends_s, "Azurite does not start"
+            time.sleep(0.1)
+        else:
+            return

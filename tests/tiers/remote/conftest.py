@@ -1,0 +1,60 @@
+"""Real stores: one server of each kind for all tests that do not change how it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.tiers.remote.clouds import Azurite, GoogleFront
+from tests.tiers.remote.stores import S3, Valkey, private_folder, valkey
+
+
+@pytest.fixture(scope="session")
+def shared_valkey() -> Iterator[Valkey]:
+    with valkey() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def shared_s3() -> Iterator[S3]:
+    server = S3()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def shared_google(shared_s3: S3) -> Iterator[GoogleFront]:
+    front = GoogleFront(shared_s3)
+    yield front
+    front.close()
+
+
+@pytest.fixture(scope="session")
+def shared_azure() -> Iterator[Azurite]:
+    server = Azurite()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def server() -> Iterator[Valkey]:
+    """One that a test may do to what it likes."""
+    with valkey() as running:
+        yield running
+
+
+@pytest.fixture
+def redis_url(shared_valkey: Valkey) -> str:
+    shared_valkey.client.flushall()
+    return shared_valkey.url
+
+
+@pytest.fixture(params=["redis", "s3", "google", "azure", "file"])
+def store_url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "redis":
+        return request.getfixturevalue("redis_url")
+    if request.param == "file":
+        return private_folder(tmp_path)
+    return request.getfixturevalue(f"shared_{request.param}").bucket(monkeypatch)

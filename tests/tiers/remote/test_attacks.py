@@ -1,0 +1,211 @@
+"""Someone who can write to a store, and has not its secret: whatever is done there, no wrong block is read and no reply
+has a wrong token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvstrata.engine.engine import Engine
+from kvstrata.prefix_cache.keys import chain
+from kvstrata.tiers.block import Block, Tensor
+from kvstrata.tiers.read_pool import Loaded, Missing
+from kvstrata.tiers.remote import payload
+from kvstrata.tiers.remote.health import DamagedBlock
+from kvstrata.tiers.remote.open_store import make_store
+from kvstrata.tiers.remote.sealing import PIECE_BYTES, Keys, is_name, keys_of, seal, unseal
+from kvstrata.tiers.remote.store import PREFIX, Store
+from kvstrata.tiers.remote.url import parse
+from tests.tiers.remote.chains import ids_of, put_chain, read_all, same
+from tests.tiers.remote.stores import SECRET, Valkey, open_remote, private_folder, secret_file
+from tests.tiers.remote.test_engines import counters, engine_on, say, share
+from tests.tiny import VOCAB, tiny_loaded
+
+NUM_ATTACKS = 1000
+PROMPT = tuple(i * 7 % VOCAB for i in range(530))
+
+
+class Attacker:
+    """Knows all that lies in a store, and all of another one."""
+
+    def __init__(self, own: Sequence[bytes], strange: Sequence[bytes], bodies: Sequence[bytes]) -> None:
+        """`bodies`: blocks as they were before they were sealed, as one who guessed the tokens could make them."""
+        self._chance = random.Random(6)
+        self._own = own
+        self._strange = strange
+        self._bodies = bodies
+
+    def pick(self, names: Sequence[str]) -> str:
+        return self._chance.choice(names)
+
+    def forge(self, name: str, whole: bytes) -> bytes:
+        """Something else than was there."""
+        chance = self._chance
+        match chance.randrange(8):
+            case 0:
+                at = chance.randrange(len(whole))
+                return whole[:at] + bytes([whole[at] ^ (1 << chance.randrange(8))]) + whole[at + 1 :]
+            case 1:
+                return whole[: chance.randrange(len(whole))]
+            case 2:
+                # Swapped, or replayed under another name.
+                return chance.choice([each for each in self._own if each != whole])
+            case 3:
+                return chance.choice(self._strange)
+            case 4:
+                return whole[:24] + bytes(len(whole) - 24)
+            case 5:
+                return whole + chance.randbytes(chance.randrange(1, 64))
+            case 6:
+                return b"kvsrem1p" + chance.randbytes(len(whole))
+            case _:
+                # As a store without a secret has them, with a right checksum.
+                return bytes(seal(Keys(b"", None), name, chance.choice(self._bodies)))
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES])
+@pytest.mark.parametrize("keys", [Keys(b"", None), Keys(b"", bytes(32))], ids=["plain", "sealed"])
+def test_what_was_sealed_opens_as_it_was_at_any_length(keys: Keys, num_bytes: int) -> None:
+    body = random.Random(num_bytes).randbytes(num_bytes)
+    sealed = bytes(seal(keys, "name", body))
+    assert unseal(keys, "name", sealed) == body
+    with pytest.raises(DamagedBlock):
+        unseal(keys, "name", sealed[:-1])
+
+
+def put_back(store: Store, name: str, content: bytes) -> None:
+    store.delete([name])
+    assert store.create(name, content, 3600.0)
+
+
+def contents_of(store: Store) -> dict[str, bytes]:
+    names = sorted(value.name for value in store.values() if is_name(value.name))
+    return {name: bytes(store.get(name, 1 << 30) or b"") for name in names}
+
+
+@pytest.mark.parametrize("kind", ["valkey", "folder"])
+def test_no_attack_on_a_store_gets_a_wrong_block_read(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    pytest.importorskip("cryptography")
+    url = request.getfixturevalue("redis_url") if kind == "valkey" else private_folder(tmp_path)
+    tier = open_remote(url, secret_file(tmp_path))
+    foreign_folder = tmp_path / "foreign"
+    foreign_folder.mkdir(mode=0o700)
+    foreign = open_remote(f"file://{foreign_folder}", secret_file(tmp_path, b"x" * 40, "other"))
+    ids, other_ids = ids_of(4, 4 * 256), ids_of(5, 4 * 256)
+    blocks = [*put_chain(tier, ids, (512,)), *put_chain(tier, other_ids, (512,))]
+    put_chain(foreign, ids)
+    whole, store = contents_of(tier._store), tier._store
+    bodies = [bytes(payload.encode(block)) for block in blocks]
+    attacker = Attacker(list(whole.values()), list(contents_of(foreign._store).values()), bodies)
+    by_name = {tier._cluster.name_of(block.id): block for block in blocks}
+    for _ in range(NUM_ATTACKS):
+        name = attacker.pick(list(whole))
+        forged = attacker.forge(name, whole[name])
+        assert forged != whole[name]
+        put_back(store, name, forged)
+        (came,) = read_all(tier, [by_name[name].id])
+        assert isinstance(came, Missing), "a wrong block was taken for a right one"
+        tier.flush(5.0)
+        put_back(store, name, whole[name])
+
+    assert sum(tier.usage().counters["missed"].values()) == NUM_ATTACKS
+    came = read_all(tier, [block.id for block in blocks])
+    assert all(isinstance(back, Loaded) and same(back.block, block) for back, block in zip(came, blocks, strict=True))
+    for each in (tier, foreign):
+        each.close()
+
+
+class Victim:
+    """An engine whose conversation lies in a store, and what it says when a block of that is missing."""
+
+    def __init__(self, engine: Engine, server: Valkey) -> None:
+        self._engine = engine
+        self._client = server.client
+        self._number = 0
+        say(engine, "first", PROMPT, 4)
+        share(engine)
+        store = make_store(parse(server.url))
+        self.whole = contents_of(store)
+        store.close()
+        self.right = {name: self.without(name) for name in self.whole}
+
+    def without(self, name: str) -> list[int]:
+        self._client.delete(f"{PREFIX}:{name}")
+        ids = self.ids()
+        self.mend(name)
+        return ids
+
+    def after(self, name: str, content: bytes) -> list[int]:
+        self._put(name, content)
+        ids = self.ids()
+        self.mend(name)
+        return ids
+
+    def ids(self) -> list[int]:
+        """Of the reply, which takes from the store what it can."""
+        self._engine.ask(lambda core: core.prefix_cache.evictor.clear(tier="hot")).result(60)
+        self._number += 1
+        return say(self._engine, f"again {self._number}", PROMPT, 6).ids
+
+    def mend(self, name: str) -> None:
+        def forget(core) -> None:
+            tier = core.prefix_cache.shared.tier
+            assert tier.flush(10.0).is_empty
+            tier._sealed.avoided.discard(name)
+
+        self._engine.ask(forget).result(60)
+        self._put(name, self.whole[name])
+
+    def _put(self, name: str, content: bytes) -> None:
+        """At once: the engine writes what is missing whenever it has time."""
+        self._client.set(f"{PREFIX}:{name}", content)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "num_attacks"),
+    [
+        ("llama", 30),
+        ("qwen3_next", 20),
+        pytest.param("llama", 200, marks=pytest.mark.slow),
+        pytest.param("qwen3_next", 150, marks=pytest.mark.slow),
+    ],
+)
+def test_no_attack_on_a_valkey_changes_a_token(
+    architecture: str, num_attacks: int, server: Valkey, tmp_path: Path
+) -> None:
+    """What is attacked counts as missing: the reply is the one that comes when it is. A block that a server with the
+    secret made wrong does change the reply, so that this would be seen."""
+    pytest.importorskip("cryptography")
+    keys = keys_of(SECRET)
+    with engine_on(server.url, tiny_loaded(architecture), secret_file(tmp_path)) as engine:
+        victim = Victim(engine, server)
+        whole = victim.whole
+        bodies = {name: bytes(unseal(keys, name, content)) for name, content in whole.items()}
+        strange = [bytes(seal(keys_of(b"x" * 40), name, body)) for name, body in bodies.items()]
+        attacker = Attacker(list(whole.values()), strange, list(bodies.values()))
+        num_wrong, seen = 0, counters(engine).get("remote_missed_seal", 0)
+        for number in range(num_attacks):
+            name = attacker.pick(list(whole))
+            num_wrong += victim.after(name, attacker.forge(name, whole[name])) != victim.right[name]
+            assert counters(engine)["remote_missed_seal"] > seen + number, "it was not even read"
+        assert num_wrong == 0
+        made_wrong = [victim.after(name, spoiled(name, bodies[name])) != victim.right[name] for name in whole]
+
+    assert any(made_wrong)
+
+
+def spoiled(name: str, body: bytes) -> bytes:
+    """A right block but for its KV, made by someone who has the secret."""
+    block = payload.decode(memoryview(body), None, None, chain)
+    return bytes(seal(keys_of(SECRET), name, payload.encode(_with_other_bytes(block))))
+
+
+def _with_other_bytes(block: Block) -> Block:
+    tensors = {name: Tensor(t.dtype, t.shape, bytes(t.view())[::-1]) for name, t in block.tensors.items()}
+    return replace(block, tensors=tensors)

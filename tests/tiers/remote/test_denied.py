@@ -1,0 +1,120 @@
+"""Stores that a server may not use, or not all of: a clear error at the start, and nothing is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvstrata.backend import device
+from kvstrata.config import load
+from kvstrata.errors import ConfigError
+from kvstrata.server.assemble import start_service
+from kvstrata.tiers.remote.open_store import open_store
+from kvstrata.tiers.remote.sealing import keys_of
+from kvstrata.tiers.remote.url import parse
+from tests.tiers.remote.clouds import GoogleFront
+from tests.tiers.remote.stores import S3, SECRET, Valkey, secret_file
+from tests.tiny import tiny_loaded
+
+ALL = ("s3:GetObject", "s3:ListBucket", "s3:PutObject", "s3:DeleteObject")
+PASSWORD = "hunter2-very-secret"
+
+
+def denied(url: str) -> str:
+    with pytest.raises(ConfigError, match=r"cannot be used \(denied\).*may read, write, list and delete") as error:
+        open_store(parse(url), keys_of(SECRET))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("lacks", [*ALL, "all of them"])
+def test_credentials_that_may_not_do_all_of_it_are_said(
+    shared_s3: S3, monkeypatch: pytest.MonkeyPatch, lacks: str
+) -> None:
+    url = shared_s3.bucket(monkeypatch)
+    user = shared_s3.user(*(each for each in ALL if lacks not in (each, "all of them")))
+    shared_s3.log_in(monkeypatch, user)
+    with shared_s3.asking_who():
+        said = denied(url)
+
+    assert user[1] not in said
+    assert objects(shared_s3, url) == []
+
+
+def test_credentials_that_may_do_it_are_enough(shared_s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = shared_s3.bucket(monkeypatch)
+    shared_s3.log_in(monkeypatch, shared_s3.user(*ALL))
+    with shared_s3.asking_who():
+        open_store(parse(url), keys_of(SECRET)).close()
+
+    assert objects(shared_s3, url) == ["some/prefix/kvstrata1/cluster"]
+
+
+def test_credentials_that_no_one_has_are_said(shared_s3: S3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By a whole server."""
+    url = shared_s3.bucket(monkeypatch)
+    flags = {"remote_cache": url, "remote_secret_file": secret_file(tmp_path)}
+    for user in (("AKIASTRANGER", PASSWORD), (shared_s3.user(*ALL)[0], PASSWORD)):
+        shared_s3.log_in(monkeypatch, user)
+        with shared_s3.asking_who(), pytest.raises(ConfigError, match=r"cannot be used \(denied\)") as error:
+            start_service(load(flags=flags), tiny_loaded("llama"), device())
+        assert PASSWORD not in str(error.value)
+
+    assert objects(shared_s3, url) == []
+
+
+def objects(s3: S3, url: str) -> list[str]:
+    found = s3.admin("s3").list_objects_v2(Bucket=parse(url).host)
+    return [each["Key"] for each in found.get("Contents", ())]
+
+
+def test_a_token_that_google_does_not_know_is_said(shared_google: GoogleFront, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = shared_google.bucket(monkeypatch)
+    monkeypatch.setenv("GOOGLE_BEARER_TOKEN", PASSWORD)
+
+    assert PASSWORD not in denied(url)
+
+
+def test_azure_without_an_account_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore")
+    for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+
+    assert "Account must be specified" in denied("az://container/prefix")
+
+
+@pytest.mark.parametrize("command", ["getrange", "set", "strlen", "pexpire", "del"])
+def test_a_user_of_valkey_who_may_not_do_all_of_it_is_said(shared_valkey: Valkey, command: str) -> None:
+    client = shared_valkey.client
+    client.flushall()
+    rules = (f">{PASSWORD}", "on", "~kvstrata1:*", "+@all", f"-{command}")
+    client.execute_command("ACL", "SETUSER", "someone", "reset", *rules)
+
+    assert PASSWORD not in denied(f"redis://someone:{PASSWORD}@127.0.0.1:{shared_valkey.port}/0")
+    assert client.dbsize() == 0
+
+
+def test_a_user_of_valkey_with_other_keys_is_said(shared_valkey: Valkey) -> None:
+    client = shared_valkey.client
+    client.flushall()
+    client.execute_command("ACL", "SETUSER", "someone", "reset", f">{PASSWORD}", "on", "~other:*", "+@all")
+
+    assert PASSWORD not in denied(f"redis://someone:{PASSWORD}@127.0.0.1:{shared_valkey.port}/0")
+    assert client.dbsize() == 0
+
+
+def test_a_secret_that_differs_between_servers_is_said_by_the_second(redis_url: str, tmp_path: Path) -> None:
+    """By whole servers; the first one's store stays as it was."""
+    import redis
+
+    flags = {"remote_cache": redis_url, "remote_secret_file": secret_file(tmp_path)}
+    start_service(load(flags=flags), tiny_loaded("llama"), device()).engine.stop()
+    client = redis.Redis.from_url(redis_url)
+    held = {key: client.get(key) for key in client.scan_iter()}
+    other = {**flags, "remote_secret_file": secret_file(tmp_path, b"y" * 40, "other")}
+    with pytest.raises(ConfigError, match="is used by servers with another secret") as error:
+        start_service(load(flags=other), tiny_loaded("llama"), device())
+
+    assert "yyyy" not in str(error.value)
+    assert {key: client.get(key) for key in client.scan_iter()} == held
+    client.close()

@@ -1,0 +1,235 @@
+"""The tier on real stores: what is written comes back as it was, and nothing else ever does."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstrata.tiers.block import MARK, BlockId
+from kvstrata.tiers.interface import Refusal, Refused, TierMatch
+from kvstrata.tiers.lookups import finish
+from kvstrata.tiers.read_pool import Loaded, Missing
+from kvstrata.tiers.remote.tier import RemoteTier
+from kvstrata.tiers.remote.url import parse
+from tests.tiers.remote.chains import block_at, ids_of, match_of, put_chain, read_all, same, wanted
+from tests.tiers.remote.stores import Valkey, open_remote, secret_file
+
+OTHER_ROOT = bytes(range(32, 64))
+
+
+@pytest.mark.parametrize("is_sealed", [True, False])
+def test_what_one_server_wrote_another_reads(store_url: str, tmp_path: Path, is_sealed: bool) -> None:
+    if not is_sealed and parse(store_url).needs_secret:
+        pytest.skip("blocks are sealed there")
+    secret = secret_file(tmp_path) if is_sealed else None
+    first, second = open_remote(store_url, secret), open_remote(store_url, secret)
+    ids = ids_of(1, 5 * 256 + 100)
+    put = put_chain(first, ids, marks=(512, 1024))
+    match = match_of(second, ids)
+
+    assert [link.end for link in match.links] == [256, 512, 768, 1024, 1280]
+    assert all(link.nbytes for link in match.links)
+    came = read_all(second, [block.id for block in put])
+    assert all(isinstance(back, Loaded) and same(back.block, block) for back, block in zip(came, put, strict=True))
+    at_mark = match_of(second, ids, at_marks=True)
+    assert (at_mark.num_tokens, at_mark.mark_bytes > 0) == (1024, True)
+    assert wanted(second, ids, (512,)).links == () == wanted(second, ids, (512,)).marks
+    for tier in (first, second):
+        tier.close()
+
+
+def test_only_the_leading_run_counts_and_what_is_missing_is_wanted_again(store_url: str) -> None:
+    tier = open_remote(store_url)
+    ids = ids_of(2, 6 * 256)
+    put = put_chain(tier, ids)
+    tier._store.delete([tier._cluster.names.of(put[2].key, "base")])
+    read_all(tier, [put[2].id])
+
+    assert match_of(tier, ids).num_tokens == 512
+    assert [link.start for link in wanted(tier, ids).links] == [512, 768, 1024, 1280]
+    put_chain(tier, ids)
+    assert match_of(tier, ids).num_tokens == 6 * 256
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"backend": "metal"}, {"precision": "planes:4"}],
+)
+def test_another_back_end_or_precision_finds_nothing(redis_url: str, other: dict) -> None:
+    tier, stranger = open_remote(redis_url), open_remote(redis_url, **other)
+    ids = ids_of(3, 1024)
+    put_chain(tier, ids)
+
+    assert match_of(stranger, ids) == TierMatch()
+    assert match_of(tier, ids, root=OTHER_ROOT) == TierMatch()
+    assert match_of(tier, ids).num_tokens == 1024
+    for each in (tier, stranger):
+        each.close()
+
+
+def _id(block) -> tuple[bytes, str]:
+    return block.key, block.part
+
+
+def test_a_damaged_block_is_deleted_so_that_a_right_one_can_take_its_place(server: Valkey, tmp_path: Path) -> None:
+    tier = open_remote(server.url, secret_file(tmp_path))
+    ids = ids_of(7, 768)
+    put = put_chain(tier, ids)
+    name = f"kvstrata1:{tier._cluster.names.of(put[1].key, 'base')}"
+    server.client.set(name, b"forged")
+    (came,) = read_all(tier, [put[1].id])
+
+    assert isinstance(came, Missing)
+    assert came.reason == "seal"
+    tier.flush(5.0)
+    assert not server.client.exists(name)
+    put_chain(tier, ids)
+    assert match_of(tier, ids).num_tokens == 768
+    tier.close()
+
+
+def test_block_larger_than_a_model_has_is_missed_unread_and_deleted(store_url: str, tmp_path: Path) -> None:
+    tier = open_remote(store_url, secret_file(tmp_path), max_block_bytes=1 << 10)
+    ids = ids_of(9, 512)
+    put = put_chain(tier, ids)
+    name = tier._cluster.name_of(put[1].id)
+    tier._store.delete([name])
+    assert tier._store.create(name, bytes(6 << 20), 60.0)
+    (came,) = read_all(tier, [put[1].id])
+
+    assert isinstance(came, Missing)
+    assert came.reason == "size"
+    assert tier.usage().counters["read"] == {}
+    tier.flush(5.0)
+    assert tier._store.sizes([name]) == [0]
+    assert isinstance(read_all(tier, [put[0].id])[0], Loaded)
+    tier.close()
+
+
+def test_a_long_chain_among_many_blocks_costs_two_round_trips(server: Valkey, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = server.client
+    with client.pipeline(transaction=False) as pipeline:
+        for number in range(100_000):
+            pipeline.set(f"kvstrata1:{number:064x}", b"x")
+            if number % 10_000 == 9_999:
+                pipeline.execute()
+    tier = open_remote(server.url)
+    ids = ids_of(8, 400 * 256)
+    put_chain(tier, ids, marks=(256, 101_376))
+    executed: list[Any] = []
+    pipeline_type = pytest.importorskip("redis").client.Pipeline
+    execute = pipeline_type.execute
+    monkeypatch.setattr(pipeline_type, "execute", lambda pipeline: executed.append(1) or execute(pipeline))
+    began_s = time.perf_counter()
+    match = finish(tier.blocks.longest(bytes(range(32)), 0, ids, at_marks=True))
+    seconds = time.perf_counter() - began_s
+
+    assert client.dbsize() > 100_400
+    assert match.num_tokens == 101_376
+    assert 1 <= len(executed) <= 2
+    assert seconds < 2.0
+    tier.close()
+
+
+def test_a_hit_refreshes_the_whole_chain(server: Valkey) -> None:
+    tier = open_remote(server.url, ttl_s=100.0)
+    ids = ids_of(9, 1024)
+    put = put_chain(tier, ids, (1024,))
+    names = [f"kvstrata1:{tier._cluster.names.of(*_id(block))}" for block in put]
+    for name in names:
+        server.client.expire(name, 5)
+    tier.touch(BlockId(block.key, part) for block in put for part in ("base", MARK))
+    tier.flush(5.0)
+
+    assert [server.client.ttl(name) > 50 for name in names] == [True] * 5
+    tier.close()
+
+
+def test_what_may_be_written_is_bounded(redis_url: str) -> None:
+    ids = ids_of(10, 1024)
+    careful = open_remote(redis_url, second_touch=True)
+    missing = wanted(careful, ids)
+    block = block_at(missing.links[0], missing.root, ids)
+    assert careful.put(block) == Refused(Refusal.FIRST_TOUCH)
+    careful.close()
+    frugal = open_remote(redis_url, daily_write_bytes=block.nbytes // 2)
+    assert frugal.put(block) == Refused(Refusal.WRITE_BUDGET)
+    assert frugal.usage().written_bytes == 0
+    frugal.close()
+    hasty = open_remote(redis_url, queue_bytes=1)
+    blocks = [block_at(link, missing.root, ids, num_values=500_000) for link in missing.links]
+    answers = [hasty.put(block) for block in blocks]
+    assert Refused(Refusal.QUEUE_FULL) in answers
+    assert hasty.usage().counters["refused"] == {"queue_full": answers.count(Refused(Refusal.QUEUE_FULL))}
+    hasty.close()
+    assert hasty.put(block) == Refused(Refusal.CLOSED)
+
+
+def until(is_true, seconds: float = 10.0) -> None:
+    ends = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < ends, "it never came to that"
+        time.sleep(0.01)
+
+
+def _refused_while_paused(tier: RemoteTier, ids_seed: int) -> None:
+    ids = ids_of(ids_seed, 256)
+    began_s = time.perf_counter()
+    assert match_of(tier, ids) == TierMatch()
+    assert time.perf_counter() - began_s < 0.5, "a store that is left alone is not asked"
+
+
+def test_a_store_that_dies_is_left_alone(server: Valkey) -> None:
+    tier = open_remote(server.url, first_pause_s=5.0, longest_pause_s=5.0)
+    ids = ids_of(11, 1024)
+    put = put_chain(tier, ids)
+    server.kill()
+    assert all(isinstance(came, Missing) for came in read_all(tier, [block.id for block in put]))
+
+    assert tier.usage().paused_because == "unreachable"
+    _refused_while_paused(tier, 12)
+    missing = wanted(tier, ids)
+    assert not missing.is_known
+    assert tier.put(put[0]) == Refused(Refusal.PAUSED)
+    assert tier.usage().counters["failed"]["unreachable"] >= 1
+    tier.close()
+
+
+def test_a_store_that_hangs_is_left_alone_and_tried_again(server: Valkey) -> None:
+    tier = open_remote(server.url, first_pause_s=0.2, longest_pause_s=0.2)
+    ids = ids_of(13, 512)
+    put_chain(tier, ids)
+    server.hang()
+    assert match_of(tier, ids) == TierMatch()
+    assert tier.usage().paused_because == "timeout"
+    server.go_on()
+    until(lambda: not tier.is_paused)
+    assert match_of(tier, ids).num_tokens == 512
+    assert tier.usage().paused_because == ""
+    tier.close()
+
+
+@pytest.mark.parametrize("reason", ["full", "read_only", "denied"])
+def test_a_store_that_cannot_be_written_is_still_read(server: Valkey, reason: str) -> None:
+    tier = open_remote(server.url, first_pause_s=5.0, longest_pause_s=5.0)
+    ids, more = ids_of(14, 512), ids_of(15, 256)
+    put = put_chain(tier, ids)
+    if reason == "full":
+        server.client.config_set("maxmemory", 1)
+    elif reason == "read_only":
+        server.client.replicaof("127.0.0.1", 1)
+    else:
+        server.client.execute_command("ACL", "SETUSER", "default", "-set")
+    missing = wanted(tier, more)
+    tier.put(block_at(missing.links[0], missing.root, more))
+    until(lambda: tier.usage().counters["failed"].get(reason, 0) == 1)
+
+    assert tier.usage().paused_because == reason
+    assert tier.usage().counters["dropped"] == {"fault": 1}
+    if reason != "denied":
+        assert all(isinstance(came, Loaded) for came in read_all(tier, [block.id for block in put]))
+    tier.close()

@@ -1,0 +1,137 @@
+"""rediss:// against a server that speaks TLS: whose certificate is taken, and what is said of all others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvstrata.errors import ConfigError
+from kvstrata.tiers.read_pool import Loaded
+from kvstrata.tiers.remote.open_store import open_store
+from kvstrata.tiers.remote.sealing import keys_of
+from kvstrata.tiers.remote.tier import RemoteTier
+from kvstrata.tiers.remote.url import parse
+from tests.tiers.remote.chains import ids_of, match_of, put_chain, read_all, same
+from tests.tiers.remote.stores import SECRET, Valkey, open_remote, secret_file
+from tests.tiers.remote.tls import Authority, Certificate, TlsFront
+
+Fronts = Callable[..., TlsFront]
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def front(shared_valkey: Valkey) -> Iterator[Fronts]:
+    """Makes fronts of a Valkey that is empty."""
+    shared_valkey.client.flushall()
+    with ExitStack() as stack:
+
+        def make(certificate: Certificate, clients_of: Authority | None = None) -> TlsFront:
+            made = TlsFront(shared_valkey.port, certificate, clients_of)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+def refused(url: str, valkey: Valkey, reason: str = "tls") -> str:
+    """What is said at the start. Nothing was written."""
+    with pytest.raises(ConfigError, match=rf"cannot be used \({reason}\)") as error:
+        open_store(parse(url), keys_of(SECRET))
+    assert valkey.client.dbsize() == 0
+    return str(error.value)
+
+
+def joins(url: str, valkey: Valkey) -> None:
+    open_store(parse(url), keys_of(SECRET)).close()
+    assert valkey.client.dbsize() == 1
+    valkey.client.flushall()
+
+
+def test_blocks_go_through_tls(front: Fronts, authority: Authority, tmp_path: Path) -> None:
+    made = front(authority.certificate("valkey", "127.0.0.1"))
+    url = f"rediss://127.0.0.1:{made.port}/0?ssl_ca_certs={authority.file}"
+    first, second = (open_remote(url, secret_file(tmp_path)) for _ in range(2))
+    ids = ids_of(31, 1024)
+    put = put_chain(first, ids)
+    num_bytes = made.num_bytes
+
+    assert match_of(second, ids).num_tokens == 1024
+    came = read_all(second, [block.id for block in put])
+    assert all(isinstance(back, Loaded) and same(back.block, block) for back, block in zip(came, put, strict=True))
+    assert made.num_bytes - num_bytes > sum(block.nbytes for block in put)
+    assert first.shared_usage().place == f"rediss://127.0.0.1:{made.port}/0"
+    _close(first, second)
+
+
+def _close(*tiers: RemoteTier) -> None:
+    for each in tiers:
+        each.close()
+
+
+def test_a_certificate_of_another_authority_is_refused(
+    front: Fronts, authority: Authority, shared_valkey: Valkey, tmp_path: Path
+) -> None:
+    made = front(Authority(tmp_path, "stranger").certificate("valkey", "127.0.0.1"))
+    place = f"rediss://127.0.0.1:{made.port}/0"
+
+    for url in (f"{place}?ssl_ca_certs={authority.file}", place):
+        said = refused(url, shared_valkey)
+        assert "CERTIFICATE_VERIFY_FAILED" in said
+        assert "ssl_ca_certs" in said
+
+
+def test_a_certificate_of_another_host_is_refused_unless_its_name_does_not_count(
+    front: Fronts, authority: Authority, shared_valkey: Valkey
+) -> None:
+    made = front(authority.certificate("elsewhere", "cache.example"))
+    url = f"rediss://127.0.0.1:{made.port}/0?ssl_ca_certs={authority.file}"
+
+    assert "CERTIFICATE_VERIFY_FAILED" in refused(url, shared_valkey)
+    assert "CERTIFICATE_VERIFY_FAILED" in refused(f"{url}&ssl_check_hostname=true", shared_valkey)
+    joins(f"{url}&ssl_check_hostname=false", shared_valkey)
+
+
+def test_a_certificate_that_has_expired_is_refused(front: Fronts, authority: Authority, shared_valkey: Valkey) -> None:
+    made = front(authority.certificate("old", "127.0.0.1", is_expired=True))
+
+    assert "expired" in refused(f"rediss://127.0.0.1:{made.port}/0?ssl_ca_certs={authority.file}", shared_valkey)
+
+
+def test_a_server_may_ask_for_a_certificate_of_its_clients(
+    front: Fronts, authority: Authority, shared_valkey: Valkey
+) -> None:
+    made = front(authority.certificate("valkey", "127.0.0.1"), authority)
+    own = authority.certificate("client")
+    url = f"rediss://127.0.0.1:{made.port}/0?ssl_ca_certs={authority.file}"
+
+    # Redis says why; this front may just hang up.
+    refused(url, shared_valkey, "(tls|unreachable)")
+    joins(f"{url}&ssl_certfile={own.file}&ssl_keyfile={own.key_file}", shared_valkey)
+
+
+def test_a_server_without_tls_is_said(shared_valkey: Valkey) -> None:
+    """Valkey waits for the end of what it takes for a command."""
+    shared_valkey.client.flushall()
+    said = refused(f"rediss://127.0.0.1:{shared_valkey.port}/0", shared_valkey, "timeout")
+
+    assert "whether it speaks TLS" in said
+
+
+@pytest.mark.parametrize("option", ["ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile"])
+def test_a_file_that_is_not_there_is_named(option: str) -> None:
+    pytest.importorskip("redis")
+    with pytest.raises(ConfigError, match=rf"{option} names /no/such/file, which cannot be read"):
+        open_store(parse(f"rediss://127.0.0.1:1/0?{option}=/no/such/file"), keys_of(SECRET))
+
+
+@pytest.mark.parametrize("option", ["ssl_cert_reqs=none", "ssl_min_version=769", "ssl_ciphers=NULL"])
+def test_tls_cannot_be_weakened_by_other_options(option: str) -> None:
+    with pytest.raises(ConfigError, match="no option"):
+        parse(f"rediss://127.0.0.1:1/0?{option}")

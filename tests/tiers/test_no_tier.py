@@ -1,0 +1,37 @@
+"""The tier of a server that has none answers every question, and waits for nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstrata.tiers.interface import Refused, Removed, Tier, TierMatch, Usage
+from kvstrata.tiers.lookups import finish
+from kvstrata.tiers.no_tier import NoTier
+from kvstrata.tiers.read_pool import Loaded, Missing, MissReason
+from tests.tiers.disk.blocks import ROOT, make_block
+
+IDS = np.arange(4, dtype=np.int32)
+
+
+def test_it_has_nothing_and_takes_nothing() -> None:
+    tier: Tier = NoTier()
+    block = make_block()
+    refused = tier.put(block)
+    assert isinstance(refused, Refused)
+    assert not tier.writing().would_take(refused)
+    assert not tier.writing().is_working(60)
+    assert not tier.blocks.find(block.key)
+    assert finish(tier.blocks.longest(ROOT, 0, IDS)) == TierMatch()
+    assert tier.clear() == tier.remove([block.id]) == Removed()
+    assert tier.flush(0).is_empty
+    assert tier.usage() == Usage()
+    tier.close()
+
+
+def test_a_read_is_a_miss_and_a_lookup_is_answered_at_once() -> None:
+    tier, block, results = NoTier(), make_block(), list[Loaded | Missing]()
+    assert tier.read([block.id], results.append, root=ROOT).wait(0)
+    assert results == [Missing(block.id, MissReason.ABSENT)]
+    lookup = tier.look(tier.blocks.longest(ROOT, 0, IDS), TierMatch(mark_bytes=1), lambda: None)
+    assert lookup.is_done
+    assert lookup.answer == TierMatch(mark_bytes=1)
