@@ -7,7 +7,7 @@ A value is (code - middle) * step * scale in the rotated basis: `scale` is the l
 float16 stored for it; `step` and `middle` follow from the bits. So each plane is also an affine array for
 `mx.quantized_matmul`, its scales and biases derived when read. Stepping down drops planes and touches no other.
 
-Vectors are centred on the mean of their segment (see segments.py), values as well as keys; the means of keys turn as
+Vectors are centred on the mean of their segment (see mean_runs.py), values as well as keys; the means of keys turn as
 their layer's keys do (see turns.py). A vector that is smaller, once centred, than float16's smallest number decodes to
 the mean.
 """

@@ -13,7 +13,7 @@ from numba import njit, prange
 from kvstrata.codecs.cpu.vectors import LANES, load, load_one, multiply_add, splat, store, store_totals, zeros
 
 # As in attention/cpu/kernels.py.
-BUILT_ON = "6ae78579c285e34f"
+BUILT_ON = "ee231aca2d4bcba7"
 
 # Rows of an item, if a head has a multiple of them.
 ROWS = 32

@@ -1,7 +1,7 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 """The loops over whole arrays, compiled by numba when first called and kept on disk after that.
 
-Arrays have one leading axis (layers and heads); see cpu_blocks.py for how planes lie.
+Arrays have one leading axis (layers and heads); see blocks.py for how planes lie.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from kvstrata.codecs.cpu.vectors import (
 
 # Numba keeps what it compiled by the text of this file alone. This names the text of the modules that it is made of, so
 # that a change there is one here; a test says what it has to be.
-BUILT_ON = "6ae78579c285e34f"
+BUILT_ON = "ee231aca2d4bcba7"
 
 
 @njit(fastmath=True, nogil=True, cache=True, parallel=True, error_model="numpy")
@@ -273,7 +273,7 @@ def encode_planes(where, has_means, means, angles, signs, block, out):
     """Vectors -> the planes top, next, low and scales of `out`, and means [rows, segments, dim] unless it has them.
 
     `where`: row r of float32 [rows, tokens, dim] lies at an address, r * stride values further; its first token is at a
-    position; bounds [segments + 1] are the segments' first tokens. `angles`: see cpu_blocks.py. Tells whether all was
+    position; bounds [segments + 1] are the segments' first tokens. `angles`: see blocks.py. Tells whether all was
     plain: if not, nothing of it is to be used.
     """
     x, turned = _values_at(where, means), signs * np.float32(1 / np.sqrt(block))

@@ -224,7 +224,7 @@ def shuffled(builder, a, b, lanes):
 
 
 def _unpacker(bits: int):
-    """Codes of `planes` less their middle, as float32. See cpu_kernels.py for how they lie."""
+    """Codes of `planes` less their middle, as float32. See kernels.py for how they lie."""
     middle = 2.0 ** (bits - 1) - 0.5
 
     @intrinsic
@@ -273,7 +273,7 @@ unpack_8, unpack_4, unpack_2 = _unpacker(8), _unpacker(4), _unpacker(2)
 def _encoder(dim: int, to_scale):
     """A vector, centred and rotated, -> its codes under `planes:8`, without a detour over memory.
 
-    `to_scale` makes of the largest magnitude the scale that is stored. See cpu_blocks.py for the order of codes.
+    `to_scale` makes of the largest magnitude the scale that is stored. See blocks.py for the order of codes.
     """
 
     @intrinsic

@@ -1,6 +1,6 @@
 """The CUDA kernels: their sources put together, one kernel for each name.
 
-A kernel is compiled when it is first run (`cuda_compiled.py`). Numbers that change from call to call are read from
+A kernel is compiled when it is first run (`compile.py`). Numbers that change from call to call are read from
 arrays or from their shapes; those that are few (bits, dims) are compiled in, and so are the types of arrays.
 """
 

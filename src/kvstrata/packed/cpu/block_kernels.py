@@ -14,7 +14,7 @@ from kvstrata.packed.cpu.rows import gate, heads, norm
 from kvstrata.packed.quantized import TILE_COLUMNS
 
 # As in attention/cpu/kernels.py.
-BUILT_ON = "baf1a2cb618893cc"
+BUILT_ON = "9eb1cd573aa07e51"
 
 
 @njit(nogil=True)

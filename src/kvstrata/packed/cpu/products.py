@@ -47,7 +47,7 @@ from kvstrata.packed.cpu.tiles import (
 from kvstrata.packed.quantized import TILE_COLUMNS, TILE_ROWS
 
 # As in attention/cpu/kernels.py.
-BUILT_ON = "385074372d075c90"
+BUILT_ON = "a7de1a19d1648141"
 
 TASK_ROWS = 12  # times 8, for one thread at a time
 
