@@ -64,7 +64,7 @@ class Engine:
         self._open: dict[str, str] = {}  # owner of each request that has not ended, by request id
         self._num_open: Counter[str] = Counter()  # open requests of each owner
         self._accepting = False
-        self._arrivals = itertools.count()
+        self._sequence_ids = itertools.count()
 
     def start(self) -> None:
         """Start the engine's thread, and wait until it can serve. Raises the error that prevents it."""
@@ -173,7 +173,7 @@ class Engine:
             if request.id in self._open:
                 raise InvalidRequest(f"A request with the id {request.id!r} is running already.")
             self._require_place(owner)
-            sequence = Sequence(request, self._closing(request.id, sink), max_tokens, next(self._arrivals))
+            sequence = Sequence(request, self._closing(request.id, sink), max_tokens, next(self._sequence_ids))
             # Posted under the lock: the request is open before its first event can close it.
             if not self._thread.post(Submit(sequence)):
                 raise Unavailable("The engine has stopped. Restart the server; its log says why.")

@@ -111,14 +111,14 @@ class StepExecutor:
 
     def _change_membership(self, plan: StepPlan) -> None:
         running = self._sequences.running
-        for arrival in plan.preempt:
-            self._preempt(running[arrival])
-        for arrival in plan.grow:
-            cache = running[arrival].cache
+        for id_ in plan.preempt:
+            self._preempt(running[id_])
+        for id_ in plan.grow:
+            cache = running[id_].cache
             assert cache is not None
-            cache.grow(self._memory.tokens_at_growth(running[arrival]))
-        for arrival in plan.admit:
-            self._start(self._sequences.waiting_with_id(arrival))
+            cache.grow(self._memory.tokens_at_growth(running[id_]))
+        for id_ in plan.admit:
+            self._start(self._sequences.waiting_with_id(id_))
         self._pacer.reclaim_memory(self._speeds.step_s, has_grown=bool(plan.grow or plan.admit))
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -194,11 +194,11 @@ class StepExecutor:
             self._metrics.prefill_tokens.inc(len(chunk.tokens))
             sequence.report_prefill()
 
-    def _decode_rows(self, arrivals: tuple[int, ...]) -> list[BatchRow]:
+    def _decode_rows(self, ids: tuple[int, ...]) -> list[BatchRow]:
         """Return the rows of a decode step. A grammar that fails ends its own request."""
         rows: list[BatchRow] = []
-        for arrival in arrivals:
-            sequence = self._sequences.running[arrival]
+        for id_ in ids:
+            sequence = self._sequences.running[id_]
             with sequence.contain_failure():
                 rows.append(self._decode_row(sequence))
         return rows
@@ -229,35 +229,32 @@ class StepExecutor:
         for step in finished:
             tokens = step.sampled.read()
             # Rows of sequences that have ended since were computed for nothing.
-            kept = [(row, arrival) for row, arrival in enumerate(step.ids) if arrival in running]
+            kept = [(row, id_) for row, id_ in enumerate(step.ids) if id_ in running]
             is_last = step is finished[-1] and not is_overlapped
             self._speeds.count_step(step, len(kept), is_last=is_last, has_prompts=self._sequences.has_prompts)
-            for row, arrival in kept:
-                if arrival in step.failures:
-                    self._fail(running[arrival], Failed(_grammar_message(step.failures[arrival]), "grammar"))
+            for row, id_ in kept:
+                if id_ in step.failures:
+                    self._fail(running[id_], Failed(_grammar_message(step.failures[id_]), "grammar"))
                 else:
                     token, logprobs = tokens[row], step.sampled.logprobs.get(row)
-                    with running[arrival].contain_failure():
-                        self.accept_tokens(running[arrival], [token], [logprobs.read(token) if logprobs else None])
+                    with running[id_].contain_failure():
+                        self.accept_tokens(running[id_], [token], [logprobs.read(token) if logprobs else None])
         self._fail_contained()
 
     def accept_tokens(self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprob | None]) -> None:
         """Append tokens to a reply, today always one. Tokens after the one that ends the reply are dropped."""
         for token, logprob in zip(tokens, logprobs, strict=True):
-            self._accept_token(sequence, token, logprob)
+            before_s = sequence.last_token_s
+            sequence.accept_token(token, logprob, self._detokenizer_for)
+            self._metrics.generation_tokens.inc()
+            self._prefixes.commit_token(sequence)
+            if sequence.last_token_s is not None and before_s is not None:
+                self._metrics.inter_token_s.observe(sequence.last_token_s - before_s)
+            elif sequence.last_token_s is not None:
+                self._metrics.first_token_s.observe(sequence.last_token_s - sequence.submitted_s)
             if sequence.finish_reason is not None:
                 self._finish(sequence, sequence.finish_reason)
                 return
-
-    def _accept_token(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None:
-        before_s = sequence.last_token_s
-        sequence.accept_token(token, logprob, self._detokenizer_for)
-        self._metrics.generation_tokens.inc()
-        self._prefixes.commit_token(sequence)
-        if sequence.last_token_s is not None and before_s is not None:
-            self._metrics.inter_token_s.observe(sequence.last_token_s - before_s)
-        elif sequence.last_token_s is not None:
-            self._metrics.first_token_s.observe(sequence.last_token_s - sequence.submitted_s)
 
     # End of a sequence: it leaves the tables first, then the client hears of it.
 

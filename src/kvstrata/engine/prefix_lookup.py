@@ -24,6 +24,7 @@ from kvstrata.kv.checkpoints import take_mark
 from kvstrata.kv.raw_window import RawWindow
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.span import SEAL_TOKENS, Span, SpanRange
+from kvstrata.prefix_cache.conversations import ConversationTracker
 from kvstrata.prefix_cache.entries import CachedPrefix, Entry, Lease, PrecisionTarget
 from kvstrata.prefix_cache.insertion import Insertion
 from kvstrata.prefix_cache.keys import num_common
@@ -316,7 +317,7 @@ class PrefixLookup:
             return False
         request, is_first = sequence.request, sequence.cached_tokens is None
         if is_first:
-            self._failures.attempt("lookups", lambda: self._begin_turn(sequence), None)
+            self._failures.attempt("lookups", lambda: _begin_turn(self._prefix_cache.conversations, sequence), None)
         lease = self._failures.attempt(
             "lookups",
             lambda: self._prefix_cache.lease(sequence.lookup_ids, request.salt, state.reused_end, request.session),
@@ -337,24 +338,6 @@ class PrefixLookup:
             sequence.cached_tokens = lease.num_tokens
             self._failures.attempt("lookups", lambda: self._explain_start(sequence), None)
         return True
-
-    def _begin_turn(self, sequence: Sequence) -> None:
-        """Note for the client where the prompt diverges from its conversation's last turn, and supersede the branch
-        that it leaves behind."""
-        request, conversations = sequence.request, self._prefix_cache.conversations
-        if request.is_first_choice:
-            ids = sequence.ids()
-            sequence.divergence = conversations.divergence(
-                request.salt, request.session, request.conversation_digest, ids
-            )
-            conversations.begin_turn(request.salt, request.session, ids)
-
-    def _end_turn(self, sequence: Sequence) -> None:
-        request = sequence.request
-        if request.is_first_choice and sequence.cached_tokens is not None:
-            self._prefix_cache.conversations.end_turn(
-                request.salt, request.session, request.conversation_digest, sequence.ids(), len(request.prompt)
-            )
 
     def _open_insertion(self, sequence: Sequence, lease: Lease, cache: SequenceCache) -> Insertion:
         insertion = self._prefix_cache.insert(lease, cache, sequence.request.salt, sequence.request.resume_at)
@@ -444,7 +427,7 @@ class PrefixLookup:
         if outcome == "preempted":
             state.fetch.ask_again()
         elif outcome == "ended":
-            self._failures.attempt("commits", lambda: self._end_turn(sequence), None)
+            self._failures.attempt("commits", lambda: _end_turn(self._prefix_cache.conversations, sequence), None)
             if sequence.cache is not None:
                 self._failures.attempt("commits", lambda: self._pin_prompt(sequence), None)
 
@@ -526,6 +509,25 @@ def _seal_segments(cache: SequenceCache, kv_format: KvFormat, num_tokens: int, w
     end = cache.num_tokens - window.recent_tokens
     recent = window.recent_tokens + end % GROUP_TOKENS
     cache.seal(kv_format.plan.pairs, RawWindow(window.first_tokens, recent))
+
+
+def _begin_turn(conversations: ConversationTracker, sequence: Sequence) -> None:
+    """Note for the client where the prompt diverges from its conversation's last turn, and supersede the branch that it
+    leaves behind."""
+    request = sequence.request
+    if request.is_first_choice:
+        ids = sequence.ids()
+        sequence.divergence = conversations.divergence(request.salt, request.session, request.conversation_digest, ids)
+        conversations.begin_turn(request.salt, request.session, ids)
+
+
+def _end_turn(conversations: ConversationTracker, sequence: Sequence) -> None:
+    """Record the prompt and the reply of a sequence that was started."""
+    request = sequence.request
+    if request.is_first_choice and sequence.cached_tokens is not None:
+        conversations.end_turn(
+            request.salt, request.session, request.conversation_digest, sequence.ids(), len(request.prompt)
+        )
 
 
 def _pin_term(request: Request, pin: PinRequest, max_bytes: int) -> Term:

@@ -524,7 +524,7 @@ class EntryTable:
     def add_checkpoint(self, path: tuple[Node[Entry], ...], checkpoint: Mark, resume_at: Iterable[int] = ()) -> None:
         """Add a checkpoint to the entry that holds the token before it.
 
-        `resume_at`: positions at which the conversation will be resumed. The last checkpoint before each of these
+        `resume_at`: positions where later requests are likely to diverge. The last checkpoint before each of these
         stays while newer ones come.
         """
         position = checkpoint.position

@@ -94,7 +94,7 @@ class Inserter:
 class Insertion:
     """Insertion of the tokens that one sequence computes: each commit makes them visible to other requests.
 
-    `resume_at`: positions at which a later request is likely to resume.
+    `resume_at`: positions in the prompt where later requests are likely to diverge.
     """
 
     def __init__(self, inserter: Inserter, entry: Entry, lease: Lease, resume_at: Sequence[int] = ()) -> None:

@@ -182,7 +182,7 @@ class PrefixCache:
     def insert(self, lease: Lease, cache: SequenceCache, salt: str, resume_at: Sequence[int] = ()) -> Insertion:
         """Open an insertion for the tokens that a sequence computes after its lease.
 
-        `resume_at`: positions at which later requests are likely to diverge.
+        `resume_at`: positions in the prompt where later requests are likely to diverge.
         """
         if not self.can_share:
             return self.insert_detached(lease)
