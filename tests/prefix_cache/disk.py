@@ -43,6 +43,7 @@ def store_on(
     dynamic: bool = False,
     max_arrays: int | None = None,
     patience_s: float = 60.0,
+    cache_clock: Clock | None = None,
     **disk: Any,
 ) -> Iterator[PrefixCache]:
     options: dict[str, Any] = {"limit_bytes": 256 * MIB, "queue_bytes": 64 * MIB, "reserve_bytes": 0} | disk
@@ -54,7 +55,7 @@ def store_on(
     )
     cold = TierClient(tier, layout, post=lambda _: None, patience_s=patience_s)
     plan_of, limits = partial(make_plan, layout), CacheLimits(hot_bytes, max_arrays)
-    yield PrefixCache(layout, identity_of(layout), config, limits, plan_of, disk=cold, clock=Clock())
+    yield PrefixCache(layout, identity_of(layout), config, limits, plan_of, disk=cold, clock=cache_clock or Clock())
     tier.close()
 
 

@@ -11,7 +11,7 @@ import pytest
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.tiers.interface import CALM_SHARE
 from tests.prefix_cache.disk import MIB, load, random_tokens, reachable, store_on, written
-from tests.prefix_cache.kv import TOKEN_BYTES, settle, store_tokens
+from tests.prefix_cache.kv import TOKEN_BYTES, Clock, settle, store_tokens
 from tests.tiers.disk.faults import FaultyFiles, fail, wait_for
 
 CHATS = [random_tokens(1024, seed) for seed in range(10)]  # 1 MiB each, in 4 blocks
@@ -106,15 +106,15 @@ def test_load_drops_no_leaf_that_disk_is_about_to_take(tmp_path: Path) -> None:
 
 
 def test_leaf_on_disk_is_evicted_before_leaf_that_would_be_lost(tmp_path: Path) -> None:
-    resumes, files = threading.Event(), FaultyFiles()
-    with store_on(tmp_path, queue_bytes=4 * BLOCK_BYTES, files=files) as cache:
+    resumes, files, clock = threading.Event(), FaultyFiles(), Clock()
+    with store_on(tmp_path, queue_bytes=4 * BLOCK_BYTES, files=files, cache_clock=clock) as cache:
         fill(cache)
         newest = tuple(cache.table.entries)[-1]
         cache.offloader.add_entry(newest)
         settle(cache)
         assert written(cache) == 1024
         # The newest leaf is worth more than the others, which are much older.
-        cache.candidates._clock.now_s += 1e6  # pyright: ignore[reportFunctionMemberAccess]
+        clock.now_s += 1e6
         cache.release(cache.lease(CHATS[-1], ""))
         files.before = {"sync": wait_for(resumes)}
         cache.reclaimer.shrink_to(cache.table.nbytes - 2 * MIB, hard_limit_bytes=cache.table.nbytes - 2 * MIB)
@@ -191,9 +191,10 @@ def test_leaf_on_disk_is_evicted_before_others_step_down(tmp_path: Path) -> None
 
 def test_recently_used_leaf_on_disk_stays_in_memory(tmp_path: Path) -> None:
     """A disk with second touch has only the leaves that are used often."""
-    with store_on(tmp_path, second_touch=True) as cache:
+    clock = Clock()
+    with store_on(tmp_path, second_touch=True, cache_clock=clock) as cache:
         fill(cache)
-        cache.candidates._clock.now_s += 1e6  # pyright: ignore[reportFunctionMemberAccess]
+        clock.now_s += 1e6
         cache.release(cache.lease(CHATS[0], ""))
         cache.offloader.offer_changed()
         settle(cache)
