@@ -200,7 +200,7 @@ class Run:
         self._digest = digest
         self._conversations = cache.conversations
         self._num_prompt = len(self.tokens)
-        self._conversations.begin_turn(salt, session, as_ids(self.tokens))
+        self._turn = self._conversations.begin_turn(salt, session, as_ids(self.tokens))
         lease = cache.lease(self.tokens[:-1], salt, session=session)
         self.cache = SequenceCache(cache.matcher.layout, None, len(self.tokens) - lease.num_tokens + room, lease.prefix)
         self._needs_marks = cache.needs_checkpoints
@@ -227,7 +227,9 @@ class Run:
     def end(self) -> None:
         self.seal()
         self.filing.close()
-        self._conversations.end_turn(self.salt, self.session, self._digest, as_ids(self.tokens), self._num_prompt)
+        self._conversations.end_turn(
+            self.salt, self.session, self._turn, self._digest, as_ids(self.tokens), self._num_prompt
+        )
 
     def check(self, at_least: int = 8) -> None:
         for i, layer in enumerate(self.cache.flat):

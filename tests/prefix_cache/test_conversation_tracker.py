@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -47,7 +48,8 @@ def new_tracker(
 def end_turn(
     tracker: ConversationTracker, session: str, tokens: Sequence[int], *, salt: str = "", digest: bytes = b""
 ) -> None:
-    tracker.end_turn(salt, session, digest, as_ids(list(tokens)), len(tokens))
+    ids = as_ids(list(tokens))
+    tracker.end_turn(salt, session, tracker.begin_turn(salt, session, ids), digest, ids, len(ids))
 
 
 def common(a: Tokens, b: Tokens) -> int:
@@ -72,6 +74,7 @@ class Turn(NamedTuple):
     prompt_end: list[int]
     reply: list[int]
     has_eviction: bool
+    is_overlapped: bool  # it ends only after the next turn has begun
 
 
 def turns(sessions: list[str]) -> st.SearchStrategy[list[Turn]]:
@@ -81,7 +84,7 @@ def turns(sessions: list[str]) -> st.SearchStrategy[list[Turn]]:
         st.builds(
             Turn,
             *(st.sampled_from(sessions), st.sampled_from([b"", b"1", b"2"]), st.integers(0, 5), kept),
-            *(tokens, tokens, st.sampled_from([False, False, True])),
+            *(tokens, tokens, st.sampled_from([False, False, True]), st.booleans()),
         ),
         max_size=15,
     )
@@ -125,14 +128,12 @@ class NaiveTracker:
                 return PromptDivergence(at, where, ids[max(0, at - CONTEXT_IDS) : at], was, now)
         return None
 
-    def end_turn(self, turn: Turn, prompt: Tokens) -> None:
-        continued = self.continued_by(turn.session, prompt)
-        first_end = len(prompt) if continued is None else continued.first_end
-        ended = NaiveConversation(turn.digest, (*prompt, *turn.reply), len(prompt), first_end)
-        known = [each for each in self.sessions.get(turn.session, []) if each is not continued]
-        known = [each for each in known if not turn.digest or each.digest != turn.digest]
+    def end_turn(self, turn: Turn, conversation: NaiveConversation, prompt: Tokens) -> None:
+        conversation.digest, conversation.tokens = turn.digest, (*prompt, *turn.reply)
+        conversation.num_prompt = len(prompt)
+        known = [each for each in self.sessions.get(turn.session, []) if each is not conversation]
         if turn.session:
-            self.sessions[turn.session] = [ended, *known][:MAX_CONVERSATIONS]
+            self.sessions[turn.session] = [conversation, *known][:MAX_CONVERSATIONS]
 
 
 def superseded(cache: PrefixCache) -> set[Tokens]:
@@ -152,6 +153,11 @@ def whole_nodes(cache: PrefixCache, prefixes: set[Tokens]) -> set[Tokens]:
     return {prefix for prefix in prefixes if len(prefix) <= end}
 
 
+def end(run: Run, naive: NaiveTracker, turn: Turn, conversation: NaiveConversation, prompt: Tokens) -> None:
+    run.end()
+    naive.end_turn(turn, conversation, prompt)
+
+
 def play(plan: list[Turn]) -> list[tuple[set[Tokens], set[Tokens], set[Tokens]]]:
     """Run turns, and compare divergences and conversations with the naive tracker. For each turn return the prefixes
     that were superseded before it began, those after, and those that it may supersede."""
@@ -160,6 +166,7 @@ def play(plan: list[Turn]) -> list[tuple[set[Tokens], set[Tokens], set[Tokens]]]
     tracker = cache.conversations
     tracker.reply_start_tokens = START_TOKENS
     steps: list[tuple[set[Tokens], set[Tokens], set[Tokens]]] = []
+    overlapped: list[Callable[[], None]] = []  # ends of turns that the next turn overlaps
     for turn in plan:
         if turn.has_eviction:
             cache.evictor.evict_to(cache.table.nbytes // 2)
@@ -171,15 +178,22 @@ def play(plan: list[Turn]) -> list[tuple[set[Tokens], set[Tokens], set[Tokens]]]
         before, may_go = superseded(cache), whole_nodes(cache, naive.abandoned(turn.session, prompt))
         tracker.begin_turn("", turn.session, ids)
         steps.append((before, superseded(cache), may_go))
+        conversation = naive.continued_by(turn.session, prompt)
+        if conversation is None:
+            conversation = NaiveConversation(turn.digest, (), 0, len(prompt))
         run = Run(cache, prompt, room=len(turn.reply), session=turn.session, digest=turn.digest)
         run.tokens = (*prompt, *turn.reply)
         run.compute(run.left)
-        run.end()
-        naive.end_turn(turn, prompt)
+        ends = [*overlapped, partial(end, run, naive, turn, conversation, prompt)]
+        overlapped = [ends.pop()] if turn.is_overlapped else []
+        for each in ends:
+            each()
         sequences.append(run.tokens)
         known = [(each.digest, each.tokens, each.first_end) for each in naive.sessions.get(turn.session, [])]
         tracked = tracker.conversations_of("", turn.session)
         assert [(each.digest, tuple(each.ids.tolist()), each.first_end) for each in tracked] == known
+    for each in overlapped:
+        each()
     return steps
 
 
@@ -195,6 +209,21 @@ def test_turn_supersedes_exactly_what_naive_tracker_says(plan: list[Turn]) -> No
 def test_turn_of_several_sessions_supersedes_no_other_tokens(plan: list[Turn]) -> None:
     for before, after, may_go in play(plan):
         assert before <= after <= before | may_go
+
+
+def test_parallel_conversations_with_the_same_first_prompt_supersede_nothing() -> None:
+    cache, prompt = new_cache(), tuple(range(200, 250))
+    runs = [Run(cache, prompt, room=40, session="a", digest=b"same") for _ in range(2)]
+    for turn in range(3):
+        if turn:
+            runs = [Run(cache, run.tokens, room=40, session="a", digest=b"same") for run in runs]
+        for number, run in enumerate(runs):
+            run.tokens = (*run.tokens, *range(1000 * number + 100 * turn, 1000 * number + 100 * turn + 40))
+            run.compute(run.left)
+        for run in runs:
+            run.end()
+        assert superseded(cache) == set()
+    assert len(cache.conversations.conversations_of("", "a")) == 2
 
 
 def test_another_conversation_protects_what_it_shares() -> None:
@@ -248,7 +277,7 @@ def test_bounds_hold_and_the_newest_sessions_stay(uses: list[tuple[str, str, byt
 
 def test_tracked_ids_cannot_be_changed() -> None:
     tracker, ids = new_tracker(), as_ids([1, 2, 3])
-    tracker.end_turn("", "a", b"", ids, 2)
+    tracker.adopt_conversation("", "a", b"", ids, 2)
     (conversation,) = tracker.conversations_of("", "a")
     with pytest.raises(ValueError, match="read-only"):
         conversation.ids[0] = 9
@@ -301,7 +330,7 @@ def test_side_question_does_not_replace_the_conversation() -> None:
 @pytest.mark.parametrize("length", [1, 50, 100, 102, 120])
 def test_prompt_that_continues_or_goes_back_does_not_diverge(length: int) -> None:
     tracker = new_tracker()
-    tracker.end_turn("", "a", b"", as_ids(range(102)), 100)
+    tracker.adopt_conversation("", "a", b"", as_ids(range(102)), 100)
     assert tracker.divergence("", "a", b"", as_ids(range(length))) is None
 
 

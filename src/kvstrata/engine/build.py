@@ -86,13 +86,13 @@ class ServedModel:
         return self.limits.prefill_chunk_tokens or max_chunk()
 
     @cached_property
-    def _special_tokens(self) -> SpecialTokens:
+    def special_tokens(self) -> SpecialTokens:
         return special_tokens(self.loaded.tokenizer)
 
     def make_detokenizer(self, request: Request) -> Detokenizer:
         """Return a detokenizer for the reply to this request."""
         context = request.prompt[-CONTEXT_IDS:] if request.continues_prompt else ()
-        return Detokenizer(self.loaded.tokenizer, context, special=self._special_tokens)
+        return Detokenizer(self.loaded.tokenizer, context, special=self.special_tokens)
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,9 @@ def prepare_model(loaded: LoadedModel, limits: EngineLimits, kv_config: KvConfig
     mx.set_memory_limit(plan.run_ahead_bytes)
     begin("speed", "Timing a short prompt")
     pass_cost = measure_prefill(runner, min(shape.chunk_tokens, shape.max_context_tokens))
-    return ServedModel(loaded, layout, plan, budget, limits, kv_config, pass_cost)
+    served = ServedModel(loaded, layout, plan, budget, limits, kv_config, pass_cost)
+    _ = served.special_tokens  # finding them renders the chat template: no first token should wait for that
+    return served
 
 
 def _default_limit_bytes() -> int:
@@ -201,7 +203,7 @@ def build_core(
     *,
     replaced: EngineCore | None = None,
 ) -> EngineCore:
-    """Construct the engine core with an empty cache. Decisions that depend on time read `clock`.
+    """Construct the engine core with an empty cache. Expiry, eviction, admission and pacing read `clock`.
 
     `replaced`: a core with a broken cache, whose runner and speeds are still good; None: new ones.
     Raise ConfigError for a precision that the model's layers cannot be cached in.

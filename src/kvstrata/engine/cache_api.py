@@ -24,9 +24,9 @@ from kvstrata.prefix_cache.conversation_list import (
     ConversationListing,
     ConversationPart,
     ConversationSnapshot,
+    ConversationTokens,
     CountedSlice,
     ListedConversation,
-    RememberedConversation,
     SessionCounts,
 )
 from kvstrata.prefix_cache.conversations import Conversation, PromptDivergence, TrackedConversation
@@ -228,20 +228,18 @@ class CacheApi:
 
     def adopt_conversation(self, salt: str, session: str, digest: bytes, ids: TokenIds, num_prompt: int) -> None:
         """Track a conversation of a session that was served elsewhere."""
-        self._cache.conversations.end_turn(salt, session, digest, ids, num_prompt)
+        self._cache.conversations.adopt_conversation(salt, session, digest, ids, num_prompt)
 
     def list_conversations(self, snapshot: ConversationSnapshot, slice_s: float) -> ConversationSnapshot:
         """Add the next slice to `snapshot`. One slice at a time: wait for its answer before the next call."""
         snapshot.advance(self._cache.table, self._cache.candidates, self._cache.matcher, slice_s)
         return snapshot
 
-    def locate_on_disk(
-        self, conversations: Iterable[RememberedConversation]
-    ) -> Lookup[tuple[tuple[TierRun, ...], ...]]:
+    def locate_on_disk(self, conversations: Iterable[ConversationTokens]) -> Lookup[tuple[tuple[TierRun, ...], ...]]:
         """Begin to look up the runs of conversations on the disk. The answer is empty where there is no disk."""
         return self._cache.disk.locate_runs(self._with_roots(conversations))
 
-    def locate_in_shared(self, conversations: Iterable[RememberedConversation]) -> tuple[Lookup[tuple[int, ...]], str]:
+    def locate_in_shared(self, conversations: Iterable[ConversationTokens]) -> tuple[Lookup[tuple[int, ...]], str]:
         """Begin to look up how many tokens of conversations the shared tier has, and return the tier's precision.
 
         The answer is empty where there is no shared tier.
@@ -256,7 +254,7 @@ class CacheApi:
         self._require_sharing()
         return self._cache.evictor.drop_conversation(ids, salt, is_dry=is_dry)
 
-    def _with_roots(self, conversations: Iterable[RememberedConversation]) -> list[tuple[bytes, TokenIds]]:
+    def _with_roots(self, conversations: Iterable[ConversationTokens]) -> list[tuple[bytes, TokenIds]]:
         return [(self._cache.matcher.root_of(each.salt), each.ids) for each in conversations]
 
     # The whole cache.
@@ -333,6 +331,7 @@ __all__ = [
     "ConversationListing",
     "ConversationPart",
     "ConversationSnapshot",
+    "ConversationTokens",
     "CountedSlice",
     "DropResult",
     "Explanation",
@@ -341,7 +340,6 @@ __all__ = [
     "PartUsage",
     "PrecisionChange",
     "PromptDivergence",
-    "RememberedConversation",
     "RequantizedCache",
     "Scope",
     "SequenceUsage",

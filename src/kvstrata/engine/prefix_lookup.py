@@ -24,7 +24,7 @@ from kvstrata.kv.checkpoints import take_mark
 from kvstrata.kv.raw_window import RawWindow
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.span import SEAL_TOKENS, Span, SpanRange
-from kvstrata.prefix_cache.conversations import ConversationTracker
+from kvstrata.prefix_cache.conversations import ConversationTracker, ConversationTurn
 from kvstrata.prefix_cache.entries import CachedPrefix, Entry, Lease, PrecisionTarget
 from kvstrata.prefix_cache.insertion import Insertion
 from kvstrata.prefix_cache.keys import num_common
@@ -131,14 +131,14 @@ class _TierFetch:
         """Note how much of the prefix memory has."""
         self._most_cached = max(self._most_cached, num_tokens)
 
-    def must_ask_again(self, cached_tokens: int) -> bool:
+    def needs_new_lookup(self, cached_tokens: int) -> bool:
         """Whether memory has less of the prefix than when the tiers were asked, or more space than when it refused a
         load. The tiers may have the rest, so the sequence does not compute it before they have answered."""
         has_more_space = self._reclaimer.free_or_evictable_bytes > self._refused_space_bytes
         may_fit_now = cached_tokens < self._refused_end and has_more_space
         return (cached_tokens < self._most_cached or may_fit_now) and self._num_asked < MAX_TIER_LOOKUPS
 
-    def ask_again(self) -> None:
+    def reset_lookup(self) -> None:
         """Have the tiers asked anew: they may have what memory lost or refused."""
         self.withdraw_lookup()
         self._has_asked, self._most_cached, self._refused_end = False, 0, 0
@@ -164,6 +164,7 @@ class _PrefixState:
         # Positions where other requests will resume: prefill pauses there if the model needs checkpoints.
         self.pauses = set(sequence.request.resume_at)
         self.insertion: Insertion | None = None  # None: the sequence waits
+        self.turn: ConversationTurn | None = None  # of its conversation; None: it has not begun, or counts as none
         self.reused_end: int | None = None  # how much of the prompt an earlier request had; None: it has not started
         self._cached: CachedPrefix | None = None  # result of the last lookup
         self._cached_version = 0  # of the entry table, at that lookup
@@ -194,6 +195,26 @@ class _PrefixState:
         """Have prefill pause at the last end of a block before each pause, and before the end of the prompt."""
         ends = {*self.pauses, len(self._sequence.tokens) - 1}
         self.pauses |= {end - end % BLOCK_TOKENS for end in ends if end >= BLOCK_TOKENS}
+
+    def begin_turn(self, conversations: ConversationTracker) -> None:
+        """Note for the client where the prompt diverges from its conversation's last turn, and supersede the branch
+        that it leaves behind."""
+        sequence, request = self._sequence, self._sequence.request
+        if request.is_first_choice:
+            ids = sequence.ids()
+            sequence.divergence = conversations.divergence(
+                request.salt, request.session, request.conversation_digest, ids
+            )
+            self.turn = conversations.begin_turn(request.salt, request.session, ids)
+
+    def end_turn(self, conversations: ConversationTracker) -> None:
+        """Record the prompt and the reply of a sequence that was started."""
+        sequence, request = self._sequence, self._sequence.request
+        if self.turn is not None and sequence.cached_tokens is not None:
+            conversations.end_turn(
+                *(request.salt, request.session, self.turn, request.conversation_digest),
+                *(sequence.ids(), len(request.prompt)),
+            )
 
 
 class PrefixLookup:
@@ -310,14 +331,14 @@ class PrefixLookup:
         """
         state = self._states[sequence.id]
         cached_tokens = self.cached_prefix(sequence).num_tokens
-        if self._failures.attempt("lookups", lambda: state.fetch.must_ask_again(cached_tokens), otherwise=False):
-            state.fetch.ask_again()
+        if self._failures.attempt("lookups", lambda: state.fetch.needs_new_lookup(cached_tokens), otherwise=False):
+            state.fetch.reset_lookup()
             return False
         if self.awaits_encoding(sequence):
             return False
         request, is_first = sequence.request, sequence.cached_tokens is None
         if is_first:
-            self._failures.attempt("lookups", lambda: _begin_turn(self._prefix_cache.conversations, sequence), None)
+            self._failures.attempt("lookups", lambda: state.begin_turn(self._prefix_cache.conversations), None)
         lease = self._failures.attempt(
             "lookups",
             lambda: self._prefix_cache.lease(sequence.lookup_ids, request.salt, state.reused_end, request.session),
@@ -425,9 +446,9 @@ class PrefixLookup:
             self._close_insertion(sequence, state)
         self._end_fetch(state.fetch)
         if outcome == "preempted":
-            state.fetch.ask_again()
+            state.fetch.reset_lookup()
         elif outcome == "ended":
-            self._failures.attempt("commits", lambda: _end_turn(self._prefix_cache.conversations, sequence), None)
+            self._failures.attempt("commits", lambda: state.end_turn(self._prefix_cache.conversations), None)
             if sequence.cache is not None:
                 self._failures.attempt("commits", lambda: self._pin_prompt(sequence), None)
 
@@ -442,7 +463,7 @@ class PrefixLookup:
                 self._orphaned_spans[sequence.id] = spans
             self.track_sequence(sequence)
             state = self._states[sequence.id]
-            state.pauses, state.reused_end = before.pauses, before.reused_end
+            state.pauses, state.reused_end, state.turn = before.pauses, before.reused_end, before.turn
         for sequence in sequences.running.values():
             self._states[sequence.id].insertion = self._prefix_cache.insert_detached(Lease(ReuseClass.FRESH))
 
@@ -509,25 +530,6 @@ def _seal_segments(cache: SequenceCache, kv_format: KvFormat, num_tokens: int, w
     end = cache.num_tokens - window.recent_tokens
     recent = window.recent_tokens + end % GROUP_TOKENS
     cache.seal(kv_format.plan.pairs, RawWindow(window.first_tokens, recent))
-
-
-def _begin_turn(conversations: ConversationTracker, sequence: Sequence) -> None:
-    """Note for the client where the prompt diverges from its conversation's last turn, and supersede the branch that it
-    leaves behind."""
-    request = sequence.request
-    if request.is_first_choice:
-        ids = sequence.ids()
-        sequence.divergence = conversations.divergence(request.salt, request.session, request.conversation_digest, ids)
-        conversations.begin_turn(request.salt, request.session, ids)
-
-
-def _end_turn(conversations: ConversationTracker, sequence: Sequence) -> None:
-    """Record the prompt and the reply of a sequence that was started."""
-    request = sequence.request
-    if request.is_first_choice and sequence.cached_tokens is not None:
-        conversations.end_turn(
-            request.salt, request.session, request.conversation_digest, sequence.ids(), len(request.prompt)
-        )
 
 
 def _pin_term(request: Request, pin: PinRequest, max_bytes: int) -> Term:

@@ -56,7 +56,7 @@ ID_CHARS = 32
 
 
 @dataclass(frozen=True, eq=False)
-class RememberedConversation:
+class ConversationTokens:
     """Tokens of a conversation, wherever its KV is."""
 
     salt: str
@@ -330,7 +330,7 @@ class ListedConversation:
         runs = [node.payload for node in self.nodes if isinstance(node.payload, ConversationRun)]
         return runs[-1] if runs else None
 
-    def prompt(self) -> RememberedConversation:
+    def prompt(self) -> ConversationTokens:
         """Return all of its tokens, the shared prefix included."""
         return _prompt_to(self.leaf)
 
@@ -398,7 +398,7 @@ class ConversationListing:
             pending += [(branch, conversation) for branch in branches]
         return listed
 
-    def find(self, id: str) -> RememberedConversation | None:
+    def find(self, id: str) -> ConversationTokens | None:
         """Return the conversation that was listed under an id; None: there is none.
 
         A conversation that was continued since then is found with the tokens that it had, if a node ends with them.
@@ -537,8 +537,8 @@ def _join(parts: Sequence[ConversationPart]) -> ConversationPart:
     return replace(parts[0], tokens=sum(part.tokens for part in parts), nbytes=sum(part.nbytes for part in parts))
 
 
-def _prompt_to(node: ListingNode) -> RememberedConversation:
-    return RememberedConversation(node.payload.salt, np.concatenate([each.tokens for each in node.path()]))
+def _prompt_to(node: ListingNode) -> ConversationTokens:
+    return ConversationTokens(node.payload.salt, np.concatenate([each.tokens for each in node.path()]))
 
 
 def _is_superseded(node: ListingNode) -> bool:

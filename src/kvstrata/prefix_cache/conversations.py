@@ -32,10 +32,19 @@ REPLY_START_TOKENS = 16
 CONTEXT_IDS = 12
 
 
+@dataclass(frozen=True)
+class ConversationTurn:
+    """A turn from its beginning to its end."""
+
+    conversation_id: int
+    first_end: int  # end of the conversation's first prompt
+
+
 @dataclass(frozen=True, eq=False)
 class Conversation:
     """Last turn of a conversation."""
 
+    id: int  # stays from turn to turn
     digest: bytes  # of how its first request began; empty: not known
     ids: TokenIds  # prompt and reply as sampled, with the last token, which is never computed
     num_prompt: int  # ids of the prompt
@@ -83,8 +92,8 @@ class ConversationTracker:
     diverges earlier starts another conversation and supersedes nothing.
 
     A turn begins when its request starts and ends with the request, however that ends: what a client cancelled was
-    computed, too. A request that never started leaves no trace. The least recently used sessions are forgotten first,
-    and the oldest conversations of a session.
+    computed, too. Turns of one session may overlap: each ends in the conversation in which it began. The least recently
+    used sessions are forgotten first, and the oldest conversations of a session.
     """
 
     def __init__(
@@ -108,6 +117,7 @@ class ConversationTracker:
         self.reply_start_tokens = REPLY_START_TOKENS
         self._sessions: OrderedDict[tuple[str, str], _TrackedSession] = OrderedDict()  # the newest last
         self.num_ids = 0  # of all conversations
+        self._num_conversations = 0  # since the start: ids of conversations
 
     def __len__(self) -> int:
         """Return the number of sessions."""
@@ -115,31 +125,44 @@ class ConversationTracker:
 
     # Turns.
 
-    def begin_turn(self, salt: str, session: str, ids: TokenIds) -> None:
-        """Supersede the branch that a prompt leaves behind. Requests without a session leave none."""
+    def begin_turn(self, salt: str, session: str, ids: TokenIds) -> ConversationTurn:
+        """Supersede the branch that a prompt leaves behind, and return the turn. Requests without a session leave no
+        branch."""
         known = self.conversations_of(salt, session)
         continued = self._continued_by(ids, known)
         if continued is not None:
             others = [conversation for conversation in known if conversation is not continued]
             self._supersede_branch(salt, session, continued, ids, others)
+        return self._turn_of(continued, len(ids))
 
-    def end_turn(self, salt: str, session: str, digest: bytes, ids: TokenIds, num_prompt: int) -> None:
-        """Record a prompt and its reply. They replace the conversation that the prompt continues, and one that began in
-        the same way. Requests without a session are not recorded."""
+    def end_turn(
+        self, salt: str, session: str, turn: ConversationTurn, digest: bytes, ids: TokenIds, num_prompt: int
+    ) -> None:
+        """Record a prompt and its reply as the last turn of the conversation. Requests without a session are not
+        recorded."""
         if not session:
             return
-        known = self.conversations_of(salt, session)
-        continued = self._continued_by(ids[:num_prompt], known)
         kept_ids = ids.view()
         kept_ids.flags.writeable = False
-        first_end = num_prompt if continued is None else continued.first_end
-        others = [each for each in known if each is not continued and not (digest and each.digest == digest)]
-        conversations = (Conversation(digest, kept_ids, num_prompt, first_end), *others)[:MAX_CONVERSATIONS]
+        ended = Conversation(turn.conversation_id, digest, kept_ids, num_prompt, turn.first_end)
+        others = [each for each in self.conversations_of(salt, session) if each.id != ended.id]
+        conversations = (ended, *others)[:MAX_CONVERSATIONS]
         self._remove_session((salt, session))
         tracked = self._sessions[salt, session] = _TrackedSession(owner_of(salt), self._clock(), conversations)
         self.num_ids += tracked.num_ids
         while self.num_ids > self._max_ids or len(self._sessions) > self._max_sessions:
             self._remove_session(next(iter(self._sessions)))
+
+    def adopt_conversation(self, salt: str, session: str, digest: bytes, ids: TokenIds, num_prompt: int) -> None:
+        """Record the last turn of a conversation that was served elsewhere."""
+        continued = self._continued_by(ids[:num_prompt], self.conversations_of(salt, session))
+        self.end_turn(salt, session, self._turn_of(continued, num_prompt), digest, ids, num_prompt)
+
+    def _turn_of(self, continued: Conversation | None, num_prompt: int) -> ConversationTurn:
+        if continued is not None:
+            return ConversationTurn(continued.id, continued.first_end)
+        self._num_conversations += 1
+        return ConversationTurn(self._num_conversations, num_prompt)
 
     def _continued_by(self, ids: TokenIds, known: Sequence[Conversation]) -> Conversation | None:
         """Return the conversation that a prompt continues, the newest of several; None: the prompt begins another."""
@@ -158,7 +181,7 @@ class ConversationTracker:
         match = self._table.tree.match(self._matcher.root_of(salt), conversation.ids)
         if branch_start >= match.num_tokens:
             return
-        # A last node that matches in part has tokens of a request that continued the conversation elsewhere.
+        # A last node that matches only in part stays: another request, which has the rest of it, may still need it.
         nodes = [node for node in match.path if branch_start < node.end <= match.num_tokens]
         if nodes and nodes[0].start < branch_start:
             self._table.split_node(nodes[0], branch_start)  # the lower half is the same node
@@ -227,6 +250,7 @@ class ConversationTracker:
     def take_over(self, failed: ConversationTracker) -> None:
         """Adopt the conversations of a failed cache."""
         self._sessions, self.num_ids = failed._sessions, failed.num_ids
+        self._num_conversations = failed._num_conversations
 
     def _remove_session(self, key: tuple[str, str]) -> None:
         removed = self._sessions.pop(key, None)

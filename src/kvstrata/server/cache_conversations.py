@@ -17,8 +17,8 @@ from kvstrata.engine.cache_api import (
     ConversationListing,
     ConversationPart,
     ConversationSnapshot,
+    ConversationTokens,
     ListedConversation,
-    RememberedConversation,
 )
 from kvstrata.errors import ConversationNotFound, InvalidRequest
 from kvstrata.server.auth import owner_in
@@ -167,7 +167,7 @@ async def _make_listing(service: Service, owner: str | None) -> ConversationList
     return await to_thread.run_sync(ConversationListing, snapshot, tracked)
 
 
-async def _find(service: Service, owner: str | None, id: str) -> RememberedConversation:
+async def _find(service: Service, owner: str | None, id: str) -> ConversationTokens:
     listing = await _make_listing(service, owner)
     found = await to_thread.run_sync(listing.find, id)
     if found is None:

@@ -167,8 +167,8 @@ def _known_again(service: Service, taken: ImportedConversation, salt: str) -> Se
     else:
         is_derived = by in ("first message", "first tokens")
         name = Name(by, given="" if is_derived else told.get("id", ""), digest=bytes.fromhex(digest))
-    num_prompt = int(number) if number.isascii() and number.isdigit() and len(number) < 10 else len(taken.ids)
-    session, num_prompt = service.sessions.adopt(salt, name), min(num_prompt, len(taken.ids))
+    num_prompt = int(number) if number.isascii() and number.isdigit() and len(number) < 10 else 0
+    session, num_prompt = service.sessions.adopt(salt, name), min(num_prompt or len(taken.ids), len(taken.ids))
     service.engine.ask_cache(
         lambda cache: cache.adopt_conversation(salt, session.key, name.digest, taken.ids, num_prompt)
     ).result()

@@ -126,10 +126,10 @@ async def _written(service: Service, head: dict[str, Any], sessions: Sequence[Se
 
 async def _counted(service: Service, sessions: Sequence[Session]) -> AsyncIterator[list[SessionAnswer]]:
     """A slice at a time. While the engine or the disk answers, others have the interpreter."""
-    census = SessionCounts([(session.salt, session.key) for session in sessions])
+    counts = SessionCounts([(session.salt, session.key) for session in sessions])
     num_done = 0
     while num_done < len(sessions):
-        counted = await ask_cache(service, lambda cache: cache.count_sessions(census, SLICE_S))
+        counted = await ask_cache(service, lambda cache: cache.count_sessions(counts, SLICE_S))
         lookup = counted.on_disk
         if not lookup.is_done:
             await to_thread.run_sync(lookup.wait, EXPLAIN_S)

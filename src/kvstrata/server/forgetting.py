@@ -1,4 +1,4 @@
-"""Texts and token ids that the server remembers beside the KV: sessions, replies, stored responses, recent requests.
+"""Texts that the server remembers beside the KV: where sessions diverged, replies, stored responses, recent requests.
 
 They go with the KV: when a caller clears it, and when no request has used them for `--cache-ttl-s`. Runs on the event
 loop; files of replies are changed on their own thread.
