@@ -1,1 +1,1 @@
-"""KV of sequences and of the prefix cache: live layers, spans, their precision, and how they become bytes."""
+"""KV of sequences and of the prefix cache: live layers, spans, their precision, and their conversion to bytes."""

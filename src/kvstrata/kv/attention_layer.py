@@ -1,4 +1,4 @@
-"""An attention layer of one sequence: what those that keep every token and those that keep a window have in common."""
+"""An attention layer of one sequence: the base of full and window layers."""
 
 from __future__ import annotations
 
@@ -31,39 +31,39 @@ class AttentionLayer(cuda_rows.Row, cpu_step.Row, ABC):
     @property
     @abstractmethod
     def has_runs(self) -> bool:
-        """Whether a CPU's kernels can read all that it attends to."""
+        """Whether the CPU kernels can read everything that the layer attends to."""
 
     @abstractmethod
     def arrays(self) -> list[mx.array]:
-        """What it writes to."""
+        """Return the arrays that the layer writes to."""
 
     @abstractmethod
     def next_place(self) -> Place:
-        """Where the next token goes in the buffer that it goes to."""
+        """Return the place of the next token in its buffer."""
 
     @property
     @abstractmethod
     def most_tokens(self) -> int:
-        """That it can ever hold; 0: no limit."""
+        """Most tokens that the layer can ever hold; 0: no limit."""
 
     @abstractmethod
     def next_piece(self) -> Piece | None:
-        """The buffer that it goes to, if that ends."""
+        """Return the buffer that the next token goes to; None: a ring, which never ends."""
 
     @abstractmethod
     def watched(self) -> list[Watched]:
-        """While none of these has another version, it reads what it reads now, and the next token."""
+        """Return what a plan watches: while no version changes, the layer reads what it reads now, and new tokens."""
 
     @abstractmethod
     def append(self, k: mx.array, v: mx.array) -> None:
         """Write tokens [1, kv_heads, tokens, dim]."""
 
     def end_pass(self) -> list[mx.array]:
-        """What has to be issued before the next pass."""
+        """Return the arrays that have to be issued before the next pass."""
         step, self._step = self._step, None
         return step.launched if step else []
 
-    # What mlx-lm's models call.
+    # The interface that mlx-lm's models call.
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Keys, Keys]:
         if keys.shape[2] == 1 and cpu_step.fits(keys, values) and self.has_runs:
@@ -76,8 +76,8 @@ class AttentionLayer(cuda_rows.Row, cpu_step.Row, ABC):
         return self.keys_and_values()
 
     def attend_next(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray | None:
-        """The next token for code that computes in numpy: nothing changes hands with MLX. None: not on this machine,
-        or not over what it reads."""
+        """Write the next token and attend, for code that computes in numpy, without MLX arrays. None: this machine or
+        the segments do not allow it."""
         return cpu_step.attend_next((self,), q, k, v, scale) if cpu_step.available() and self.has_runs else None
 
     def keys_and_values(self) -> tuple[Keys, Keys]:
@@ -86,4 +86,4 @@ class AttentionLayer(cuda_rows.Row, cpu_step.Row, ABC):
 
     @abstractmethod
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:  # noqa: N803
-        """For the next `N` tokens."""
+        """Return the mask of the next `N` tokens."""

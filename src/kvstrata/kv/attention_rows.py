@@ -1,4 +1,4 @@
-"""One attention layer of several sequences that decode together."""
+"""Attention rows: an attention layer of several sequences that decode together."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class AttentionRows:
         self._step = None
 
     def end_step(self) -> list[mx.array]:
-        """What has to be issued before the next step."""
-        step, self._step = self._step, None  # it holds parts that may be replaced before the next step
+        """Return the arrays that have to be issued before the next step."""
+        step, self._step = self._step, None  # holds segments that may be replaced before the next step
         return step.launched if isinstance(step, cuda_rows.Step) else []
 
     @property
@@ -51,7 +51,7 @@ class AttentionRows:
         return self.keys_and_values()
 
     def attend_next(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray | None:
-        """As a layer's."""
+        """Write and attend for all rows, as `AttentionLayer.attend_next` does."""
         if not (cpu_step.available() and all(layer.has_runs for layer in self._layers)):
             return None
         return cpu_step.attend_next(self._layers, q, k, v, scale)

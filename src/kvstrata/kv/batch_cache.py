@@ -1,6 +1,6 @@
-"""Several sequences that decode together, one token each: what a model is called with for the whole batch.
+"""The KV cache of a batch of sequences that decode together, one token each: a model is called with it.
 
-Projections and MLPs run on all rows at once; keys and values stay in each sequence's own buffers, so joining or leaving
+Projections and MLPs run on all rows at once. Keys and values stay in each sequence's own buffers, so joining or leaving
 moves no KV. Only recurrent state is gathered, and only when the membership changes.
 """
 
@@ -47,13 +47,13 @@ class BatchCache:
         by_layer = zip(*(sequence.layers for sequence in sequences), strict=True)
         self._rows = [_rows_of(layers) for layers in by_layer]
         self._plan: DecodePlan | None = None
-        self.planning_s = 0.0  # how long it took to plan the last step
+        self.planning_s = 0.0  # duration of planning the last step
 
     def offsets(self) -> mx.array:  # [rows]
         return mx.array([sequence.num_tokens for sequence in self.sequences])
 
     def begin_step(self) -> list[Any]:
-        """What the model is called with for the next token of every row."""
+        """Return the caches that the model is called with for the next token of every row."""
         offsets = self.offsets()
         for rows in self._rows:
             rows.begin_step(offsets)
@@ -65,7 +65,7 @@ class BatchCache:
             sequence.end_pass(1)
 
     def plan(self) -> DecodePlan | None:
-        """What the next step reads, for all layers at once; None: it has to go layer by layer."""
+        """Return a plan of what the next step reads in all layers; None: the step has to go layer by layer."""
         attend = [rows for rows in self._rows if isinstance(rows, AttentionRows)]
         if len(attend) < len(self._rows):
             return None
@@ -75,17 +75,17 @@ class BatchCache:
         return self._plan
 
     def states(self) -> list[mx.array]:
-        """As those of a sequence."""
+        """Return the states of all rows, as `SequenceCache.states` does."""
         return [array for rows in self._rows for array in rows.states()]
 
     def end_plan(self) -> None:
-        """Let go of what it keeps for the next step."""
+        """Release the plan that is kept for the next step."""
         if self._plan is not None:
             self._plan.end()
             self._plan = None
 
     def release(self) -> None:
-        """The membership is about to change: every sequence gets its recurrent state back."""
+        """Give every sequence its recurrent state back, before the membership changes."""
         self.end_plan()
         mx.eval([array for rows in self._rows for array in rows.release()])
 

@@ -1,10 +1,10 @@
-"""Whether arrays that come from elsewhere are what this model's own passes would have left.
+"""Checks that imported arrays have the form that this model's own passes would have given them.
 
-Stricter than `unpack`: what the disk tier reads back was written here, what is imported was written by anyone. Kernels
-read memory as they are told, so no shape, no dtype and no segment may be another than ours. Knows no files.
+They are stricter than `unpack`: this server wrote what its disk tier reads, but anyone may have written an import.
+Kernels do not check what they read, so every shape, dtype and mean run must be this model's. Nothing here reads files.
 
 Descriptions are checked first, without arrays and on any thread (`check_description`): afterwards no loop of `unpack`
-is longer than the model has layers, or than a block may have tokens.
+is longer than the number of layers of the model, or of tokens that a block may have.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvstrata.kv.packing import UnreadableBlock
 from kvstrata.kv.window_layer import Ring
 from kvstrata.tiers.block import BLOCK_TOKENS, MARK, Block
 
-MAX_PLANES = 8  # of an encoded run; no codec has so many
+MAX_PLANES = 8  # of K or V; no codec has as many
 
 
 def check_description(layout: Layout, block: Block, like: Mark | None) -> None:
@@ -49,7 +49,7 @@ def check_description(layout: Layout, block: Block, like: Mark | None) -> None:
 
 
 def _check_groups(layout: Layout, groups: Sequence[Mapping[str, Any]]) -> int:
-    """Return how many there are."""
+    """Raise UnreadableBlock where the groups are not this model's. Return their number."""
     num_full = sum(spec.kind == "full" for spec in layout.flat())
     num_layers = 0
     for group in groups[: num_full + 1]:
@@ -64,7 +64,7 @@ def _check_groups(layout: Layout, groups: Sequence[Mapping[str, Any]]) -> int:
 def _check_states(
     specs: Sequence[LayerSpec], ours: Sequence[MarkState], states: Sequence[Mapping[str, Any] | None], position: int
 ) -> int:
-    """Return how many arrays they may have at most."""
+    """Raise UnreadableBlock where the states are not this model's. Return the most arrays that they may have."""
     if len(states) != len(ours):
         raise UnreadableBlock(f"A mark has {len(states)} states, and this model {len(ours)} layers.")
     max_arrays = 0
@@ -87,7 +87,7 @@ def _check_states(
 
 
 def _check_side(described: Mapping[str, Any], max_tokens: int) -> None:
-    """The codec and the segments of K or V."""
+    """Check the codec and the number of mean runs of K or V."""
     where = described["where"]
     if len(where["segments"]) > max_tokens:
         raise UnreadableBlock(f"A block has {len(where['segments'])} means; at most {max_tokens} are possible.")
@@ -95,7 +95,7 @@ def _check_side(described: Mapping[str, Any], max_tokens: int) -> None:
 
 
 def check_parts(layout: Layout, parts: Mapping[int, SealedPart]) -> None:
-    """Of one block: what `unpack` gave."""
+    """Raise UnreadableBlock where the segments of a block, from `unpack`, are not this model's."""
     specs = layout.flat()
     full = {layer for layer, spec in enumerate(specs) if spec.kind == "full"}
     if set(parts) != full:
@@ -105,7 +105,8 @@ def check_parts(layout: Layout, parts: Mapping[int, SealedPart]) -> None:
 
 
 def check_mark(layout: Layout, mark: Mark, position: int, like: Mark) -> None:
-    """`like`: a mark of this model, at any position: states have its shapes."""
+    """Raise UnreadableBlock where a checkpoint is not this model's. `like`: a checkpoint of the model, at any position,
+    which has the shapes of states."""
     specs = layout.flat()
     if mark.position != position or len(mark.states) != len(specs):
         raise UnreadableBlock(f"A mark is at {mark.position} with {len(mark.states)} layers, not at {position}.")
@@ -131,7 +132,7 @@ def _check_state(spec: LayerSpec, state: MarkState, ours: MarkState, position: i
 
 
 def held_tokens(spec: LayerSpec, position: int) -> int:
-    """How many tokens a window or chunked layer holds after so many."""
+    """Return how many tokens a window or chunked layer holds after `position` tokens."""
     if spec.kind == "chunked":
         return (position - 1) % spec.max_size + 1
     ring = Ring(spec.max_size, spec.keep)
@@ -148,7 +149,7 @@ def _check_part(spec: LayerSpec, part: SealedPart, layer: int) -> None:
 
 
 def _check_segments(planes: Planes, layer: int) -> None:
-    """A mean is that of tokens of one group."""
+    """Raise UnreadableBlock where a mean covers tokens of two groups."""
     start = planes.position
     for size in planes.segments:
         if start // GROUP_TOKENS != (start + size - 1) // GROUP_TOKENS:

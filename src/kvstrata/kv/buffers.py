@@ -1,4 +1,4 @@
-"""Preallocated K and V, written in place."""
+"""KV buffers: preallocated K and V, written in place."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ FEW_VALUES = 1 << 15
 
 
 def round_up(num_tokens: int) -> int:
-    """The size of a buffer for so many tokens."""
+    """Return the size of a buffer for `num_tokens` tokens."""
     return -(-num_tokens // TOKENS_STEP) * TOKENS_STEP
 
 
 @contextmanager
 def without_cache() -> Iterator[None]:
-    """On a CPU MLX keeps what is freed for arrays of the same size. What replaces a layer is smaller: it would be put
-    into memory that was never touched, and every page of that costs more than what is computed on it."""
+    """Run without MLX's buffer cache, which on a CPU keeps freed memory for arrays of the same size. The replacement of
+    a layer is smaller: it would be put into untouched memory, where a page costs more than the computation on it."""
     if mx.default_device() != mx.cpu:
         yield
         return
@@ -43,7 +43,7 @@ def without_cache() -> Iterator[None]:
 
 
 class KvShape(NamedTuple):
-    """Of the keys and values of one token in one layer."""
+    """Shape and dtype of the keys and values of one token in one layer."""
 
     kv_heads: int
     k_dim: int
@@ -52,16 +52,16 @@ class KvShape(NamedTuple):
 
 
 class Buffer:
-    """K and V of up to `size` tokens of one sequence in one layer. Allocated whole by the first write."""
+    """K and V of up to `size` tokens of one sequence in one layer. The first write allocates all of it."""
 
     def __init__(self, size: int, shape: KvShape | None = None) -> None:
-        """Without `shape` the first tokens that are put tell it, and only then can others write."""
+        """`shape`: None where the first `put` determines it; kernels can write only after that."""
         self.size = max(size, 2)  # see _assign
         self._shape = shape
         self.k: mx.array | None = None  # [1, kv_heads, size, k_dim]
         self.v: mx.array | None = None  # [1, kv_heads, size, v_dim]
-        self.where = Whereabouts()  # on a GPU
-        self._addresses: tuple[int, int] | None = None  # on a CPU
+        self.where = Whereabouts()  # addresses on a GPU
+        self._addresses: tuple[int, int] | None = None  # of K and V, on a CPU
 
     @property
     def nbytes(self) -> int:
@@ -75,7 +75,7 @@ class Buffer:
         return [array for array in (self.k, self.v) if array is not None]
 
     def part(self, num_tokens: int) -> RawPart:
-        """The first so many tokens of what was written."""
+        """Return the first `num_tokens` of the written tokens."""
         assert self.k is not None
         assert self.v is not None
         return RawPart(self.k, self.v, num_tokens, where=self.where)
@@ -89,12 +89,12 @@ class Buffer:
         self.where.forget()
 
     def adopt(self, k: mx.array, v: mx.array) -> None:
-        """Arrays of its size that no other code holds."""
+        """Take over arrays of the buffer's size that no other code holds."""
         self.k, self.v, self._addresses = k, v, None
         self.where.forget()
 
     def addresses(self) -> tuple[int, int]:
-        """Where K and V lie in memory, computed up to now. Good until the next `put`: nothing else moves a buffer."""
+        """Evaluate K and V, and return their addresses: valid until the next `put`; nothing else moves a buffer."""
         if self._addresses is None:
             k, v = self.allocate()
             mx.eval(k, v)
@@ -102,7 +102,7 @@ class Buffer:
         return self._addresses
 
     def allocate(self) -> tuple[mx.array, mx.array]:
-        """K and V, for a kernel that writes to them: allocated if they are not."""
+        """Return K and V for a kernel that writes to them. Allocate them if they are not allocated yet."""
         if self.k is None or self.v is None:
             assert self._shape is not None, "no token was put yet, and its shape was not given"
             heads, k_dim, v_dim, dtype = self._shape
@@ -111,7 +111,7 @@ class Buffer:
 
 
 def owned(array: mx.array) -> mx.array:
-    """A copy that keeps no larger array alive, bit for bit."""
+    """Return a copy, bit for bit, that keeps no larger array alive."""
     flat = array.reshape(1, -1)
     return copy_rows(flat, 0, 1).reshape(array.shape)
 
@@ -121,14 +121,14 @@ def _assign(buffer: mx.array, at: int, tokens: mx.array) -> None:
     if tokens.shape[2] < buffer.shape[2]:
         buffer[:, :, at:end] = tokens
         return
-    # MLX takes a write of everything as a replacement: the buffer would become a view of what `tokens` is a slice of.
+    # MLX treats a write of all slots as a replacement: the buffer would become a view of the array behind `tokens`.
     half = end // 2
     buffer[:, :, :half] = tokens[:, :, :half]
     buffer[:, :, half:] = tokens[:, :, half:]
 
 
 def _zeros(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    """On a CPU few are copied: to compute them takes MLX 60 us, however few they are."""
+    """Return zeros. On a CPU few are copied from numpy: computing them takes MLX 60 us, however few they are."""
     if dtype == mx.float32 and math.prod(shape) <= FEW_VALUES and mx.default_device() == mx.cpu:
         return mx.array(np.zeros(shape, np.float32))
     return mx.zeros(shape, dtype)
@@ -141,8 +141,8 @@ def _address(buffer: mx.array) -> int:
     return view.ctypes.data
 
 
-# Room beside the newest tokens when the others were encoded, and of every buffer that is added later: what is encoded
-# next moves the newest tokens again, and would move all room that they have.
+# Free slots beside the newest tokens after the others were encoded, and least size of a buffer that is added later:
+# the next seal moves the newest tokens again, with all their free slots.
 ROOM_TOKENS = 512
 
 
@@ -158,17 +158,17 @@ class Piece:
 
 class Pieces:
     def __init__(self, capacity: int, raw_tokens: int | None, shape: KvShape | None) -> None:
-        """Room for `capacity` tokens; buffers for no more than `raw_tokens` of them at once."""
+        """`capacity`: tokens that may be written. `raw_tokens`: most of them that have buffers at once; None: all."""
         self._raw_tokens = raw_tokens
         self._shape = shape
         first = capacity if raw_tokens is None else min(capacity, raw_tokens)
         self._pieces = [_piece(first, shape)]
-        self._promised = capacity - first  # tokens that there is no buffer for yet
-        self.version = 0  # changes with the buffers, and with what MLX writes to them
+        self._promised = capacity - first  # tokens without a buffer yet
+        self.version = 0  # changes with the buffers, and with each write by MLX
 
     @property
     def capacity(self) -> int:
-        """In tokens, those that are only promised included."""
+        """Tokens that fit, including tokens without a buffer yet."""
         return sum(piece.buffer.size for piece in self._pieces) + self._promised
 
     @property
@@ -197,9 +197,9 @@ class Pieces:
             self._promised += tokens
 
     def make_room(self, num_tokens: int) -> None:
-        """Buffers for so many more, out of what was promised. Few of them, whatever the sequence grows to."""
+        """Add a buffer if `num_tokens` more do not fit, out of the promised tokens. Buffers stay few at any length."""
         if self._pieces[-1].free >= num_tokens:
-            return  # as nearly always: a plan of a step asks this of each layer of each row
+            return  # the usual case, kept fast: a plan of a step asks this of each layer of each row
         free = sum(piece.free for piece in self._pieces)
         if free < num_tokens and self._promised:
             size = max(num_tokens - free, self._raw_tokens or max(ROOM_TOKENS, self.capacity // 4))
@@ -208,7 +208,7 @@ class Pieces:
             self.version += 1
 
     def append(self, k: mx.array, v: mx.array) -> int:
-        """Write tokens [1, kv_heads, tokens, dim] as far as there is room; tells how many were written."""
+        """Write tokens [1, kv_heads, tokens, dim] until the buffers are full. Return how many were written."""
         start, total = 0, k.shape[2]
         self.make_room(total)
         self.version += 1
@@ -221,7 +221,7 @@ class Pieces:
         return start
 
     def runs_with_next(self) -> tuple[list[cpu_step.Run], bool]:
-        """All of it and a place for one more token, which the caller writes there; and whether there was one."""
+        """Return all tokens with a slot for one more, which the caller writes there; and whether a slot was free."""
         self.make_room(1)
         runs, is_placed = [], False
         for piece in self._pieces:
@@ -234,7 +234,7 @@ class Pieces:
         return runs, is_placed
 
     def next_slot(self) -> Slot | None:
-        """A place for one more token, which is not counted yet: see `count_next`. None: there is no room."""
+        """Return the slot for one more token, which is not counted yet: see `count_next`. None: no slot is free."""
         self.make_room(1)
         piece = self.next_piece
         if not piece.free:
@@ -244,11 +244,11 @@ class Pieces:
 
     @property
     def next_piece(self) -> Piece:
-        """Where `next_slot` is."""
+        """The buffer that has `next_slot`."""
         return self._pieces[self.num_full]
 
     def count_next(self) -> None:
-        """The place of `next_slot` is taken: the caller writes there, or has written by `put_last`."""
+        """Count the token in `next_slot`: the caller writes it there, or has written it by `put_last`."""
         self.next_piece.used += 1
 
     def put_last(self, k: mx.array, v: mx.array) -> None:
@@ -258,7 +258,7 @@ class Pieces:
 
     @property
     def num_full(self) -> int:
-        """Buffers that the next token does not go to: they fill up in their order."""
+        """Number of buffers before the one that the next token goes to. Buffers fill up in order."""
         if len(self._pieces) == 1:
             return 0
         return next((i for i, piece in enumerate(self._pieces) if piece.free), len(self._pieces) - 1)
@@ -267,20 +267,20 @@ class Pieces:
         return [piece.buffer.part(piece.used) for piece in self._pieces[: self.num_full]]
 
     def whole_arrays(self) -> tuple[mx.array, mx.array] | None:
-        """K and V if they fill one buffer exactly: it can be kept as it is, if it is not written again."""
+        """Return K and V if they fill one buffer exactly: it can be kept as it is, if it is not written again."""
         piece = self._pieces[0]
         if len(self._pieces) > 1 or piece.free or piece.buffer.k is None or piece.buffer.v is None:
             return None
         return piece.buffer.k.squeeze(0), piece.buffer.v.squeeze(0)  # an index would copy
 
     def size_for(self, num_recent: int) -> int:
-        """The size of the buffer that the newest tokens move to when all others are encoded."""
+        """Return the size of the buffer that the newest tokens move to when all others are encoded."""
         room = self.capacity - self.num_tokens
         most = ROOM_TOKENS if self._raw_tokens is None else max(0, self._raw_tokens - num_recent)
         return round_up(num_recent + min(room, most))
 
     def keep_only(self, recent: Sequence[mx.array], num_recent: int) -> None:
-        """Let all buffers go but one with `recent`, K and V as long as `size_for` says; none where no token stays."""
+        """Drop all buffers for one with `recent`: K and V of `size_for` tokens, or empty where no token stays."""
         room = self.capacity - self.num_tokens
         tail = Piece(Buffer(self.size_for(num_recent), self._shape), num_recent)
         if recent:

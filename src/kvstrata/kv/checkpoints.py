@@ -1,7 +1,7 @@
-"""Where a sequence can be resumed in a model that has more than full attention.
+"""Checkpoints: positions where a sequence can be resumed in a model that has more than full attention.
 
-A window layer holds a ring, a chunked one its newest chunk, a recurrent one a state: none can step back. A mark is
-what all such layers hold at one position. It is a copy: what the sequence does afterwards does not change it.
+A window layer holds a ring, a chunked layer its newest chunk, a recurrent layer a state: none can step back. A
+checkpoint (`Mark`) copies what all such layers hold at one position. Later tokens of the sequence do not change it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RecurrentState:
 
 MarkState = (
     SealedPart | RecurrentState | None
-)  # of a window or chunked layer its tokens, kept ones first; None: full attention
+)  # tokens of a window or chunked layer, kept ones first; state of a recurrent one; None: full attention
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ def needs_marks(layout: Layout) -> bool:
 
 
 def take_mark(cache: SequenceCache) -> Mark:
-    """At the sequence's present position."""
+    """Copy a checkpoint at the sequence's present position."""
     return Mark(cache.num_tokens, tuple(_state(layer, cache.num_tokens) for layer in cache.flat))
 
 
 def reaches(mark: Mark, layout: Layout, num_tokens: int) -> bool:
-    """Whether a sequence can go on from its first `num_tokens` with this mark, which may be a later one."""
+    """Whether a sequence can resume after `num_tokens` with this checkpoint, which may be at a later position."""
     if num_tokens == mark.position:
         return True
     if num_tokens > mark.position:
@@ -67,13 +67,13 @@ def _reaches_in(spec: LayerSpec, position: int, num_tokens: int) -> bool:
         # A ring that is not full yet holds every token so far.
         return position <= spec.max_size
     if spec.kind == "chunked":
-        # The first token of a chunk sees nothing before it; others need the chunk that the mark holds.
+        # The first token of a chunk sees nothing before it; others need the chunk that the checkpoint holds.
         return num_tokens % spec.max_size == 0 or num_tokens // spec.max_size == (position - 1) // spec.max_size
     return spec.kind != "recurrent"
 
 
 def states_at(layout: Layout, mark: Mark | None, num_tokens: int) -> tuple[Any, ...]:
-    """What layers resume from after `num_tokens`, by flat layer; None for those with full attention."""
+    """Return what layers resume from after `num_tokens`, by flat layer; None for layers with full attention."""
     specs = layout.flat()
     if mark is None:
         if needs_marks(layout):

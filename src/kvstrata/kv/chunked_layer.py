@@ -1,7 +1,7 @@
-"""Chunked attention, one sequence: a token sees its own chunk of positions, up to itself, and nothing before it.
+"""Chunked attention layer of one sequence: a token sees only its own chunk of positions, up to itself.
 
-So a buffer of one chunk, allocated whole by the first write, is all that decoding needs: where a chunk ends, the next
-takes its place. The model makes the mask, from `start_position` and `offset` as whole numbers: one sequence at a time.
+Decoding therefore needs a buffer of one chunk, which the first write allocates whole and the next chunk overwrites.
+The model makes the mask, from `start_position` and `offset` as whole numbers: one sequence at a time.
 """
 
 from __future__ import annotations
@@ -35,40 +35,40 @@ class ChunkedLayer:
         return self._chunk.arrays()
 
     def grow(self, tokens: int) -> None:
-        """The buffer has its full size from the start."""
+        """Do nothing: the buffer has its full size from the start."""
 
     def end_pass(self) -> list[mx.array]:
-        """Nothing is kept for the pass, and nothing written without MLX's knowledge."""
+        """Return nothing: the layer keeps nothing for the pass, and MLX knows of all writes."""
         return []
 
     def held(self) -> tuple[mx.array, mx.array]:
-        """K and V of the newest token's chunk, in memory of their own: [1, kv_heads, tokens, dim]."""
+        """Return K and V of the newest token's chunk, in memory of their own: [1, kv_heads, tokens, dim]."""
         raw = self._chunk.part((self.offset - 1) % self.chunk_size + 1)
         k, v = owned(raw.k), owned(raw.v)
         mx.eval(k, v)
         return k, v
 
     def resume(self, k: mx.array, v: mx.array, offset: int) -> None:
-        """Go on at `offset`, in the chunk that another layer of this size `held`, or at the start of any chunk."""
+        """Resume at `offset`, in the chunk that another layer of this size `held`, or at the start of any chunk."""
         self.offset = offset
         past = offset % self.chunk_size
         if past:
             self._chunk.put(0, k[:, :, :past], v[:, :, :past])
             mx.eval(self.arrays())
 
-    # What mlx-lm's models call.
+    # The interface that mlx-lm's models call.
 
     def maybe_trim_front(self) -> None:
-        """A chunk that has ended is overwritten by the next one."""
+        """Do nothing: the next chunk overwrites one that has ended."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """K and V from `start_position` on."""
+        """Write tokens, and return K and V from `start_position` on."""
         past, count = self.offset % self.chunk_size, keys.shape[2]
         if past + count <= self.chunk_size:
             self._append(keys, values)
             seen = self._chunk.part(past + count)
             return seen.k, seen.v
-        # The pass reaches into the next chunk, whose tokens take the place of those that its first queries see.
+        # The pass reaches into the next chunk, whose tokens overwrite tokens that the first queries of the pass see.
         new = RawPart(keys, values, count)
         fetched = Parts(((self._chunk.part(past), new) if past else (new,),)).joined(keys)
         self._append(keys, values)
@@ -76,7 +76,7 @@ class ChunkedLayer:
 
     def _append(self, k: mx.array, v: mx.array) -> None:
         end = self.offset + k.shape[2]
-        # Of the last token's chunk only: no later token sees the others.
+        # Only the last token's chunk is written: no later token sees the others.
         first = max(self.offset, (end - 1) - (end - 1) % self.chunk_size)
         new = slice(first - self.offset, k.shape[2])
         self._chunk.put(first % self.chunk_size, k[:, :, new], v[:, :, new])

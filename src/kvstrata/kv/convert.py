@@ -1,7 +1,7 @@
-"""Parts of one layer, put under one codec for K and one for V.
+"""Convert segments of one layer to one codec for K and one for V.
 
-Within a family of codecs this touches as little as it can: planes step down by dropping planes, parts of the same codec
-are joined as they are. Everything else is decoded and encoded, which never gains precision.
+Within a family of codecs conversion changes as little as possible: planes step down by dropping planes, and segments of
+the same codec are joined as they are. Everything else is decoded and encoded, which never gains precision.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ RAW: Pair = (RawCodec(), RawCodec())
 def next_piece(
     parts: Sequence[Part], start: int, pair: Pair, dtype: mx.Dtype, grain: Grain, *, upward: bool
 ) -> SealedPart:
-    """The first tokens of parts that follow each other, under a pair of codecs, in memory of their own: as many as are
-    done in one step. The first of them is at position `start`.
+    """Convert the first tokens of consecutive segments to a pair of codecs, in memory of their own: as many tokens as
+    one step handles. The first token is at position `start`.
 
-    What is stored in fewer bits than `pair` stays so, unless `upward`: more bits would bring nothing back.
+    Tokens in fewer bits than `pair` keep their codec, unless `upward`: more bits would restore nothing.
     """
     part = parts[0]
     if isinstance(part, RawPart):
-        # Buffers end anywhere: a codec's group may lie in two of them.
+        # Buffers end anywhere: a codec's group may be in two of them.
         raw = list(takewhile(lambda each: isinstance(each, RawPart), parts))
         num_tokens = _step_tokens(start, sum(each.num_tokens for each in raw), grain, encodes=pair != RAW)
         k, v = Parts((tuple(cut_parts(raw, 0, num_tokens)),)).joined(part.k_buffer)
@@ -53,15 +53,15 @@ def _step_tokens(start: int, num_tokens: int, grain: Grain, *, encodes: bool) ->
 
 
 def becomes(held: Codec, wanted: Codec, dim: int, dtype: mx.Dtype, *, upward: bool = False) -> Codec:
-    """What `held` becomes where `wanted` is asked for: never more bits than it has, unless `upward`. Planes keep their
-    means: only what is encoded anew gets those of `wanted`."""
+    """Return the codec that `held` becomes where `wanted` is asked for: never more bits than `held`, unless `upward`.
+    Planes keep their means: only tokens that are encoded anew get the means of `wanted`."""
     if isinstance(held, PlanesCodec) and isinstance(wanted, PlanesCodec) and wanted.bits <= held.bits:
         return dataclasses.replace(held, bits=wanted.bits)
     return wanted if upward or bits_of(wanted, dim, dtype) < bits_of(held, dim, dtype) else held
 
 
 def new_pair(part: SealedPart, pair: Pair, dtype: mx.Dtype, *, upward: bool = False) -> Pair:
-    """What the codecs of a part become."""
+    """Return the codecs that a segment would be converted to."""
     k, v = _codecs(part)
     return (
         becomes(k, pair[0], part.k.dim, dtype, upward=upward),
@@ -70,23 +70,23 @@ def new_pair(part: SealedPart, pair: Pair, dtype: mx.Dtype, *, upward: bool = Fa
 
 
 def stays(part: SealedPart, pair: Pair, dtype: mx.Dtype, *, upward: bool = False) -> bool:
-    """Whether nothing of a part would change."""
+    """Whether a segment would stay as it is."""
     return new_pair(part, pair, dtype, upward=upward) == _codecs(part)
 
 
 def lowered(part: SealedPart, pair: Pair, dtype: mx.Dtype) -> SealedPart:
-    """All of a part at once, never in more bits than it has."""
+    """Convert a whole segment at once, never to more bits than it has."""
     k, v = new_pair(part, pair, dtype)
     return SealedPart(convert(part.k, k, dtype), convert(part.v, v, dtype))
 
 
 def live_pair(part: SealedPart, pair: Pair) -> Pair:
-    """What a sealed part of a running sequence is put under: its first tokens, which were sealed raw, stay so."""
+    """Return the codecs for a sealed segment of a running sequence: first tokens, which were sealed raw, stay raw."""
     return RAW if _codecs(part) == RAW else pair
 
 
 def bits_of(codec: Codec, dim: int, dtype: mx.Dtype) -> float:
-    """As allocated in memory, where raw is what the model computes in."""
+    """Return the bits of a value as allocated in memory, where raw is the dtype that the model computes in."""
     return 8.0 * dtype.size if isinstance(codec, RawCodec) else codec.bits_per_value(dim)
 
 
@@ -95,7 +95,7 @@ def _codecs(part: SealedPart) -> Pair:
 
 
 def owned(part: Part) -> SealedPart:
-    """A sealed part as it is, a cut of one in memory of its own."""
+    """Return a sealed segment as it is, and a cut of one in memory of its own."""
     if isinstance(part, CutPart):
         return SealedPart(part.whole.k.cut(part.start, part.end), part.whole.v.cut(part.start, part.end))
     assert isinstance(part, SealedPart), "what its owner still writes is not sealed"
@@ -112,7 +112,7 @@ def convert(planes: Planes, codec: Codec, dtype: mx.Dtype) -> Planes:
 
 
 def _is_cheap(planes: Planes, codec: Codec) -> bool:
-    """Whether nothing has to be encoded anew."""
+    """Whether a conversion encodes nothing anew."""
     held = planes.codec
     if isinstance(held, PlanesCodec) and isinstance(codec, PlanesCodec):
         return held.turn == codec.turn and codec.bits <= held.bits
@@ -120,7 +120,7 @@ def _is_cheap(planes: Planes, codec: Codec) -> bool:
 
 
 def _converted(planes: Planes, start: int, end: int, codec: Codec, dtype: mx.Dtype) -> Planes:
-    """Tokens [start, end) of it, counted from its first."""
+    """Convert tokens [start, end) of planes, counted from the first one of the planes."""
     if (start, end) == (0, planes.num_tokens):
         return convert(planes, codec, dtype)
     if isinstance(planes.codec, RawCodec) and codec != planes.codec:

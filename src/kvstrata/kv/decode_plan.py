@@ -1,9 +1,9 @@
-"""What the next steps of a batch read, found once for as long as it stays the same.
+"""Decode plan: what the next steps of a batch read, found once and kept while it stays the same.
 
-A step of a batch asks every layer of every row what it reads. Between two steps that changes seldom: when a buffer is
-full, when tokens are sealed or stored in another way. So a plan remembers the answers, with what would change them,
-and a step only moves the places of the new tokens on. Launches read through addresses, of which MLX knows nothing: the
-plan keeps what they point to, and hands it to MLX when it changes.
+A step of a batch asks every layer of every row what the layer reads. Answers change seldom between two steps: when a
+buffer is full, when tokens are sealed or transcoded. A plan keeps the answers and watches what would change them; a
+step only advances the places of the new tokens. Launches read through addresses, of which MLX knows nothing: the plan
+keeps the arrays behind the addresses, and hands them to MLX when the plan changes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvstrata.kv.sequence_cache import SequenceCache
 
 
 class LayerPlan(NamedTuple):
-    """What was found of one layer, and while it holds."""
+    """The answers of one layer, and the versions for which they are valid."""
 
     found: Found
     watched: list[Watched]
@@ -34,7 +34,7 @@ class LayerPlan(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Layers that are stored alike: they have the same tables, and new tokens go to the same places."""
+    """Layers with the same tables, whose new tokens go to the same places."""
 
     tables: Tables
     kv_heads: int
@@ -57,21 +57,21 @@ class DecodePlan:
 
     @property
     def has_room(self) -> bool:
-        """For a token of every row, in the buffers that they are in."""
+        """Whether the present buffers have a free slot for the next token of every row."""
         return all(s.num_tokens < end for s, end in zip(self._sequences, self._ends, strict=True))
 
     @property
     def is_good(self) -> bool:
-        """Whether the next step can go by it."""
+        """Whether the plan is valid for the next step."""
         return self.has_room and [watched.version for watched in self._watched] == self._versions
 
     def reads(self, arrays: Sequence[mx.array]) -> bool:
-        """Whether its addresses point to one of these."""
+        """Whether the plan's addresses point to one of these arrays."""
         held = {id(array) for layer in self.layers for array in layer.found.held}
         return any(id(array) in held for array in arrays)
 
     def launches(self) -> list[Launch]:
-        """Of each layer, for the next tokens."""
+        """Return the launch of each layer for the next tokens."""
         places = [
             places_of(group.tables, [layer.next_place() for layer in group.rows], group.kv_heads)
             for group in self._groups
@@ -84,7 +84,7 @@ class DecodePlan:
         return made
 
     def count(self) -> None:
-        """The next tokens are written."""
+        """Count the next tokens, which the launches write."""
         for layer in self._attending:
             layer.offset += 1
         for piece in self._pieces:
@@ -93,15 +93,15 @@ class DecodePlan:
             sequence.num_tokens += 1
 
     def end(self) -> None:
-        """No step goes by it any more."""
+        """Release the plan: no further step uses it."""
         part_with(self.layers)
 
 
 def plan_after(
     before: DecodePlan | None, sequences: Sequence[SequenceCache], rows: Sequence[AttentionRows]
 ) -> DecodePlan | None:
-    """A plan for the next step: `before`, if that is good, else what is good of it and what is found anew. None: the
-    step has to go layer by layer."""
+    """Return a plan for the next step: `before` if it is valid, else a new plan that keeps the valid layers of
+    `before`. None: the step has to go layer by layer."""
     if before is not None and before.is_good:
         return before
     known: Sequence[LayerPlan | None] = before.layers if before is not None and before.has_room else [None] * len(rows)
@@ -114,8 +114,8 @@ def plan_after(
         layers.append(now)
         if now is not layer:
             new += [now.found.reads.addresses, now.found.counters]
-    # Apart from the step: CUDA gets a graph of what is evaluated together, and one that differs from those of the steps
-    # before would have to be made anew, with all of its kernels.
+    # Evaluated apart from the step: CUDA gets one graph of all arrays that are evaluated together, and a graph unlike
+    # the earlier steps' would have to be built anew, with all of its kernels.
     mx.async_eval(new)
     is_whole = len(layers) == len(rows)
     if before is not None:
@@ -125,8 +125,8 @@ def plan_after(
 
 
 def part_with(layers: Sequence[LayerPlan]) -> None:
-    """Launches that were issued may still read what these point to. MLX keeps what it is given until all that was
-    issued before has ended; given with each step, it would cost two microseconds an array."""
+    """Hand MLX the arrays that layers' addresses point to, because issued launches may still read them. MLX keeps the
+    arrays until all work issued before has ended. Handed over at each step, an array would cost two microseconds."""
     held = [array for layer in layers for array in layer.found.held]
     if held:
         mx.async_eval(mx.zeros((1,)), held)
@@ -141,7 +141,7 @@ def _find(rows: AttentionRows) -> LayerPlan | None:
 
 
 def _ends(sequences: Sequence[SequenceCache], rows: Sequence[AttentionRows]) -> list[int]:
-    """How many tokens each sequence can have in the buffers that it is in."""
+    """Return how many tokens each sequence can have in its present buffers."""
     ends = []
     for number, sequence in enumerate(sequences):
         pieces = [rows_of_layer.layers[number].next_piece() for rows_of_layer in rows]
@@ -150,13 +150,13 @@ def _ends(sequences: Sequence[SequenceCache], rows: Sequence[AttentionRows]) -> 
 
 
 def _grouped(rows: Sequence[AttentionRows], layers: Sequence[LayerPlan]) -> tuple[list[Group], list[int]]:
-    """The groups, and which one each layer is in."""
+    """Return the groups, and the number of each layer's group."""
     known: dict[tuple[object, ...], int] = {}
     groups: list[Group] = []
     numbers = []
     for each, layer in zip(rows, layers, strict=True):
         tables, kv_heads = layer.found.reads.tables, layer.found.kv_heads
-        # Rings of two sizes may be at the same places now, and not later.
+        # Rings of two sizes may have the same places now, but not later.
         places = tuple([(row.next_place(), row.most_tokens) for row in each.layers])
         number = known.setdefault((id(tables), kv_heads, places), len(groups))
         if number == len(groups):

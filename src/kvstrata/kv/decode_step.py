@@ -1,7 +1,7 @@
 """A decode step as one compiled graph: the model is traced once for each shape, and no Python runs for its layers.
 
-Everything that differs from step to step is an input: tokens, offsets, and the tables of the launches (`cuda_step`).
-The weights are constants of the graph. Models that look at more than that in a cache cannot be traced, and say so.
+Everything that differs from step to step is an input: tokens, offsets, and the tables of the launches (`Launch`).
+The weights are constants of the graph. A model that reads more of a cache cannot be traced and raises an error.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ MOST_SHAPES = 128  # up to 32 of them are traced at the start
 
 
 def can_compile(layout: Layout) -> bool:
-    """Whether its layers have launches of their own, which is what a compiled step consists of. CUDA alone has them."""
+    """Whether all layers have the launches of which a compiled step consists. Only CUDA has such launches."""
     attends = all(spec.kind in ("full", "window") for spec in layout.layers)
     return backends.active() == "cuda" and layout.path == "parts" and attends
 
 
 class PlannedLayer:
-    """What a model sees of a layer whose launch was prepared: while a step is traced, or in a mixed pass."""
+    """A layer whose launch was prepared, as a model sees it while a step is traced or in a mixed pass."""
 
     def __init__(self, offsets: mx.array, launch: Launch, rows: AttentionRows) -> None:
         self.offset = offsets
         self._launch = launch
-        self._rows = rows  # of a traced step: those that it is traced with; others are of the same kind
+        self._rows = rows  # traced step: of the batch at tracing; later batches have rows of the same kind
         self._keys: Prepared | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Keys, Keys]:
@@ -54,20 +54,20 @@ class CompiledStep:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._run = mx.compile(self._forward)
-        self._shapes: set[Hashable] = set()  # that it was traced for
+        self._shapes: set[Hashable] = set()  # traced so far
         self._traced: Sequence[AttentionRows] = ()
 
     @property
     def num_traced(self) -> int:
-        """Shapes that it knows."""
+        """Number of shapes that were traced."""
         return len(self._shapes)
 
     def run(self, tokens: mx.array, batch: BatchCache) -> mx.array | None:  # tokens [rows] -> logits [rows, vocab]
-        """The next token of every row, issued. None: it has to go layer by layer."""
+        """Issue the step of the next token of every row. None: the step has to go layer by layer."""
         plan = batch.plan()
         if plan is None:
             return None
-        tokens = tokens.astype(mx.int32)  # each type would be traced
+        tokens = tokens.astype(mx.int32)  # each dtype would be traced anew
         launches = plan.launches()
         arrays, blocks = [launch[:-1] for launch in launches], tuple([launch.num_blocks for launch in launches])
         lengths = tuple([(len(launch.pieces), len(launch.kinds)) for launch in launches])
@@ -76,13 +76,13 @@ class CompiledStep:
         try:
             logits = self._run(tokens, batch.offsets(), arrays, blocks)
         finally:
-            self._traced = ()  # it would keep the sequences
-        mx.async_eval(logits)  # the launches write, whether or not the result is asked for
+            self._traced = ()  # or it would keep the sequences alive
+        mx.async_eval(logits)  # even if no caller asks for the result: the launches write the new tokens
         plan.count()
         return logits
 
     def _bound(self, shape: Hashable) -> None:
-        """MLX keeps what it has traced for as long as the compiled function lives, a megabyte or more for each."""
+        """Bound the traced shapes: MLX keeps a megabyte or more for each while the compiled function lives."""
         if shape in self._shapes:
             return
         if len(self._shapes) == MOST_SHAPES:
@@ -94,8 +94,8 @@ class CompiledStep:
         self,
         tokens: mx.array,
         offsets: mx.array,
-        arrays: list[tuple[mx.array, ...]],  # of each layer, what its launch is given
-        blocks: tuple[int, ...],  # a constant
+        arrays: list[tuple[mx.array, ...]],  # arguments of each layer's launch
+        blocks: tuple[int, ...],  # a constant of the graph
     ) -> mx.array:
         launches = [Launch(*given, num_blocks=count) for given, count in zip(arrays, blocks, strict=True)]
         caches = [PlannedLayer(offsets, *each) for each in zip(launches, self._traced, strict=True)]

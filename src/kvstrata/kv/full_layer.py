@@ -1,4 +1,4 @@
-"""Full attention, one sequence: what others computed before, then its own tokens."""
+"""Full attention layer of one sequence: the cached prefix, then the sequence's own tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvstrata.kv.own_kv import OwnTokens
 
 
 class FullLayer(AttentionLayer):
-    """`before` are tokens that others hold: maybe still being written by their owner, never by this layer."""
+    """`before` are tokens that other objects hold. Their owner may still write them; this layer never does."""
 
     def __init__(
         self,
@@ -27,8 +27,8 @@ class FullLayer(AttentionLayer):
         raw_tokens: int | None = None,
         shape: KvShape | None = None,
     ) -> None:
-        """Room for `capacity` tokens; buffers for no more than `raw_tokens` of them at once, if what is older is sealed
-        in time."""
+        """`capacity`: own tokens that may be written. `raw_tokens`: most of them that have buffers at once, if older
+        ones are sealed in time; None: all."""
         super().__init__(sum(source.num_tokens for source in before))
         self._before = tuple(before)
         self._pieces = Pieces(capacity, raw_tokens, shape)
@@ -37,7 +37,7 @@ class FullLayer(AttentionLayer):
 
     @property
     def nbytes(self) -> int:
-        """Its own: what comes before is counted where it is held."""
+        """Bytes of the sequence's own tokens: the prefix is counted by its holder."""
         return self.own.nbytes
 
     @property
@@ -55,11 +55,11 @@ class FullLayer(AttentionLayer):
         self._pieces.grow(tokens)
 
     def append(self, k: mx.array, v: mx.array) -> None:
-        """Write tokens; the caller has made sure that there is room."""
+        """Write tokens. The caller has made sure that they fit."""
         self._count(k.shape[2], self._pieces.append(k, v))
 
     def runs_with_next(self) -> list[cpu_step.Run]:
-        """Make room for one more token, which the caller writes where the runs say. Only if `has_runs`."""
+        """Reserve a slot for one more token, which the caller writes where the runs say. Only if `has_runs`."""
         runs, is_placed = self._pieces.runs_with_next()
         self._count(1, int(is_placed))
         return [*self._runs.of(self._parts_before()), *runs]
@@ -92,7 +92,7 @@ class FullLayer(AttentionLayer):
         self._pieces.put_last(k, v)
 
     def before_slot(self) -> tuple[Part, ...]:
-        """All that it reads beside the buffer that the next token goes to."""
+        """Return all segments that the layer reads, except for the buffer that the next token goes to."""
         self._pieces.make_room(1)
         if not (self._before or self.own.sealed or self._pieces.num_full):
             return ()
@@ -110,11 +110,11 @@ class FullLayer(AttentionLayer):
         return (*self._parts_before(), *self._pieces.parts())
 
     def _parts_before(self) -> tuple[Part, ...]:
-        """All that it does not write."""
+        """Return the segments that this layer does not write: the prefix and its own sealed tokens."""
         return (*(part for source in self._before for part in source.parts()), *self.own.sealed)
 
     def let_go(self) -> None:
-        """Keep nothing of what is stored in another way now."""
+        """Drop what the layer keeps of segments that were transcoded."""
         self._runs.keep_only(self._parts_before())
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:  # noqa: N803

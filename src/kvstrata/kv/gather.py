@@ -1,9 +1,9 @@
-"""Planes of layers that are stored alike, as rows of one array for each plane: [layers, kv_heads, tokens, words].
+"""Gather planes of like layers as rows of one array for each plane: [layers, kv_heads, tokens, words].
 
-Encoding goes layer by layer, which leaves about ten small arrays for each layer. Metal counts them, and stops at half a
-million (`resource_limit`): so many have 1,600 turns of a chat, at 32 layers. Gathered, a span has about ten. A layer's
-planes are then views: reading them copies nothing. What stepping down drops goes when the last layer has dropped it.
-Large arrays stay as they are, because they cannot be many.
+Encoding goes layer by layer and leaves about ten small arrays for each layer. Metal allows half a million arrays
+(`resource_limit`): 1,600 turns of a chat reach that with 32 layers. A gathered span has about ten arrays. A layer's
+planes are then views, and reading them copies nothing. A plane that stepping down drops is freed when the last layer
+has dropped it. Large arrays stay as they are, because they cannot be many.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _numbers = itertools.count(1)
 @dataclass(frozen=True)
 class _Place:
     layer: int
-    number: int  # of the part in its layer
+    number: int  # of the segment in its layer
     side: str  # "k" or "v"
     planes: Planes
 
 
 def num_arrays(span: Span) -> int:
-    """That MLX allocated for what is sealed, and for marks. Rows of one array count once."""
+    """Count the arrays that MLX allocated for sealed tokens and for checkpoints. Rows of one array count once."""
     shared: set[tuple[int, str]] = set()
     count = sum(_mark_arrays(state) for mark in span.marks.values() for state in mark.states)
     for place in _places(span):
@@ -51,8 +51,8 @@ def has_to_gather(span: Span, apart: Collection[int] = ()) -> bool:
 
 
 def gather_some(span: Span, apart: Collection[int] = ()) -> bool:
-    """The keys or the values of one group of layers. Tells whether it found any. Layers `apart` may step down at
-    another time than the others, so they do not share arrays with them."""
+    """Gather the keys or the values of one group of layers. Return whether there was a group. Layers `apart` may step
+    down at another time than the others, so they do not share arrays with the others."""
     places = [] if span.is_live else _next_group(span, apart)
     rows: list[dict[str, mx.array]] = [{} for _ in places]
     for name in places[0].planes.arrays if places else ():
@@ -75,7 +75,7 @@ def _put(span: Span, place: _Place, planes: Planes) -> None:
 
 
 def _next_group(span: Span, apart: Collection[int]) -> list[_Place]:
-    """Planes of several layers that could be gathered, and are not."""
+    """Return planes of several layers that can be gathered and are not; empty: there are none."""
     groups: dict[tuple[Any, ...], list[_Place]] = {}
     for place in _places(span):
         planes = place.planes

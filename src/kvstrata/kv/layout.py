@@ -1,4 +1,4 @@
-"""Which kinds of layer a model has, read off the caches that mlx-lm would make for it, and what each one costs."""
+"""The layers of a model by kind, read off the caches that mlx-lm would make for it, and the bytes that each takes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Kind = Literal["full", "window", "chunked", "recurrent", "composite", "foreign"]
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One entry of the cache list that a model is called with."""
+    """An entry of the cache list that a model is called with."""
 
     kind: Kind
     max_size: int = 0  # window: tokens in the ring. chunked: tokens of a chunk
@@ -36,23 +36,23 @@ class LayerSpec:
     num_arrays: int = 0  # recurrent: entries of the state
     children: tuple[LayerSpec, ...] = ()  # composite
     token_bytes: int = 0  # full, foreign: for each token. window, chunked: for each of max_size tokens
-    state_bytes: int = 0  # recurrent: whatever the length
+    state_bytes: int = 0  # recurrent, foreign: independent of the number of tokens
     kv_heads: int = 0  # full, window, chunked: shape and dtype of K and V
     k_dim: int = 0
     v_dim: int = 0
     dtype: mx.Dtype = mx.float32
-    k_turn: Turn | None = None  # how its keys turn from token to token; None: they do not, or it is not known
-    v_turn: Turn | None = None  # of a model that puts keys where values go
-    turn_reason: str = ""  # why it is not known
+    k_turn: Turn | None = None  # RoPE rotation of its keys; None: they have none, or it is not known
+    v_turn: Turn | None = None  # RoPE rotation of its values, in a model that puts keys where values go
+    turn_reason: str = ""  # why the rotation is not known
 
     @property
     def kv_shape(self) -> KvShape | None:
-        """None: not measured yet, or it keeps no K and V."""
+        """Shape and dtype of K and V; None: not measured yet, or the layer keeps no K and V."""
         return KvShape(self.kv_heads, self.k_dim, self.v_dim, self.dtype) if self.kv_heads else None
 
     @property
     def signature(self) -> str:
-        """What decides the shape of its cached state."""
+        """A text that states the shape of the layer's cached state."""
         if self.kind in ("window", "chunked"):
             return f"{self.kind}:{self.max_size}:{self.keep}:{self.kv_heads}:{self.k_dim}:{self.v_dim}"
         if self.kind == "recurrent":
@@ -64,14 +64,14 @@ class LayerSpec:
         return buffer + self.state_bytes + sum(child.fixed_bytes() for child in self.children)
 
     def growing_bytes(self) -> int:
-        """Bytes for each further token."""
+        """Return the bytes that each further token takes."""
         own = self.token_bytes if self.kind in ("full", "foreign") else 0
         return own + sum(child.growing_bytes() for child in self.children)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """All layers of a model, and how a forward pass reads them."""
+    """All layers of a model, and the form in which a forward pass reads them."""
 
     layers: tuple[LayerSpec, ...]
     path: Literal["parts", "rows"] = "parts"  # parts: one pass for the whole batch; rows: one for each sequence
@@ -88,7 +88,7 @@ class Layout:
         return sum(layer.growing_bytes() for layer in self.layers)
 
     def flat(self) -> tuple[LayerSpec, ...]:
-        """With the children of composites in their place: how spans and plans number layers."""
+        """Return the layers with the children of composites in their place, as spans and plans number layers."""
         return self._flat
 
     @cached_property
@@ -96,11 +96,11 @@ class Layout:
         return tuple(spec for layer in self.layers for spec in (layer.children or (layer,)))
 
     def head_kinds(self) -> set[tuple[mx.Dtype, int, int]]:
-        """Of layers that attend to parts: dtype, and the sizes of a key and of a value."""
+        """Return dtype, key size and value size of the layers that attend to segments."""
         return {(spec.dtype, spec.k_dim, spec.v_dim) for spec in self.flat() if spec.kind in ("full", "window")}
 
     def turning(self) -> dict[str, Any]:
-        """Which layers' keys are stored with means that turn, and why others are not. For people to read."""
+        """Count layers with RoPE-aware means and without RoPE, and list the others by reason. For people to read."""
         keys = [(i, spec) for i, spec in enumerate(self.flat()) if spec.kind in ("full", "window", "chunked")]
         unknown: dict[str, list[int]] = {}
         for i, spec in keys:
@@ -116,12 +116,13 @@ class Layout:
         return dict(Counter(layer.kind for layer in self.layers))
 
 
-# First tokens that a bounded sequence never drops: attention leans on them whatever they say.
+# First tokens that a bounded sequence never drops: attention sinks, whatever their content.
 KEPT_TOKENS = 4
 
 
 def read_kinds(model: Any, max_kv_size: int | None = None) -> tuple[LayerSpec, ...]:
-    """With `max_kv_size`, full attention becomes a ring of that many tokens, whatever caches the model would make."""
+    """Return the kind of each layer. `max_kv_size`: full attention becomes a ring of that many tokens, whatever caches
+    the model would make."""
     specs = tuple(_spec_of(cache) for cache in make_prompt_cache(model))
     return specs if max_kv_size is None else tuple(_bounded(spec, max_kv_size) for spec in specs)
 
@@ -158,7 +159,7 @@ def _spec_of(cache: Any) -> LayerSpec:
 
 
 def measure(specs: Sequence[LayerSpec], caches: Sequence[Any], tokens: int) -> tuple[LayerSpec, ...]:
-    """Fill in the bytes, from caches that have seen at least `tokens` tokens."""
+    """Fill in shapes and bytes, from caches that have seen at least `tokens` tokens."""
     return tuple(_measured(spec, cache, tokens) for spec, cache in zip(specs, caches, strict=True))
 
 
@@ -181,8 +182,8 @@ def _measured(spec: LayerSpec, cache: Any, tokens: int) -> LayerSpec:
 
 
 def _measured_foreign(spec: LayerSpec, arrays: Sequence[mx.array], tokens: int) -> LayerSpec:
-    """What looks like [batch, heads, tokens, dim] grows with its third axis, which may be allocated ahead; the rest is
-    state."""
+    """Measure a foreign cache: arrays that look like [batch, heads, tokens, dim] grow with the third axis, which may be
+    allocated ahead; the others are state."""
     growing = [array for array in arrays if array.ndim == 4 and array.shape[2] >= tokens]
     by_token = sum(array.nbytes // array.shape[2] for array in growing)
     fixed = sum(array.nbytes for array in arrays) - sum(array.nbytes for array in growing)
@@ -190,7 +191,7 @@ def _measured_foreign(spec: LayerSpec, arrays: Sequence[mx.array], tokens: int) 
 
 
 def arrays_in(value: Any) -> list[mx.array]:
-    """Every array inside an object of mlx-lm's, however it keeps them."""
+    """Return every array inside an object of mlx-lm's, however the object keeps its arrays."""
     if isinstance(value, mx.array):
         return [value]
     if isinstance(value, _BaseCache):

@@ -1,4 +1,4 @@
-"""Chunks and decode rows in one forward pass; the rows that need logits."""
+"""Mixed pass: chunks and decode rows in one forward pass, and the rows that need logits."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from kvstrata.kv.window_layer import WindowLayer
 
 
 class KeptCaches(list[Any]):
-    """A cache for each layer."""
+    """A cache for each layer, and the hidden states for which the output layer runs."""
 
     def keep(self, hidden: mx.array) -> mx.array:
-        """Of [rows, tokens, dim]."""
+        """Return the hidden states, out of [rows, tokens, dim], for which the output layer runs."""
         raise NotImplementedError
 
 
 class PromptCaches(KeptCaches):
-    """Of a chunk of a prompt: no logits are read."""
+    """The caches of a prompt chunk, of which no logits are read."""
 
     def keep(self, hidden: mx.array) -> mx.array:
         return hidden[:, :0]
 
 
 def can_mix(layout: Layout) -> bool:
-    """Whether its layers have a form for such passes. Recurrent ones need a prompt's tokens in one row."""
+    """Whether all layers support mixed passes. Recurrent layers do not: they need a prompt's tokens in one row."""
     return layout.path == "parts" and all(spec.kind in ("full", "window") for spec in layout.layers)
 
 
 class StreamLayer(Protocol):
-    """One attention layer of the streams."""
+    """An attention layer of the decode rows."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Keys, Keys]: ...
 
@@ -46,7 +46,7 @@ class StreamLayer(Protocol):
 
 
 class MixedLayer:
-    """One attention layer: of the sequences whose chunks they are, with the number of tokens, and of the streams."""
+    """An attention layer of a mixed pass: of the chunks' sequences, each with a token count, and of the decode rows."""
 
     def __init__(
         self, chunks: Sequence[tuple[AttentionLayer, int]], rows: StreamLayer | None, offsets: mx.array
@@ -57,8 +57,8 @@ class MixedLayer:
         self._keys: MixedKeys | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[MixedKeys, MixedKeys]:
-        masks = [layer.make_mask(count) for layer, count in self._chunks]  # depend on what was there before
-        # All write before any reads: one may go on from another, and a view would make MLX copy its buffer.
+        masks = [layer.make_mask(count) for layer, count in self._chunks]  # before the writes, which move the offset
+        # All write before any reads: a sequence may read another's tokens, and a view would make MLX copy the buffer.
         start = 0
         for layer, count in self._chunks:
             end = start + count
@@ -77,7 +77,7 @@ class MixedLayer:
         return self._keys, self._keys
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:  # noqa: N803
-        """None for the batch of single tokens; chunks have their own, see `update_and_fetch`."""
+        """Return None, for a batch of single tokens. Chunks have their own masks, see `update_and_fetch`."""
         if N != 1:
             raise ValueError(f"a mixed pass is a batch of single tokens, not of {N}")
         if self._rows is not None:
@@ -87,7 +87,7 @@ class MixedLayer:
 
 
 class MixedCaches(KeptCaches):
-    """What the model is called with: a cache for each layer. The output layer runs for the last `num_kept` tokens."""
+    """The caches of a mixed pass. The output layer runs for the last `num_kept` tokens."""
 
     def __init__(self, layers: Sequence[MixedLayer], num_kept: int) -> None:
         super().__init__(layers)
@@ -98,8 +98,8 @@ class MixedCaches(KeptCaches):
 
 
 class MixedPass:
-    """So many tokens of the prompts of `chunks`, and the next token of every sequence in `batch`; None: of no stream.
-    `is_planned`: the streams' launches may be prepared, as for a compiled step."""
+    """A forward pass over chunks, each a sequence and its number of tokens, and the next token of each row of `batch`;
+    None: no decode rows. `is_planned`: the rows' launches may be prepared, as for a compiled step."""
 
     def __init__(
         self, chunks: Sequence[tuple[SequenceCache, int]], batch: BatchCache | None, *, is_planned: bool = False
@@ -107,7 +107,7 @@ class MixedPass:
         self._chunks = chunks
         self._batch = batch
         plan = batch.plan() if batch is not None and is_planned else None
-        # Not for a stream that goes on from what a chunk writes to: MLX may put that elsewhere in this pass.
+        # No plan where a decode row reads a buffer that a chunk writes to: MLX may move the buffer in this pass.
         written = [array for sequence, _ in chunks for array in sequence.arrays()]
         self._plan = None if plan is None or plan.reads(written) else plan
 
@@ -137,7 +137,7 @@ class MixedPass:
         return [PlannedLayer(offsets, launch, rows) for launch, rows in pairs]
 
     def end(self) -> None:
-        """The caller has the result computed: the streams' launches write, whether or not a caller asks for it."""
+        """Count the tokens. The caller has the result computed, needed or not: the rows' launches write new tokens."""
         if self._plan is not None:
             self._plan.count()
         elif self._batch is not None:

@@ -1,7 +1,7 @@
-"""mlx-lm's prompt caches as spans, and spans as mlx-lm's prompt caches, so that either side can go on from the other.
+"""Convert mlx-lm's prompt caches to spans, and spans to prompt caches, so that either side can resume from the other.
 
-What fits is taken as it is: a buffer without room to spare, packed values of a quantized cache. What does not is copied
-once, so that neither side keeps memory of the other's alive or sees it write.
+Exactly filled buffers and packed values of a quantized cache are taken as they are. Other arrays are copied once, so
+that neither side keeps the other's memory alive or sees its writes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CACHES: dict[str, tuple[type, ...]] = {
 
 
 def adopt_mlx_lm(layout: Layout, caches: Sequence[Any], num_tokens: int) -> Span:
-    """What a prompt cache holds after `num_tokens`. Window and recurrent layers are in the span's mark at its end.
+    """Return a prompt cache of `num_tokens` as a span, whose checkpoint at its end has window and recurrent layers.
 
     Raises MismatchedPlanes where the caches are not those of this model and this many tokens.
     """
@@ -60,9 +60,9 @@ def adopt_mlx_lm(layout: Layout, caches: Sequence[Any], num_tokens: int) -> Span
 
 
 def to_mlx_lm(layout: Layout, runs: Sequence[SpanRange], mark: Mark | None) -> list[Any]:
-    """A prompt cache for `mlx_lm.generate`, after `runs`, which start at 0 and follow each other.
+    """Return a prompt cache for `mlx_lm.generate`, after `runs`, which start at 0 and are consecutive.
 
-    A layer whose tokens are all under one affine codec becomes a QuantizedKVCache; other codecs are decoded.
+    A layer whose tokens all have one affine codec becomes a QuantizedKVCache; other codecs are decoded.
     """
     num_tokens = runs[-1].end
     states = states_at(layout, mark, num_tokens)
@@ -74,7 +74,7 @@ def to_mlx_lm(layout: Layout, runs: Sequence[SpanRange], mark: Mark | None) -> l
 
 
 def adopted(spec: LayerSpec, cache: Any, num_tokens: int, index: int) -> MarkState:
-    """One layer. Raises MismatchedPlanes."""
+    """Return the content of one layer. Raises MismatchedPlanes."""
     if type(cache) not in _CACHES.get(spec.kind, ()):
         raise MismatchedPlanes(f"Layer {index} is of kind {spec.kind}: no {type(cache).__name__} can be adopted there.")
     if spec.kind == "recurrent":
@@ -95,7 +95,7 @@ def adopted(spec: LayerSpec, cache: Any, num_tokens: int, index: int) -> MarkSta
 
 
 def _from_buffer(buffer: mx.array, num_tokens: int) -> Planes:
-    """[1, kv_heads, size, dim]"""
+    """Take or copy the first tokens of a buffer [1, kv_heads, size, dim]."""
     values = _only_row(buffer)
     if values.shape[1] == num_tokens:
         return RawCodec().adopt(values)
@@ -130,7 +130,7 @@ def _from_rotating(spec: LayerSpec, cache: Any, index: int) -> SealedPart:
 
 
 def _from_chunked(spec: LayerSpec, cache: Any, index: int) -> SealedPart:
-    """Of the newest token's chunk: mlx-lm's buffer has the end of the chunk before too."""
+    """Copy the newest token's chunk: mlx-lm's buffer also has the end of the chunk before it."""
     valid, count = cache.offset - cache.start_position, (cache.offset - 1) % spec.max_size + 1
     if cache.chunk_size != spec.max_size or valid < count:
         raise MismatchedPlanes(f"Layer {index} has chunks of {spec.max_size} tokens, not of {cache.chunk_size}.")
@@ -181,7 +181,7 @@ def _made(spec: LayerSpec, index: int, runs: Sequence[SpanRange], state: Any, nu
 
 
 def given(spec: LayerSpec, index: int, state: Any, num_tokens: int) -> Any:
-    """A window, chunked or recurrent layer, from what `states_at` gave."""
+    """Return mlx-lm's cache of a window, chunked or recurrent layer, from the state that `states_at` returned."""
     if spec.kind == "recurrent":
         arrays = ArraysCache(spec.num_arrays)
         arrays.cache = list(state)
@@ -224,7 +224,7 @@ def _to_kv_cache(spec: LayerSpec, parts: Sequence[Part], num_tokens: int) -> Any
 
 
 def common_affine(parts: Sequence[Part]) -> AffineCodec | None:
-    """The one codec of all K and V, which is what a QuantizedKVCache has."""
+    """Return the codec of all K and V if there is only one, as in a QuantizedKVCache, and it is affine."""
     wholes = [part.whole if isinstance(part, CutPart) else part for part in parts]
     if any(isinstance(part, RawPart) for part in wholes):
         return None
@@ -234,7 +234,7 @@ def common_affine(parts: Sequence[Part]) -> AffineCodec | None:
 
 
 def _to_packed(codec: AffineCodec, planes: Planes, dtype: mx.Dtype) -> Packed:
-    """mlx-lm multiplies with scales in the dtype that the model computes in."""
+    """Return planes in mlx-lm's form, which has scales in the dtype that the model computes in."""
     packed, scales, biases = codec.yield_tuple(planes)
     made = packed[None], scales.astype(dtype)[None], biases.astype(dtype)[None]
     mx.eval(made)

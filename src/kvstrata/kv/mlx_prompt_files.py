@@ -1,4 +1,4 @@
-"""Prompt cache files of mlx-lm: their tensors, read and written."""
+"""Prompt cache files of mlx-lm: read and write their tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LENGTH_BYTES = 8
 
 MAX_HEADER_BYTES = 64 << 20
 
-# Commas, lists and objects of a header: their parsing holds up other threads.
+# Most commas, lists and objects of a header: parsing them holds up other threads.
 MAX_HEADER_VALUES = 1 << 20
 
 MAX_TENSORS = 1 << 16
@@ -73,7 +73,7 @@ def looks_like_tensors(beginning: bytes) -> bool:
 
 
 def read_table(file: BinaryIO, offset: int, nbytes: int) -> TensorTable:
-    """Of the file that lies at `offset`. Raises UnusableFile."""
+    """Read the header of the tensor file that begins at `offset`. Raises UnusableFile."""
     file.seek(offset)
     length = int.from_bytes(file.read(LENGTH_BYTES), "little")
     if length > min(MAX_HEADER_BYTES, nbytes - LENGTH_BYTES):
@@ -108,7 +108,7 @@ def _place(entry: Mapping[str, Any], begins: int, ends: int) -> TensorPlace:
 
 @dataclass(frozen=True)
 class TensorNamed:
-    """One that is about to be written."""
+    """A tensor that is about to be written."""
 
     name: str
     dtype: str
@@ -116,7 +116,7 @@ class TensorNamed:
 
 
 def encode_table(tensors: Iterable[TensorNamed], metadata: Mapping[str, str]) -> bytes:
-    """The header of a file whose tensors follow in this order, without gaps."""
+    """Return the header of a file whose tensors follow in this order, without gaps."""
     fields: dict[str, Any] = {METADATA: dict(metadata)}
     end = 0
     for tensor in tensors:
@@ -131,7 +131,7 @@ def _unusable(why: str) -> UnusableFile:
     return UnusableFile(f"This is no file of tensors that can be read: {why}. Make it or copy it again. {CHANGED}")
 
 
-# Beside mlx-lm's own metadata: the tokens, base64 of int32, little-endian.
+# Name of the tokens beside mlx-lm's own metadata: base64 of int32, little-endian.
 TOKENS = "kvstrata_tokens"
 
 KINDS: Mapping[str, tuple[str, ...]] = {
@@ -163,14 +163,14 @@ Tree = Any  # lists and tuples of leaves, as mlx-lm's caches give their state
 
 @dataclass(frozen=True)
 class LayerFile:
-    """One flat layer in a file: the class of its cache, and where its state begins."""
+    """A flat layer in a file: the class of its cache, and the path of its state."""
 
     cache: str
     path: str
 
 
 def metadata_of(names: Sequence[str], trees: Sequence[Tree], own: Mapping[str, str]) -> dict[str, str]:
-    """All that a file says beside its tensors."""
+    """Return all metadata of a file."""
     scalars = [(path, _kind(leaf)) for path, leaf in flattened(list(trees)) if not isinstance(leaf, Stored)]
     metadata = {f"0.{name}": text for name, text in own.items()}
     metadata |= {f"1.{i}": name for i, name in enumerate(names)}
@@ -196,7 +196,7 @@ def _kind(leaf: Leaf) -> str:
 
 @dataclass(frozen=True)
 class Scalars:
-    """The tensors of a file that stand for something else. `number` and `text` read a tensor."""
+    """Tensors of a file that stand for None, a text or a number, by path. `number` and `text` read a tensor."""
 
     kinds: Mapping[str, str]
     number: Callable[[str], int]
@@ -222,7 +222,7 @@ def scalar_kinds(metadata: Mapping[str, str]) -> dict[str, str]:
 
 
 def layers_in(layout: Layout, metadata: Mapping[str, str], scalars: Scalars) -> list[LayerFile]:
-    """By flat layer. Raises MismatchedPlanes where the file is not of this model."""
+    """Return the layers of a file by flat layer. Raises MismatchedPlanes where the file is not of this model."""
     num_layers = sum(1 for i in range(len(layout.layers) + 1) if f"1.{i}" in metadata)
     if num_layers != len(layout.layers):
         words = "no layers that can be read" if not num_layers else f"{num_layers} layers or more"
@@ -254,7 +254,7 @@ FLOAT_NAMES = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class FullLayerIn:
-    """A layer with full attention. `sides`: the paths of the tensors of K and of V."""
+    """A full-attention layer to be read. `sides`: the paths of the tensors of K and of V."""
 
     spec: LayerSpec
     sides: tuple[tuple[str, ...], tuple[str, ...]]
@@ -266,7 +266,7 @@ class FullLayerIn:
 
 
 def num_tokens_in(layers: list[tuple[LayerSpec, LayerFile]], scalars: Scalars) -> int | None:
-    """What the layers that count tokens say; None: no layer does. Raises MismatchedPlanes where they differ."""
+    """Return the number of tokens that layers state; None: no layer does. Raises MismatchedPlanes if layers differ."""
     places = {"KVCache": 2, "QuantizedKVCache": 2, "RotatingKVCache": 2, "ChunkedKVCache": 2}
     told = {scalars.int_at(f"{file.path}.{places[file.cache]}") for _, file in layers if file.cache in places}
     if len(told) > 1 or any(number < 1 for number in told):
@@ -308,7 +308,7 @@ def _require(
 
 
 def cut_tensor(octets: np.ndarray, stored: Stored, start: int, end: int) -> PackedArray:
-    """Tokens [start, end) of [1, kv_heads, tokens, width], copied."""
+    """Copy tokens [start, end) of a tensor [1, kv_heads, tokens, width]."""
     rows = octets.reshape(stored.shape[1], stored.shape[2], -1)[:, start:end]
     return PackedArray(
         stored.dtype, (stored.shape[1], end - start, stored.shape[3]), np.ascontiguousarray(rows).reshape(-1)
@@ -316,7 +316,7 @@ def cut_tensor(octets: np.ndarray, stored: Stored, start: int, end: int) -> Pack
 
 
 def sealed_piece(layer: FullLayerIn, k: list[PackedArray], v: list[PackedArray], position: int) -> SealedPart:
-    """On the thread that owns MLX."""
+    """Make a segment of the tokens from `position` on. Runs on the thread that owns MLX."""
     return SealedPart(*(_planes(layer, arrays, position) for arrays in (k, v)))
 
 
@@ -330,7 +330,7 @@ def _planes(layer: FullLayerIn, arrays: list[PackedArray], position: int) -> Pla
 def other_layer(
     spec: LayerSpec, file: LayerFile, tensors: Mapping[str, Stored], scalars: Scalars, read: Read, *, num_tokens: int
 ) -> MarkState:
-    """A window, chunk or state at the end of the tokens, on the thread that owns MLX."""
+    """Read a window, chunk or recurrent state at the end of the tokens. Runs on the thread that owns MLX."""
 
     def array(path: str) -> Any:
         stored = tensors.get(path)
@@ -366,18 +366,18 @@ Octets = np.ndarray  # uint8, contiguous
 
 @dataclass(frozen=True)
 class LayerOut:
-    """One flat layer: what it is called, its state with a place for each tensor, and where those come from."""
+    """A flat layer to be written: its cache class, its state with a place for each tensor, and the tensors' source."""
 
     spec: LayerSpec
     cache: str
     tree: Tree
-    parts: tuple[Part, ...] = ()  # of full attention: as they are now, whatever becomes of the span
-    codec: AffineCodec | None = None  # that all of them have
-    state: Any = None  # an mlx-lm cache, of the others
+    parts: tuple[Part, ...] = ()  # full attention: as they are now, whatever becomes of the span
+    codec: AffineCodec | None = None  # of all parts; None: they are decoded
+    state: Any = None  # other layers: an mlx-lm cache
 
 
 def layers_out(layout: Layout, runs: Sequence[SpanRange], mark: Mark | None) -> list[LayerOut]:
-    """What is to be written of `runs`, which start at 0 and follow each other. Copies nothing of full attention."""
+    """Return the layers to be written of consecutive `runs` from 0 on. Copies nothing of full attention."""
     num_tokens = runs[-1].end
     states = states_at(layout, mark, num_tokens)
     made: list[LayerOut] = []
@@ -393,7 +393,7 @@ def layers_out(layout: Layout, runs: Sequence[SpanRange], mark: Mark | None) -> 
 
 
 def trees_of(layout: Layout, layers: Sequence[LayerOut]) -> tuple[list[str], list[Tree]]:
-    """Names and states by layer of the model, as mlx-lm's list of caches has them."""
+    """Return names and states by layer of the model, as mlx-lm's list of caches has them."""
     flat = iter(layers)
     names, trees = list[str](), list[Tree]()
     for spec in layout.layers:
@@ -409,7 +409,7 @@ def trees_of(layout: Layout, layers: Sequence[LayerOut]) -> tuple[list[str], lis
 
 
 def tensors_of(layer: LayerOut) -> Generator[None, None, list[Octets]]:
-    """Its tensors, in the order of its tree."""
+    """Copy the tensors of a layer, in the order of its tree."""
     if layer.state is not None:
         arrays = [array for array in _leaves(layer.state.state) if isinstance(array, mx.array)]
         states = [np.empty(array.nbytes, np.uint8) for array in arrays]
@@ -452,7 +452,7 @@ def _full(spec: LayerSpec, parts: tuple[Part, ...], num_tokens: int) -> LayerOut
 
 
 def _pieces(layer: LayerOut) -> list[Part]:
-    """Short enough to be decoded in some milliseconds."""
+    """Cut a layer's segments into pieces that are decoded in some milliseconds."""
     size = grain_of(layer.spec).piece_tokens
     pieces: list[Part] = []
     for part in layer.parts:
@@ -464,7 +464,7 @@ def _pieces(layer: LayerOut) -> list[Part]:
 
 
 def _piece(layer: LayerOut, part: Part) -> list[mx.array]:
-    """[kv_heads, tokens, width] each."""
+    """Return the arrays of a piece, [kv_heads, tokens, width] each."""
     dtype = layer.spec.dtype
     if layer.codec is None:
         k, v = Parts(((part,),)).joined(mx.zeros((), dtype))
@@ -479,7 +479,7 @@ def _piece(layer: LayerOut, part: Part) -> list[mx.array]:
 
 
 def _stored(tree: Tree) -> Tree:
-    """A cache's state, with what its arrays look like in their place."""
+    """Return a cache's state, with dtype and shape in place of each array."""
     if isinstance(tree, list | tuple):
         return [_stored(child) for child in tree]
     if isinstance(tree, mx.array):

@@ -1,6 +1,6 @@
-"""What one sequence has computed itself in one layer with full attention: tokens that are sealed, then raw ones.
+"""A sequence's own KV in one full-attention layer: sealed tokens, then raw ones.
 
-Sealing encodes raw tokens while the sequence runs, and gives their buffers back.
+Sealing encodes raw tokens while the sequence runs, and frees their buffers.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvstrata.kv.work_sizes import Grain, grain_for, join, ranges
 
 class OwnTokens:
     def __init__(self, start: int, pieces: Pieces) -> None:
-        self.start = start  # position of the first
-        self.pieces = pieces  # the raw ones; the sequence's layer writes there
+        self.start = start  # position of the first token
+        self.pieces = pieces  # raw tokens; the sequence's layer writes there
         self.sealed: tuple[SealedPart, ...] = ()
-        self.sealed_tokens = 0  # asked for by every plan of a step, so kept
+        self.sealed_tokens = 0  # kept, because every plan of a step asks for it
         self.sealed_bytes = 0
 
     @property
@@ -34,30 +34,31 @@ class OwnTokens:
         return self.sealed_bytes + self.pieces.nbytes
 
     def parts(self, start: int, end: int) -> tuple[Part, ...]:
-        """Positions [start, end). Good until the next write."""
+        """Return the segments of positions [start, end), valid until the next write."""
         return tuple(cut_parts((*self.sealed, *self.pieces.parts()), start - self.start, end - self.start))
 
     def whole_arrays(self) -> tuple[mx.array, mx.array] | None:
-        """K and V if they fill one buffer exactly: it can be kept as it is, if it is not written again."""
+        """Return K and V if they fill one buffer exactly: it can be kept as it is, if it is not written again."""
         return None if self.sealed else self.pieces.whole_arrays()
 
     def replace_sealed(self, part: SealedPart, by: SealedPart) -> None:
-        """The same tokens, stored in another way."""
+        """Replace a sealed segment by another of the same tokens."""
         if (part.k.position, part.k.end) != (by.k.position, by.k.end):
             raise ValueError(f"tokens {part.k.position} to {part.k.end} cannot become others")
         at = self.sealed.index(part)
         self._set_sealed((*self.sealed[:at], by, *self.sealed[at + 1 :]))
 
     def num_to_seal(self, window: RawWindow) -> int:
-        """How many tokens `seal` would encode."""
+        """Return how many tokens `seal` would encode."""
         num_raw = self.pieces.num_tokens
         first = min(max(0, window.first_tokens - self._raw_start), num_raw)
         return max(0, num_raw - window.recent_tokens - first)
 
     def seal(self, k: Codec, v: Codec, window: RawWindow) -> int:
-        """Encode what is raw, but for the sequence's first tokens and the newest; tells how many tokens were encoded.
+        """Encode raw tokens, except for the sequence's first and newest tokens. Return how many were encoded.
 
-        The buffers go; the newest tokens move to one of their own, with some room. The rest of it is promised.
+        The newest tokens move to a new buffer with some free slots. All other buffers are freed; the remaining free
+        slots get a buffer later.
         """
         num_tokens = self.num_to_seal(window)
         for _ in self.sealing(k, v, window):
@@ -65,8 +66,8 @@ class OwnTokens:
         return num_tokens
 
     def sealing(self, k: Codec, v: Codec, window: RawWindow) -> Iterator[None]:
-        """The same in small steps. The tokens are those that it has now, however many come meanwhile; readers see no
-        change until all are encoded."""
+        """Seal in small steps the tokens that are present now, however many come meanwhile. Readers see no change until
+        all are encoded."""
         num_tokens = self.num_to_seal(window)
         if not num_tokens:
             return
@@ -80,7 +81,7 @@ class OwnTokens:
                 made = grain.join(made)
             yield
             if self.sealed_tokens != sealed_before:
-                return  # another sealing was faster
+                return  # another sealing has finished first
         sealed = [*self.sealed, *self._move_newest(start, end), made[0]]
         _join_last(sealed, grain)
         self._set_sealed((*sealed, *made[1:]))
@@ -93,26 +94,26 @@ class OwnTokens:
         return grain_for(sum(array.shape[1] * array.shape[3] for array in self.pieces.arrays()[:2]))
 
     def _encoded(self, start: int, end: int, k: Codec, v: Codec) -> SealedPart:
-        # Its raw arrays must not live on: they would make the owner's next write a copy of everything.
+        # The raw arrays must not outlive this call: they would make the owner's next write a copy of the whole buffer.
         k_raw, v_raw = self._raw_arrays(start, end)
         return SealedPart(k.encode(k_raw, start), v.encode(v_raw, start))
 
     def _raw_arrays(self, start: int, end: int) -> tuple[mx.array, mx.array]:
-        """K and V, [kv_heads, tokens, dim], of positions [start, end) that are not sealed."""
+        """Return K and V, [kv_heads, tokens, dim], of unsealed positions [start, end)."""
         raw = tuple(cut_parts(self.pieces.parts(), start - self._raw_start, end - self._raw_start))
         k, v = Parts((raw,)).joined(self.pieces.arrays()[0])
         return k.squeeze(0), v.squeeze(0)  # an index would copy
 
     def _move_newest(self, first_end: int, start: int) -> list[SealedPart]:
-        """Raw tokens from position `start` on get a buffer of their own; those before `first_end` are returned, sealed
-        as they are."""
+        """Move raw tokens from position `start` on to a buffer of their own. Return tokens before `first_end`, sealed
+        raw."""
         end, first_start = self.end, self._raw_start
         size = self.pieces.size_for(end - start)
         recent = self._raw_arrays(start, end) if start < end else ()
         first = self._raw_arrays(first_start, first_end) if first_start < first_end else ()
         kept = [copy_rows(array, 0, array.shape[1]) for array in first]
         moved = [_with_room(array[None], size) for array in recent]
-        mx.eval(moved, kept)  # at once: the host waits for it each time
+        mx.eval(moved, kept)  # together: the host waits for each evaluation
         self.pieces.keep_only(moved, end - start)
         return [SealedPart(*(RawCodec().adopt(array, first_start) for array in kept))] if kept else []
 
@@ -124,8 +125,8 @@ class OwnTokens:
 
 
 def _join_last(parts: list[SealedPart], grain: Grain) -> None:
-    """Join neighbours of like size and the same codecs, up to the end of a part: parts stay few, and a token is copied
-    seldom."""
+    """Join neighbours of like size and the same codecs, up to the end of a grain's part: segments stay few, and a token
+    is copied seldom."""
     while len(parts) > 1:
         a, b = parts[-2:]
         is_like = a.num_tokens <= 2 * b.num_tokens or b.k.end % grain.part_tokens == 0
@@ -135,7 +136,7 @@ def _join_last(parts: list[SealedPart], grain: Grain) -> None:
 
 
 def _with_room(array: mx.array, size: int) -> mx.array:
-    """In memory of its own, with zeros after it up to `size` tokens."""
+    """Copy an array to memory of its own, with zeros after it up to `size` tokens."""
     missing = size - array.shape[2]
     if not missing:
         return copy_rows(array, 0, size)

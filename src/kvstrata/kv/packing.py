@@ -1,4 +1,4 @@
-"""Spans as block contents and back."""
+"""Packing: converts spans and checkpoints to contents of blocks, and back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvstrata.kv.span import Span, SpanRange
 from kvstrata.kv.work_sizes import grain_of, join
 from kvstrata.tiers.block import BLOCK_TOKENS
 
-# In one step of packing: about a millisecond.
+# Layers that one step of packing copies: about a millisecond.
 LAYERS_AT_ONCE = 4
 
 # Names as in the safetensors format.
@@ -46,7 +46,7 @@ BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class UnreadableBlock(ConfigError):
-    """Bytes that do not make a span of this model."""
+    """A block whose bytes do not make a span of this model."""
 
 
 @dataclass(frozen=True)
@@ -63,20 +63,20 @@ class Packed:
 
 
 def boundaries(span: Span, start: int, end: int) -> list[int]:
-    """Where blocks of tokens [start, end) end: at multiples of 256, where requests resume, where precision changes."""
+    """Return where blocks of tokens [start, end) end: multiples of 256, resume points, changes of precision."""
     places = {end}
     places.update(range(start - start % BLOCK_TOKENS + BLOCK_TOKENS, end, BLOCK_TOKENS))
     places.update(at for at in (*span.marks, *span.ends) if start < at < end)
     for layer in span.layers:
-        # A cut may have left more of the first and the last than the span has.
+        # After a cut the first and the last segment may be longer than the span.
         ends = (part.k.position + part.num_tokens for part in span.sealed(layer))
         places.update(at for at in ends if start < at < end)
     return sorted(places)
 
 
 def packing(span: Span, start: int, end: int) -> Generator[None, None, Packed]:
-    """Tokens [start, end) of a sealed span, which lie in one part of each layer: copied in small steps. What is packed
-    is what the span held at the first of them."""
+    """Pack tokens [start, end) of a sealed span, which are in one segment of each layer, in small steps. The result has
+    what the span held at the first step."""
     missing = set(_full_layers(span.layout)).difference(span.layers)
     if missing:
         raise ValueError(f"tokens {start} to {end} cannot be packed: their span does not have layers {missing}")
@@ -90,7 +90,7 @@ def packing(span: Span, start: int, end: int) -> Generator[None, None, Packed]:
 
 
 def packing_parts(made: Mapping[int, SealedPart]) -> Generator[None, None, Packed]:
-    """Parts of the same tokens, one for each layer."""
+    """Pack segments of the same tokens, one for each layer."""
     groups: dict[tuple[Any, ...], list[tuple[int, SealedPart]]] = {}
     for layer, part in made.items():
         groups.setdefault(_likeness(part), []).append((layer, part))
@@ -109,7 +109,7 @@ def packing_parts(made: Mapping[int, SealedPart]) -> Generator[None, None, Packe
 
 
 def unpack(layout: Layout, packed: Packed, start: int, end: int) -> dict[int, SealedPart]:
-    """Tokens [start, end), by layer. UnreadableBlock, or ConfigError for a codec that this version does not know."""
+    """Return tokens [start, end) by layer. Raises UnreadableBlock, or ConfigError where the codec is unknown."""
     parts: dict[int, SealedPart] = {}
     try:
         stacks_of: dict[str, dict[str, mx.array]] = defaultdict(dict)  # by group
@@ -127,7 +127,7 @@ def unpack(layout: Layout, packed: Packed, start: int, end: int) -> dict[int, Se
 
 
 def pack_mark(mark: Mark) -> Packed:
-    """Window and recurrent layers at one position."""
+    """Pack a checkpoint: window and recurrent layers at one position."""
     arrays: dict[str, PackedArray] = {}
     states: list[Any] = []
     for i, state in enumerate(mark.states):
@@ -156,7 +156,7 @@ def unpack_mark(packed: Packed) -> Mark:
 
 
 def span_of(layout: Layout, blocks: Sequence[Mapping[int, SealedPart]], start: int, end: int) -> Span:
-    """Blocks that follow each other, as one span."""
+    """Join consecutive blocks into one span."""
     joining = span_joining(layout, blocks, start, end)
     while True:
         try:
@@ -168,7 +168,7 @@ def span_of(layout: Layout, blocks: Sequence[Mapping[int, SealedPart]], start: i
 def span_joining(
     layout: Layout, blocks: Sequence[Mapping[int, SealedPart]], start: int, end: int
 ) -> Generator[None, None, Span]:
-    """The same, a layer at a time."""
+    """Join consecutive blocks into one span, a layer at a time."""
     span = Span(layout, start, end - start, {})
     specs = layout.flat()
     for layer in _full_layers(layout):
@@ -178,14 +178,14 @@ def span_joining(
 
 
 def block_bytes(layout: Layout) -> int:
-    """Most that the arrays of one block, or of one mark, take."""
+    """Return the most bytes that the arrays of one block, or of one checkpoint, take."""
     widest = sum(spec.kv_heads * (spec.k_dim + spec.v_dim) for spec in layout.flat() if spec.kind == "full")
     # A codec of one value for each token could take more than the values themselves.
     return max(BLOCK_TOKENS * (layout.token_bytes + 8 * widest), 2 * layout.fixed_bytes)
 
 
 def _require_rows(stacks: Mapping[str, mx.array], num_rows: int) -> None:
-    """MLX reads past an array's end without a word."""
+    """Raise UnreadableBlock where an array does not have `num_rows` rows: MLX reads past its end without an error."""
     if any(not stack.ndim or stack.shape[0] != num_rows for stack in stacks.values()):
         raise UnreadableBlock(f"A block has arrays that are not of {num_rows} layers.")
 
@@ -220,7 +220,8 @@ def _state(stacks: Mapping[str, mx.array], i: int, described: Mapping[str, Any] 
 
 
 def _check(layout: Layout, parts: Mapping[int, SealedPart], start: int, end: int) -> None:
-    """Of a model with the same identity this always holds; it costs nothing to look."""
+    """Raise UnreadableBlock where segments do not fit the layout. A block of the same model identity always fits; the
+    check costs nothing."""
     specs = layout.flat()
     for layer in _full_layers(layout):
         spec, part = specs[layer], parts.get(layer)
@@ -235,12 +236,12 @@ def _full_layers(layout: Layout) -> list[int]:
 
 
 def _alone(array: mx.array) -> PackedArray:
-    """[1, ...], copied."""
+    """Pack one array as [1, ...], copied."""
     return PackedArray(DTYPES[array.dtype], (1, *array.shape), own_octets(array))
 
 
 def _stacking(arrays: Sequence[mx.array]) -> Generator[None, None, PackedArray]:
-    """[len(arrays), ...], copied once, a few at a time."""
+    """Pack arrays as [len(arrays), ...], copied once, a few at a time."""
     first = arrays[0]
     out = np.empty((len(arrays), first.nbytes), np.uint8)
     for at in range(0, len(arrays), LAYERS_AT_ONCE):
@@ -251,7 +252,7 @@ def _stacking(arrays: Sequence[mx.array]) -> Generator[None, None, PackedArray]:
 
 
 def copy_octets(arrays: Sequence[mx.array], into: Sequence[np.ndarray]) -> None:  # of each: uint8 [bytes]
-    """The bytes of each array, without gaps, to where they are to lie: new memory for each would cost more."""
+    """Copy the bytes of each array, without gaps, into given memory: new memory for each would cost more."""
     if backends.active() == "cuda":
         cuda_host_copy.copy_octets(arrays, into)
         return
@@ -261,7 +262,7 @@ def copy_octets(arrays: Sequence[mx.array], into: Sequence[np.ndarray]) -> None:
 
 
 def octets_of(array: mx.array) -> np.ndarray:
-    """Its bytes, as they lie in memory where that is without gaps: maybe a view."""
+    """Return the bytes of an array, without gaps. The result may be a view of an array that has none."""
     if backends.active() == "cuda":
         return own_octets(array)
     mx.eval(array)
@@ -269,7 +270,7 @@ def octets_of(array: mx.array) -> np.ndarray:
 
 
 def own_octets(array: mx.array) -> np.ndarray:
-    """Its bytes, in memory of their own."""
+    """Return the bytes of an array, in memory of their own."""
     octets = np.empty(array.nbytes, np.uint8)
     copy_octets([array], [octets])
     return octets
@@ -289,12 +290,12 @@ def array_of(packed: PackedArray) -> mx.array:
 
 
 class FewerBits(Exception):
-    """What is held has fewer bits than a block should have."""
+    """The spans hold fewer bits than a block should have."""
 
 
 def packing_shared(runs: Sequence[SpanRange], plan: Plan) -> Generator[None, None, Packed]:
-    """Tokens of sealed spans that follow each other, a layer in each step. What is packed is what the spans held at the
-    first step. Raises FewerBits."""
+    """Pack tokens of consecutive sealed spans with the plan's codecs, a layer in each step. The result has what the
+    spans held at the first step. Raises FewerBits."""
     layout = runs[0].span.layout
     found = {
         layer: [part for run in runs for part in run.span.parts(layer, run.start, run.end)]
@@ -309,7 +310,7 @@ def packing_shared(runs: Sequence[SpanRange], plan: Plan) -> Generator[None, Non
 
 
 def pack_shared_mark(mark: Mark, plan: Plan, dtypes: Sequence[mx.Dtype]) -> Packed:
-    """Rings under the same precision, states as they are. Raises FewerBits."""
+    """Pack a checkpoint: rings with the plan's codecs, states as they are. Raises FewerBits."""
     states = [
         _exactly(lowered(state, pair, dtype), pair) if isinstance(state, SealedPart) else state
         for state, pair, dtype in zip(mark.states, plan.pairs, dtypes, strict=True)
@@ -318,7 +319,7 @@ def pack_shared_mark(mark: Mark, plan: Plan, dtypes: Sequence[mx.Dtype]) -> Pack
 
 
 def _under(parts: Sequence[Part], pair: Pair, dtype: mx.Dtype) -> SealedPart:
-    """One part. Raw neighbours are joined before they are encoded, so that a run of 256 tokens has one mean."""
+    """Make one segment. Raw neighbours are joined before they are encoded, so that a run of 256 tokens has one mean."""
     if any(isinstance(part, RawPart) for part in parts):
         raise ValueError("what its owner still writes cannot be packed")
     sealed = [owned(part) if isinstance(part, CutPart) else part for part in parts]
@@ -329,7 +330,7 @@ def _under(parts: Sequence[Part], pair: Pair, dtype: mx.Dtype) -> SealedPart:
     ]
     made = [_exactly(lowered(part, pair, dtype), pair) for part in joined if isinstance(part, SealedPart)]
     if len({(part.k.codec, part.v.codec) for part in made}) > 1:
-        raise FewerBits  # of one family and precision, but with other means
+        raise FewerBits  # their family and precision are the same, their means differ
     return join(made)
 
 
@@ -341,12 +342,12 @@ def _exactly(part: SealedPart, pair: Pair) -> SealedPart:
 
 PRECISION, KIND = "precision ", "kind "
 
-# Written by another version, which can tell.
+# Label of bytes that only another version of kvstrata can describe.
 UNKNOWN = "unknown"
 
 
 def tally(description: Mapping[str, Any], tensor_bytes: Mapping[str, int]) -> dict[str, int]:
-    """Bytes by label: `precision planes:8`, `kind full`. Each byte counts once as either."""
+    """Count bytes by label: `precision planes:8`, `kind full`. Each byte counts once by precision and once by kind."""
     found: Counter[str] = Counter()
     for name, nbytes in tensor_bytes.items():
         precision, kind = _labels(description, name)
@@ -360,7 +361,7 @@ def by_label(labels: Mapping[str, int], what: str) -> dict[str, int]:
 
 
 def _labels(description: Mapping[str, Any], name: str) -> tuple[str, str]:
-    """Of one array, named as in kv/packing.py."""
+    """Return the precision and the kind of one array, from its name in a block."""
     try:
         place, side, *_ = name.split(".")
         if "groups" in description:

@@ -1,4 +1,4 @@
-"""What a change of precision would free, and what it would cost in accuracy, without making it."""
+"""Estimate the bytes that a change of precision would free and its cost in accuracy, without making the change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvstrata.kv.raw_window import RawWindow
 from kvstrata.kv.sequence_cache import Pair
 from kvstrata.kv.span import SEAL_TOKENS, Span
 
-# Why something is left alone.
+# Reasons for which bytes are left alone.
 STORED_SO = "stored so already"
 
 LOWER = "lower already, with nothing put away"
@@ -47,7 +47,7 @@ class Estimate:
 
 
 def estimate(span: Span, plan: Plan, *, upward: bool, window: RawWindow | None) -> Estimate:
-    """Of all that a change rewrites. `window` stays raw; None: its owner has ended, nothing has to."""
+    """Estimate all that a change transcodes. `window` stays raw; None: the owner has ended, and all may be encoded."""
     result = Estimate()
     specs = span.layout.flat()
     for layer in span.layers:
@@ -67,15 +67,15 @@ def estimate(span: Span, plan: Plan, *, upward: bool, window: RawWindow | None) 
 
 
 def _rings(mark: Mark, plan: Plan, specs: Sequence[LayerSpec]) -> Iterator[tuple[SealedPart, Pair, LayerSpec]]:
-    """Its rings and chunks: recurrent states are never quantized."""
+    """Yield the rings and chunks of a checkpoint: recurrent states are never quantized."""
     for state, pair, spec in zip(mark.states, plan.pairs, specs, strict=True):
         if isinstance(state, SealedPart):
             yield state, pair, spec
 
 
-@lru_cache(maxsize=4096)  # the layers of a span are alike, and a change may be about hundreds of spans
+@lru_cache(maxsize=4096)  # the layers of a span are alike, and a change may concern hundreds of spans
 def encoded_bytes(codec: Codec, heads: int, dim: int, position: int, num_tokens: int, dtype: mx.Dtype) -> int:
-    """What `codec` allocates for so many tokens."""
+    """Return the bytes that `codec` allocates for `num_tokens` tokens."""
     num_segments = len(segments_of(position, num_tokens)) if isinstance(codec, PlanesCodec) else 0
     planes = codec.layout(Extent(dim, num_tokens, num_segments)).values()
     sizes = [dtype.size if isinstance(codec, RawCodec) else plane.dtypes[0].size for plane in planes]
@@ -99,7 +99,7 @@ def _add_planes(result: Estimate, planes: Planes, wanted: Codec, dtype: mx.Dtype
 
 
 def _add_live(result: Estimate, own: OwnTokens, pair: Pair, dtype: mx.Dtype, window: RawWindow) -> None:
-    """A running sequence: its buffers keep the newest tokens and the room for more."""
+    """Add the own tokens of a running sequence, whose buffers keep the newest tokens and free slots."""
     for part in own.sealed:
         _add_part(result, part, new_pair(part, live_pair(part, pair), dtype), dtype, upward=False)
     pieces, recent_tokens = own.pieces, window.recent_tokens
@@ -112,14 +112,14 @@ def _add_live(result: Estimate, own: OwnTokens, pair: Pair, dtype: mx.Dtype, win
         result.left_alone[RAW_WINDOW] += pieces.token_bytes * raw
         return
     at = own.end - recent_tokens - moved
-    first = raw - moved - recent_tokens  # sealed as they are
+    first = raw - moved - recent_tokens  # sealed raw
     buffer_tokens = pieces.size_for(recent_tokens)
     result.left_alone[RAW_WINDOW] += pieces.token_bytes * (raw - moved)
     result.bytes_after += pieces.token_bytes * (first + buffer_tokens) + _encoded_pair(own, pair, at, moved, dtype)
 
 
 def _add_ended(result: Estimate, own: OwnTokens, span: Span, pair: Pair, dtype: mx.Dtype) -> None:
-    """Buffers that wait to be trimmed: what is not filed and the room for more go."""
+    """Add buffers that wait to be trimmed to the committed tokens: other tokens and free slots go."""
     sealed = Estimate()
     for part in own.sealed:
         _add_part(sealed, part, pair, dtype, upward=False)
@@ -138,9 +138,9 @@ def _encoded_pair(own: OwnTokens, pair: Pair, position: int, num_tokens: int, dt
 
 
 def score_error(span: Span, plan: Plan, *, upward: bool) -> float | None:
-    """How far scores move, relative to how much they differ between tokens; None: nothing of the span would change.
+    """Return how far scores move, relative to their spread between tokens; None: nothing of the span would change.
 
-    Measured on its first, middle and last layer, some of its newest tokens, with keys standing for queries.
+    Measured on the first, middle and last layer, over some of the newest tokens, with keys in place of queries.
     """
     layers = span.layers
     errors = [_layer_error(span, i, plan.pairs[i], upward) for i in {layers[0], layers[len(layers) // 2], layers[-1]}]
@@ -166,7 +166,7 @@ def _layer_error(span: Span, layer: int, pair: Pair, upward: bool) -> float | No
 
 
 def _becomes(part: Part, wanted: Codec, dtype: mx.Dtype, upward: bool) -> Codec | None:
-    """None: the keys stay as they are."""
+    """Return the codec that keys would be encoded with; None: the keys stay as they are."""
     if not isinstance(part, SealedPart):
         return None if isinstance(wanted, RawCodec) else wanted
     codec = becomes(part.k.codec, wanted, part.k.dim, dtype, upward=upward)

@@ -1,4 +1,4 @@
-"""Which codec each layer's K and V are stored under."""
+"""Precision plan: the codecs of each layer's K and V."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from kvstrata.kv.convert import RAW, bits_of
 from kvstrata.kv.layout import LayerSpec, Layout
 from kvstrata.kv.sequence_cache import Pair
 
-EDGE = PlanesCodec(8)  # of layers that keep more bits than the others
+EDGE = PlanesCodec(8)  # codec of layers that keep more bits than the others
 
 
 @dataclass(frozen=True)
 class Plan:
-    """By flat layer. Layers without K and V have RAW there, which has no effect."""
+    """The codecs of K and V by flat layer. Layers without K and V have RAW, which has no effect."""
 
     k: Codec  # as asked for
     v: Codec
     pairs: tuple[Pair, ...]
 
     def token_bytes(self, layout: Layout) -> float:
-        """What a token takes in memory, in the layers that keep one."""
+        """Return the bytes that a token takes in memory, in the layers that keep every token."""
         total = 0.0
         for spec, (k, v) in zip(layout.flat(), self.pairs, strict=True):
             if spec.kind == "full":
@@ -46,7 +46,7 @@ def choose_codecs(
     v: str | None = None,
     group_size: int | None = None,
 ) -> Pair:
-    """The precisions of K and V that these settings ask for together. Raises ConfigError where they contradict."""
+    """Return the codecs of K and V that these settings ask for together. Raises ConfigError if settings contradict."""
     general = f"planes:{bits}" if bits is not None else "planes:8" if quantization else "raw"
     names = (_with_group(k or general, group_size), _with_group(v or general, group_size))
     if group_size is not None and not any(name.startswith("affine") for name in names):
@@ -68,15 +68,15 @@ def raw_plan(layout: Layout) -> Plan:
 
 
 def edges_of(layout: Layout, edge_layers: int) -> frozenset[int]:
-    """The first and the last so many layers that have keys and values."""
+    """Return the first and the last `edge_layers` layers that have keys and values."""
     attention = [i for i, spec in enumerate(layout.flat()) if spec.kind in ("full", "window", "chunked")]
     return frozenset(attention[:edge_layers] + attention[-edge_layers:]) if edge_layers else frozenset()
 
 
 def make_plan(layout: Layout, k: Codec, v: Codec, *, edge_layers: int = 0, edge: Codec = EDGE) -> Plan:
-    """At least `edge` for K and V of the first and the last `edge_layers` that have any.
+    """Make a plan with at least `edge` for K and V of the first and the last `edge_layers` layers that have any.
 
-    Refuses what a layer cannot store.
+    Refuses a codec that a layer cannot use.
     """
     specs, edges = layout.flat(), edges_of(layout, edge_layers)
     pairs = [_pair(spec, k, v, edge if i in edges else None) for i, spec in enumerate(specs)]

@@ -1,7 +1,7 @@
 """Layers whose state does not grow: gated delta net, Mamba, short convolutions.
 
-A sequence owns its state; while it decodes in a batch the states of all rows are gathered in one array, which happens
-when the membership changes and never at each step.
+A sequence owns its state. While sequences decode in a batch, one array holds the states of all rows: states are
+gathered when the membership changes, not at each step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvstrata.kv.buffers import owned
 
 
 class RecurrentLayer(ArraysCache):
-    """mlx-lm's own class, so that models which ask for it by type find it."""
+    """The recurrent state of one sequence. A subclass of mlx-lm's own class, for which models ask by type."""
 
     cache: list[Any]
 
@@ -28,21 +28,21 @@ class RecurrentLayer(ArraysCache):
         return [array for array in self.cache if array is not None]
 
     def held(self) -> tuple[mx.array | None, ...]:
-        """The state, in memory of its own."""
+        """Return the state, in memory of its own."""
         state = tuple(None if array is None else owned(array) for array in self.cache)
         mx.eval([array for array in state if array is not None])
         return state
 
     def resume(self, state: Sequence[mx.array | None], offset: int) -> None:
-        """Go on from a state. It may be shared: models put new arrays in its place, they write none."""
+        """Resume from a state. The state may be shared: models replace its arrays and write into none."""
         self.cache = list(state)
         self.offset = offset
 
     def grow(self, tokens: int) -> None:
-        """The state has one size."""
+        """Do nothing: the state has a fixed size."""
 
     def end_pass(self) -> list[mx.array]:
-        """Nothing is kept for the pass, and nothing written without MLX's knowledge."""
+        """Return nothing: the layer keeps nothing for the pass, and MLX knows of all writes."""
         return []
 
     def advance(self, N: int) -> None:  # noqa: N803
@@ -50,7 +50,7 @@ class RecurrentLayer(ArraysCache):
 
 
 class RecurrentRows(ArraysCache):
-    """The states of several sequences, one row each."""
+    """The recurrent states of several sequences, a row each."""
 
     def __init__(self, layers: Sequence[RecurrentLayer]) -> None:
         super().__init__(len(layers[0].cache))
@@ -58,7 +58,7 @@ class RecurrentRows(ArraysCache):
         self.offset = mx.array([layer.offset for layer in layers])
         self.cache = [self._gather(i) for i in range(len(self.cache))]
         mx.eval(self.states())
-        # Held once: the sequences get their rows back when the batch is disbanded.
+        # The batch alone holds the states: `release` gives each sequence its row back.
         for layer in layers:
             layer.cache = [None] * len(self.cache)
 
@@ -67,7 +67,7 @@ class RecurrentRows(ArraysCache):
         shaped = next((state for state in states if state is not None), None)
         if shaped is None:
             return None
-        # A sequence that has seen nothing yet starts from zeros, as the models do.
+        # A sequence without tokens starts from zeros, as the models do.
         return mx.concatenate([mx.zeros_like(shaped) if state is None else state for state in states])
 
     def advance(self, N: int) -> None:  # noqa: N803
@@ -78,14 +78,14 @@ class RecurrentRows(ArraysCache):
         self.offset = offsets
 
     def end_step(self) -> list[mx.array]:
-        """Nothing is kept for the step, and nothing written without MLX's knowledge."""
+        """Return nothing: the rows keep nothing for the step, and MLX knows of all writes."""
         return []
 
     def states(self) -> list[mx.array]:
         return [array for array in self.cache if array is not None]
 
     def release(self) -> list[mx.array]:
-        """Give each sequence its row back, in memory of its own."""
+        """Give each sequence its row back, in memory of its own. Return the arrays, which the caller evaluates."""
         for row, layer in enumerate(self._layers):
             layer.cache = [None if array is None else mx.contiguous(array[row : row + 1]) for array in self.cache]
         return [array for layer in self._layers for array in layer.arrays()]

@@ -1,4 +1,4 @@
-"""All layers of one sequence: what a model is called with when it runs alone."""
+"""The KV cache of one sequence: all of its layers, with which a model is called when the sequence runs alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvstrata.kv.window_layer import WindowLayer
 
 
 class CompositeLayer:
-    """Several caches in one entry, as mlx-lm's CacheList."""
+    """Several caches in one entry, like mlx-lm's CacheList."""
 
     def __init__(self, caches: list[Any]) -> None:
         self.caches = caches
@@ -46,7 +46,7 @@ class CompositeLayer:
 
 
 class ForeignLayer:
-    """A cache of mlx-lm's that we do not know: it is called as it is, one sequence at a time."""
+    """A cache of mlx-lm's of unknown kind: the model gets it as it is, one sequence at a time."""
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
@@ -59,15 +59,15 @@ class ForeignLayer:
         return arrays_in(self.cache)
 
     def grow(self, tokens: int) -> None:
-        """It grows by itself."""
+        """Do nothing: the cache grows by itself."""
 
     def end_pass(self) -> list[mx.array]:
-        """Nothing is kept for the pass, and nothing written without MLX's knowledge."""
+        """Return nothing: the layer keeps nothing for the pass, and MLX knows of all writes."""
         return []
 
 
 class DenseLayer:
-    """For models that compute on what they fetch (MLA): the layer's keys and values as plain arrays."""
+    """A layer's keys and values as plain arrays, for models that compute on the arrays that they fetch (MLA)."""
 
     def __init__(self, layer: AttentionLayer) -> None:
         self._layer = layer
@@ -91,12 +91,12 @@ Pair = tuple[Codec, Codec]  # for K and for V
 
 Layer = FullLayer | WindowLayer | ChunkedLayer | RecurrentLayer | CompositeLayer | ForeignLayer
 
-State = Any  # what `held` of a window or chunked layer gives: (k, v); of a recurrent one: its arrays
+State = Any  # from `held`. Window, chunked: (k, v); recurrent: its arrays
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """What a sequence goes on from: tokens that were computed before. By flat layer (`Layout.flat`)."""
+    """The cached tokens that a sequence resumes from, by flat layer (`Layout.flat`)."""
 
     num_tokens: int
     sources: tuple[tuple[Source, ...], ...]  # full layers; empty for the others
@@ -104,9 +104,9 @@ class Prefix:
 
 
 class SequenceCache:
-    """The live cache of one sequence: room for `capacity` tokens of its own, more with `grow`.
+    """The live cache of one sequence: `capacity` tokens of its own, more with `grow`.
 
-    With `raw_tokens` buffers hold no more than that of them at once: the engine seals what is older in time.
+    `raw_tokens`: most of them that have buffers at once; the engine seals older tokens in time. None: no limit.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class SequenceCache:
 
     @property
     def nbytes(self) -> int:
-        """Its own bytes: what it goes on from is held elsewhere."""
+        """Bytes of the sequence's own tokens: other objects hold its prefix."""
         return sum(layer.nbytes for layer in self.layers)
 
     @property
@@ -147,18 +147,18 @@ class SequenceCache:
 
     @property
     def raw_capacity(self) -> int:
-        """Tokens that buffers are reserved for, as large as buffers are: what is sealed has given its room back."""
+        """Tokens that buffers are reserved for, rounded up to the size of buffers. Sealed tokens need no buffer."""
         left = self.capacity - self._sealed_tokens
         return round_up(left if self._raw_tokens is None else min(left, max(self._raw_tokens, self.unsealed_tokens)))
 
     @property
     def unallocated_tokens(self) -> int:
-        """Tokens that are still to come when those before them are sealed: in the buffers that they leave."""
+        """Tokens that get a buffer only after earlier tokens are sealed and leave theirs."""
         return max(0, self.capacity - self._sealed_tokens - self.raw_capacity)
 
     @property
     def unsealed_tokens(self) -> int:
-        """Its own that lie in buffers."""
+        """The sequence's own tokens that are in buffers."""
         return self.num_tokens - self.start - self._sealed_tokens
 
     @property
@@ -170,11 +170,11 @@ class SequenceCache:
         return sum([own.sealed_bytes for own in self._own])
 
     def arrays(self) -> list[mx.array]:
-        """Everything that a pass has changed."""
+        """Return all arrays that a pass has changed."""
         return [array for layer in self.layers for array in layer.arrays()]
 
     def states(self) -> list[mx.array]:
-        """What a pass has changed that its logits do not depend on: left lazy, it would pile up step by step."""
+        """Return changed arrays that a pass's logits do not depend on: left lazy, they would pile up step by step."""
         beside = (layer for layer in self.flat if isinstance(layer, RecurrentLayer | ForeignLayer))
         return [array for layer in beside for array in layer.arrays()]
 
@@ -184,23 +184,23 @@ class SequenceCache:
             layer.grow(tokens)
 
     def seal(self, pairs: Sequence[Pair], window: RawWindow) -> None:
-        """Encode its own past in every full-attention layer. Windows and recurrent states stay as they are."""
+        """Encode own tokens in every full-attention layer. Windows and recurrent states stay as they are."""
         for layer, pair in zip(self.flat, pairs, strict=True):
             if isinstance(layer, FullLayer):
                 layer.own.seal(*pair, window)
 
     def let_go(self) -> None:
-        """Others have stored what it reads in another way: keep nothing of how it was."""
+        """Drop what the layers keep of a prefix that was transcoded."""
         for layer in self.flat:
             if isinstance(layer, FullLayer):
                 layer.let_go()
 
     def caches(self) -> list[Any]:
-        """What the model is called with."""
+        """Return the caches that the model is called with."""
         return [_as_called(layer, self._path) for layer in self.layers]
 
     def end_pass(self, num_tokens: int) -> None:
-        """A forward pass over `num_tokens` was built: count them, and let go of what only the pass needed."""
+        """Count the tokens of a forward pass that was built, and release what only the pass needed."""
         self.num_tokens += num_tokens
         mx.async_eval([array for layer in self.layers for array in layer.end_pass()])
 

@@ -1,4 +1,4 @@
-"""Consecutive tokens over all layers."""
+"""Span: the KV of consecutive tokens over all layers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Span:
     def __init__(self, layout: Layout, position: int, num_tokens: int, held: dict[int, Held]) -> None:
         self.layout = layout
         self.position = position  # of its first token
-        self.num_tokens = num_tokens  # sealed: a live layer may hold more
-        self._held = held  # by flat layer, those with full attention
+        self.num_tokens = num_tokens  # committed: a live layer may hold more
+        self._held = held  # by flat layer, full attention only
         self.version = 0  # changes with what it holds
         self.marks: dict[int, Mark] = {}  # by position
-        self.ends: set[int] = set()  # where prompts ended: likely places to leave it or go on
+        self.ends: set[int] = set()  # where prompts ended: likely positions to resume or to diverge
 
     @property
     def end(self) -> int:
@@ -41,13 +41,13 @@ class Span:
 
     @property
     def kv_bytes(self) -> int:
-        """Allocated, marks apart; of a live span the whole buffers."""
+        """Allocated bytes without checkpoints; a live span counts its buffers whole."""
         live_bytes = sum(held.nbytes for held in self._held.values() if isinstance(held, OwnTokens))
         return sum(part.nbytes for part in self.sealed_parts()) + live_bytes
 
     @property
     def owned_bytes(self) -> int:
-        """All that is in memory of its own: not the buffers of an owner."""
+        """Bytes in the span's own memory: not the KV buffers of a running owner."""
         return sum(part.nbytes for part in self.sealed_parts()) + self.mark_bytes
 
     @property
@@ -59,14 +59,14 @@ class Span:
         return self.kv_bytes + self.mark_bytes
 
     def pairs(self, layer: int) -> tuple[Pair, ...]:
-        """The codecs that a layer is stored under."""
+        """Return the distinct pairs of codecs that a layer is held in."""
         held = self._held[layer]
         if isinstance(held, OwnTokens):
             return (RAW,)
         return tuple(dict.fromkeys((part.k.codec, part.v.codec) for part in held))
 
     def parts(self, layer: int, start: int, end: int) -> tuple[Part, ...]:
-        """Tokens [start, end), positions in the sequence."""
+        """Return tokens [start, end) of a layer, positions in the sequence."""
         held = self._held[layer]
         if isinstance(held, OwnTokens):
             return held.parts(start, end)
@@ -74,11 +74,11 @@ class Span:
         return tuple(cut_parts(held, start - first, end - first))
 
     def held(self, layer: int) -> Held:
-        """What a layer holds: the same object until it is replaced."""
+        """Return the content of a layer: the same object until it is replaced."""
         return self._held[layer]
 
     def cut(self, start: int, end: int) -> None:
-        """Keep only tokens [start, end), positions in the sequence. Memory follows with `shrink`."""
+        """Keep only tokens [start, end), positions in the sequence. `shrink` frees the memory."""
         if not self.position <= start < end <= self.end:
             raise ValueError(f"tokens {start} to {end} cannot be cut out of {self.position} to {self.end}")
         self.position, self.num_tokens = start, end - start
@@ -87,9 +87,9 @@ class Span:
         self.ends = {at for at in self.ends if start < at <= end}
 
     def append(self, after: Span) -> None:
-        """Take over a neighbour's tokens. A layer may then hold several parts, until it is rewritten.
+        """Take over the tokens of the next span. A layer may then hold several segments, until it is transcoded.
 
-        Nothing is copied but what a cut left untrimmed: parts must follow each other.
+        Only segments that a cut left untrimmed are copied, because segments must be consecutive.
         """
         if after.position != self.end or self.is_live or after.is_live:
             raise ValueError(f"a span from {after.position} on cannot be joined to one that ends at {self.end}")
@@ -101,7 +101,7 @@ class Span:
         self.ends |= after.ends
 
     def sealed(self, layer: int) -> tuple[SealedPart, ...]:
-        """What a sealed layer holds, as it is."""
+        """Return the segments of a sealed layer. Raises ValueError for a live one."""
         held = self._held[layer]
         if isinstance(held, OwnTokens):
             raise ValueError("a live layer is not sealed yet")
@@ -112,7 +112,7 @@ class Span:
         self.version += 1
 
     def replace_range(self, layer: int, parts: Sequence[SealedPart], start: int, end: int) -> None:
-        """Tokens [start, end) of a sealed layer. What is left of its other parts gets memory of its own."""
+        """Replace tokens [start, end) of a sealed layer. Remainders of cut segments get memory of their own."""
         before, after = self.parts(layer, self.position, start), self.parts(layer, end, self.end)
         self.replace(layer, (*map(owned, before), *parts, *map(owned, after)))
 
@@ -136,7 +136,7 @@ class SpanRange:
 
 
 class SpanSource:
-    """One layer of a range, as a sequence that goes on from it reads it."""
+    """A layer of a span range, as read by a sequence that resumes after the range."""
 
     def __init__(self, run: SpanRange, layer: int) -> None:
         self._run = run
@@ -166,34 +166,34 @@ class SpanSource:
 
 
 def prefix_of(layout: Layout, runs: Sequence[SpanRange], mark: Mark | None) -> Prefix:
-    """What a sequence needs to go on after `runs`, which start at 0 and follow each other."""
+    """Return the prefix from which a sequence resumes after `runs`, which start at 0 and are consecutive."""
     num_tokens, specs = runs[-1].end, layout.flat()
     sources = tuple(tuple(SpanSource(run, i) for run in runs if spec.kind == "full") for i, spec in enumerate(specs))
     return Prefix(num_tokens, sources, states_at(layout, mark, num_tokens))
 
 
-# A running sequence is encoded again when so many tokens have come since.
+# Tokens that a running sequence adds before it is encoded again.
 SEAL_TOKENS = 256
 
 
 def live_span(layout: Layout, cache: SequenceCache) -> Span:
-    """What a sequence computes itself, nothing of it sealed yet."""
+    """Make the span of the tokens that a sequence computes itself; none is committed yet."""
     held: dict[int, Held] = {i: layer.own for i, layer in enumerate(cache.flat) if isinstance(layer, FullLayer)}
     return Span(layout, cache.start, 0, held)
 
 
 def live_bytes(span: Span) -> int:
-    """Of its owner: buffers, and what is encoded of them."""
+    """Return the bytes of the owner of a live span: buffers and sealed segments."""
     return sum(own.nbytes for own in _own_tokens(span))
 
 
 def written_end(span: Span) -> int:
-    """Where the owner of a live span is; of others, their end."""
+    """Return the position that the owner of a live span has reached; the end of any other span."""
     return next((own.end for own in _own_tokens(span)), span.end)
 
 
 def sealable_tokens(span: Span, window: RawWindow) -> int:
-    """How many of a live span are encoded, or could be."""
+    """Return how many tokens of a live span are encoded, or could be."""
     for own in _own_tokens(span):
         count = own.num_to_seal(window)
         return own.sealed_tokens + (count if count >= SEAL_TOKENS else 0)
@@ -201,7 +201,7 @@ def sealable_tokens(span: Span, window: RawWindow) -> int:
 
 
 def has_to_seal(span: Span, layer: int, pair: Pair, window: RawWindow) -> bool:
-    """Whether a live layer has enough to be encoded, or sealed tokens in more bits than the pair has."""
+    """Whether a live layer has enough raw tokens to encode, or sealed tokens in more bits than `pair` has."""
     own, dtype = span.held(layer), span.layout.flat()[layer].dtype
     if not isinstance(own, OwnTokens):
         return False
@@ -211,7 +211,7 @@ def has_to_seal(span: Span, layer: int, pair: Pair, window: RawWindow) -> bool:
 
 
 def sealing(span: Span, layer: int, pair: Pair, window: RawWindow, *, up_to: int) -> Iterator[None]:
-    """Encode what the owner of a live layer had written when it was at `up_to`, but for the window; in small steps."""
+    """Encode, in small steps, what the owner of a live layer had written at `up_to`, except for the raw window."""
     own, dtype = span.held(layer), span.layout.flat()[layer].dtype
     if not isinstance(own, OwnTokens):
         return

@@ -1,4 +1,4 @@
-"""Layers of a span, put under other codecs in small steps. Trimming, encoding, stepping down and joining are this."""
+"""Transcode layers of a span in small steps: trim, encode, step down and join."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from kvstrata.kv.work_sizes import grain_of
 
 
 class LayerRewrite:
-    """One layer on its way under a pair of codecs, in memory of its own, trimmed to what is used.
+    """The transcoding of one layer to a pair of codecs, in memory of its own, trimmed to the span's tokens.
 
-    Readers see what was or what will be, and between two steps the layer is whole. It is given the span at each step
-    and does not keep it: the memory of a span that is evicted meanwhile goes at once.
+    Readers see the old form or the new one, and between two steps the layer is whole. The caller passes the span to
+    each step, and no reference is kept: the memory of a span that is evicted meanwhile is freed at once.
     """
 
     def __init__(self, layer: int, pair: Pair) -> None:
         self._layer = layer
         self._pair = pair
-        self._version = -1  # of the span, when this was last at it
-        self._start = 0  # tokens before it are done and in their place
-        self._at = 0  # tokens before it are done
+        self._version = -1  # of the span after the last step
+        self._start = 0  # tokens before this position are done and in the span
+        self._at = 0  # tokens before this position are done
         self._made: list[SealedPart] = []  # tokens [start, at)
 
     def advance(self, span: Span, *, upward: bool = False) -> bool:
-        """Do the next small step: `next_piece`. Tells whether there is more to do. Where other code has changed the
-        span since the last step, the work starts over."""
+        """Do the next small step, a `next_piece`. Return whether there is more to do. The work starts over where other
+        code has changed the span since the last step."""
         if span.num_tokens < 1:
             raise ValueError(f"a span of {span.num_tokens} tokens cannot be stored: seal some first")
         if self._version != span.version:
@@ -56,7 +56,7 @@ class LayerRewrite:
         return self._at < span.end
 
     def _put(self, span: Span) -> None:
-        """Put what was made into its place, if it replaces whole parts. A buffer goes when nothing of it is left."""
+        """Put new segments in place if they replace whole ones. A buffer goes when all of its tokens are replaced."""
         held = span.held(self._layer)
         after: tuple[SealedPart, ...] = ()
         if self._at < span.end:
@@ -70,14 +70,14 @@ class LayerRewrite:
 
 
 def rewrite_layer(span: Span, layer: int, pair: Pair, *, upward: bool = False) -> None:
-    """All steps at once."""
+    """Transcode a layer, all steps at once."""
     rewriting = LayerRewrite(layer, pair)
     while rewriting.advance(span, upward=upward):
         pass
 
 
 def is_under(span: Span, layer: int, pair: Pair, *, upward: bool = False) -> bool:
-    """Whether a rewrite would leave the layer as it is."""
+    """Whether transcoding would leave the layer as it is."""
     held, spec = span.held(layer), span.layout.flat()[layer]
     if isinstance(held, OwnTokens) or sum(part.num_tokens for part in held) != span.num_tokens:
         return False
@@ -88,7 +88,7 @@ def is_under(span: Span, layer: int, pair: Pair, *, upward: bool = False) -> boo
 
 
 def shrink(span: Span, layer: int) -> None:
-    """Give back what a cut left over. No sequence may write a live layer any more: its buffers go with it."""
+    """Free what a cut left over, and the buffers of a live layer, which no sequence may write any more."""
     if isinstance(span.held(layer), OwnTokens):
         rewrite_layer(span, layer, RAW)
     else:
@@ -96,10 +96,10 @@ def shrink(span: Span, layer: int) -> None:
 
 
 def rewriting_marks(span: Span, plan: Plan) -> Iterator[None]:
-    """One ring at a time. Each is soon done: no ring is longer than its window."""
+    """Transcode the checkpoints, a ring in each step. Steps are short: no ring is longer than its window."""
     for at in list(span.marks):
         for i, (pair, spec) in enumerate(zip(plan.pairs, span.layout.flat(), strict=True)):
-            mark = span.marks.get(at)  # it may have gone meanwhile
+            mark = span.marks.get(at)  # None: dropped meanwhile
             ring = mark.states[i] if mark is not None else None
             if mark is not None and isinstance(ring, SealedPart) and not stays(ring, pair, spec.dtype):
                 states = (*mark.states[:i], lowered(ring, pair, spec.dtype), *mark.states[i + 1 :])
@@ -108,7 +108,7 @@ def rewriting_marks(span: Span, plan: Plan) -> Iterator[None]:
 
 
 def marks_are_under(span: Span, plan: Plan) -> bool:
-    """Whether a rewrite would leave all marks as they are. A model may have no other KV."""
+    """Whether transcoding would leave all checkpoints as they are. A model may have no other KV."""
     return all(_is_mark_under(span, mark, plan) for mark in span.marks.values())
 
 
@@ -118,7 +118,7 @@ def _is_mark_under(span: Span, mark: Mark, plan: Plan) -> bool:
 
 
 def _adopt_buffer(span: Span, layer: int) -> bool:
-    """Keep a buffer as it is if the span fills it exactly."""
+    """Keep a buffer as it is if the span fills it exactly. Return whether it was kept."""
     held = span.held(layer)
     if not isinstance(held, OwnTokens) or (held.start, held.end) != (span.position, span.end):
         return False

@@ -1,4 +1,4 @@
-"""Sliding window of one sequence."""
+"""Sliding-window attention layer of one sequence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvstrata.kv.buffers import Buffer, KvShape, Piece
 
 @dataclass(frozen=True)
 class Ring:
-    """`max_size` slots. Tokens before `keep` stay where they are; the others go round."""
+    """A ring of `max_size` slots. Tokens before `keep` stay in place; later tokens overwrite the oldest others."""
 
     max_size: int
     keep: int = 0
@@ -29,7 +29,7 @@ class Ring:
         return self.keep + (position - self.keep) % (self.max_size - self.keep)
 
     def held_slots(self, num_tokens: int) -> NDArray[np.int32]:
-        """Slots of all tokens that are still there after so many, by position."""
+        """Return the slots, by position, of all tokens that the ring still holds after `num_tokens`."""
         kept, others = np.arange(min(self.keep, num_tokens)), np.arange(self.oldest(num_tokens), num_tokens)
         return np.concatenate([kept, self._slots(others)]).astype(np.int32)
 
@@ -38,11 +38,11 @@ class Ring:
         return np.where(positions < self.keep, positions, gone_round)
 
     def oldest(self, num_tokens: int) -> int:
-        """The first position that is still there, beside the kept ones, after so many tokens."""
+        """Return the first position, beside the kept ones, that the ring still holds after `num_tokens`."""
         return min(num_tokens, max(self.keep, num_tokens - (self.max_size - self.keep)))
 
     def runs(self, start: int, end: int) -> list[tuple[int, int]]:
-        """The positions of [start, end) that it will hold, cut where their slots are not consecutive."""
+        """Return the positions of [start, end) that the ring will hold, cut where their slots are not consecutive."""
         size = self.max_size - self.keep
         runs = [(start, min(end, self.keep))] if start < self.keep else []
         first = max(start, self.keep, end - size)
@@ -53,20 +53,20 @@ class Ring:
         return runs
 
     def chunk_mask(self, offset: int, num_tokens: int, window: int) -> mx.array:
-        """Queries of a chunk over the past and the chunk: each sees the kept tokens and the newest `window`."""
+        """Mask a chunk's queries over past and chunk: each query sees the kept tokens and the newest `window`."""
         past = min(offset, self.max_size - 1)
         columns = mx.arange(past + num_tokens)
-        # Kept tokens lie at their own position; the others end where the chunk ends.
+        # Kept tokens are at their own position; the others end where the chunk ends.
         positions = mx.where(columns < self.keep, columns, columns + (offset - past))
         queries = mx.arange(offset, offset + num_tokens)[:, None]
         return (positions <= queries) & ((positions < self.keep) | (positions > queries - window))
 
     def narrow_mask(self, offset: int, window: int) -> mx.array:
-        """The query at `offset` over all slots, for a model whose window is narrower than the ring that it asked
-        for."""
+        """Mask the query at `offset` over all slots, for a model whose window is narrower than the ring that the model
+        asked for."""
         newest = np.arange(max(0, offset + 1 - self.max_size), offset + 1)
         positions = np.full(min(self.max_size, offset + 1), -1, np.int32)
-        positions[self._slots(newest)] = newest  # of two for one slot the later one counts
+        positions[self._slots(newest)] = newest  # where two positions share a slot, the later one counts
         return mx.array(positions) > offset - window
 
 
@@ -75,7 +75,7 @@ class WindowLayer(AttentionLayer):
         super().__init__(0)
         self.ring = Ring(max_size, keep)
         self._buffer = Buffer(max_size, shape)
-        self._chunk: RawPart | None = None  # what the queries of a chunk read, until the pass ends
+        self._chunk: RawPart | None = None  # read by the queries of a chunk, until the pass ends
 
     @property
     def nbytes(self) -> int:
@@ -93,17 +93,17 @@ class WindowLayer(AttentionLayer):
         return self._buffer.arrays()
 
     def grow(self, tokens: int) -> None:
-        """The ring has its full size from the start."""
+        """Do nothing: the ring has its full size from the start."""
 
     def held(self) -> tuple[mx.array, mx.array]:
-        """K and V of what the ring holds, by position, in memory of their own: [1, kv_heads, tokens, dim]."""
+        """Return K and V of the held tokens by position, in memory of their own: [1, kv_heads, tokens, dim]."""
         raw, slots = self._held_part(), mx.array(self.ring.held_slots(self.offset))
         k, v = mx.take(raw.k, slots, axis=2), mx.take(raw.v, slots, axis=2)
         mx.eval(k, v)
         return k, v
 
     def resume(self, k: mx.array, v: mx.array, offset: int) -> None:
-        """Hold what another ring of this size `held`; or its first `offset` tokens, if it had not dropped any."""
+        """Restore what another ring of this size `held`, or its first `offset` tokens if that ring had dropped none."""
         self.offset = offset
         kept = min(self.ring.keep, offset)
         if kept:
@@ -113,20 +113,20 @@ class WindowLayer(AttentionLayer):
 
     def append(self, k: mx.array, v: mx.array) -> None:
         if k.shape[2] > 1:
-            # Early queries of a chunk see tokens that its last ones push out of the ring.
+            # Early queries of a chunk see tokens that the last tokens of the chunk overwrite in the ring.
             new = RawPart(k, v, k.shape[2])
             self._chunk = _join(self._past(), new) if self.offset else new
         start, self.offset = self.offset, self.offset + k.shape[2]
         self._put(k, v, start, self.offset)
 
     def _put(self, k: mx.array, v: mx.array, start: int, end: int) -> None:
-        """Tokens of positions [start, end), as far as the ring will hold them."""
+        """Write the tokens of positions [start, end) that the ring will hold."""
         for first, last in self.ring.runs(start, end):
             new = slice(first - start, last - start)
             self._buffer.put(self.ring.slot(first), k[:, :, new], v[:, :, new])
 
     def runs_with_next(self) -> list[cpu_step.Run]:
-        """Make room for one more token, which the caller writes where the run says."""
+        """Reserve a slot for one more token, which the caller writes where the run says."""
         at = self.ring.slot(self.offset)
         self.offset += 1
         return [cpu_step.Run(*self._buffer.addresses(), self._buffer.size, at, min(self.offset, self.ring.max_size))]
@@ -150,14 +150,14 @@ class WindowLayer(AttentionLayer):
         return [self._buffer.where]
 
     def next_piece(self) -> Piece | None:
-        """A ring never ends."""
+        """Return None: a ring never ends."""
         return None
 
     def put_last(self, k: mx.array, v: mx.array) -> None:
         self._buffer.put(self.ring.slot(self.offset - 1), k, v)
 
     def before_slot(self) -> tuple[Part, ...]:
-        """All that it reads beside the ring."""
+        """Return no segments: the layer reads the ring alone."""
         return ()
 
     def parts(self) -> tuple[RawPart, ...]:
@@ -180,7 +180,7 @@ class WindowLayer(AttentionLayer):
         return self._buffer.part(min(self.offset, self.ring.max_size))
 
     def _past(self) -> RawPart:
-        """The newest max_size - 1 tokens, oldest first: all that a further token can see."""
+        """Return the newest max_size - 1 tokens, oldest first: all that a further token can see."""
         held, ring = self._held_part(), self.ring
         if self.offset < ring.max_size:
             return held

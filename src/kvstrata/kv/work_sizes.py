@@ -1,7 +1,7 @@
-"""How finely the tokens of a layer are cut, so that no step of work on a long one takes long.
+"""Work sizes: cut the tokens of a layer so that no step of work takes long, however many tokens there are.
 
-What is stored lies in parts, what is encoded is done in pieces. Both end at positions that are the same in every
-sequence, and at the ends of codecs' groups, so cutting changes no code.
+Tokens are cached in segments (`part`) and encoded in pieces. Both end at positions that are the same in every sequence
+and at the ends of codecs' groups, so cutting changes no code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvstrata.codecs import backends
 from kvstrata.codecs.mean_runs import GROUP_TOKENS
 from kvstrata.kv.layout import LayerSpec
 
-# Values (K and V, all heads) of one layer: so many are copied, or encoded, in some milliseconds.
+# Values (K and V, all heads) of one layer that are copied (part) or encoded (piece) in some milliseconds.
 PART_VALUES_CPU, PIECE_VALUES_CPU = 2 << 20, 512 << 10
 
 PART_VALUES_GPU, PIECE_VALUES_GPU = 64 << 20, 16 << 20
@@ -22,18 +22,18 @@ PART_VALUES_GPU, PIECE_VALUES_GPU = 64 << 20, 16 << 20
 
 @dataclass(frozen=True)
 class Grain:
-    """In tokens; powers of two, so that pieces make up parts."""
+    """Work sizes of a layer in tokens: powers of two, so that pieces make up segments."""
 
-    part_tokens: int  # most that a stored part holds
-    piece_tokens: int  # encoded or decoded at once
+    part_tokens: int  # most tokens of a cached segment
+    piece_tokens: int  # tokens that are encoded or decoded at once
 
     def may_join(self, a: SealedPart, b: SealedPart) -> bool:
-        """Whether neighbours are stored alike and make one part."""
+        """Whether neighbours have the same codecs and make one segment."""
         is_alike = (a.k.codec, a.v.codec) == (b.k.codec, b.v.codec)
         return is_alike and a.k.position // self.part_tokens == (b.k.end - 1) // self.part_tokens
 
     def join(self, parts: Sequence[SealedPart]) -> list[SealedPart]:
-        """Neighbours that make one part become one."""
+        """Join neighbours that make one segment."""
         groups: list[list[SealedPart]] = []
         for part in parts:
             if groups and self.may_join(groups[-1][0], part):
@@ -44,7 +44,7 @@ class Grain:
 
 
 def join(parts: Sequence[SealedPart]) -> SealedPart:
-    """Neighbours under the same codecs, two by two: a token is copied a few times, not once for every part after it."""
+    """Join neighbours of the same codecs in pairs: a token is copied a few times, not once for each later segment."""
     while len(parts) > 1:
         parts = [_join_two(*parts[i : i + 2]) for i in range(0, len(parts), 2)]
     return parts[0]
@@ -55,7 +55,7 @@ def _join_two(a: SealedPart, b: SealedPart | None = None) -> SealedPart:
 
 
 def ranges(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
-    """[start, end), cut at multiples of `size`."""
+    """Yield [start, end), cut at multiples of `size`."""
     while start < end:
         stop = min(end, start - start % size + size)
         yield start, stop
@@ -67,12 +67,12 @@ def grain_of(spec: LayerSpec) -> Grain:
 
 
 def grain_for(token_values: int) -> Grain:
-    """For a layer whose tokens have so many values each."""
+    """Return the grain of a layer whose tokens have `token_values` values each."""
     part, piece = (PART_VALUES_CPU, PIECE_VALUES_CPU) if backends.on_cpu() else (PART_VALUES_GPU, PIECE_VALUES_GPU)
     return Grain(_tokens(part, token_values), _tokens(piece, token_values))
 
 
 def _tokens(num_values: int, token_values: int) -> int:
-    """The largest power of two that fits, and at least one group."""
+    """Return the largest power of two that fits, and at least one group."""
     fits = num_values // max(1, token_values)
     return max(GROUP_TOKENS, 1 << max(0, fits.bit_length() - 1))
