@@ -1,4 +1,4 @@
-"""Attention over parts: what a part is, how queries meet several of them, and kernels for a CPU and for CUDA.
+"""Attention over parts (segments of KV), raw or quantized, with kernels for CPU, CUDA and Metal.
 
-Knows codecs and arrays. Does not know what a layer's cache is, nor who holds a part.
+The package knows codecs and arrays. It knows neither the caches of layers nor the owners of parts.
 """

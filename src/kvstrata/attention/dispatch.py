@@ -1,9 +1,9 @@
-"""Attention over parts, and the one place where mlx-lm's models are made to call it.
+"""Dispatch of attention over parts, and the one place where mlx-lm's models are made to call it.
 
-A layer's cache hands the model a `Parts` in place of keys and values. Models pass it on to
-`scaled_dot_product_attention`, which they import by name; `install` rebinds that name to `attend`, which looks at the
-type of the keys: ours go to the paths below, plain arrays to mlx-lm's own function. So mlx-lm's caches keep working in
-the same process, and layers that share another layer's keys need no cache of their own.
+A layer's cache hands the model a `Parts` in place of keys and values. Models pass the `Parts` to
+`scaled_dot_product_attention`, which they import by name; `install` rebinds that name to `attend`. `attend` looks at
+the type of the keys: ours take the paths below, plain arrays go to mlx-lm's own function. Therefore mlx-lm's caches
+keep working in the same process, and layers that share another layer's keys need no cache of their own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Keys = Parts | cpu_step.Step | cuda_rows.Step | cuda_rows.Prepared
 
 
 class ChunkKeys(NamedTuple):
-    """Of one chunk of a prompt."""
+    """Keys of one chunk of a prompt."""
 
     parts: Parts
     num_tokens: int
@@ -38,14 +38,14 @@ class ChunkKeys(NamedTuple):
 
 @dataclass(frozen=True)
 class MixedKeys:
-    """Chunks of prompts and the next tokens of streams. Stands for the keys and for the values, as `Parts` does."""
+    """Keys of a mixed pass: chunks of prompts and decode rows. Replaces both keys and values, as `Parts` does."""
 
     chunks: tuple[ChunkKeys, ...]
-    rows: Keys | None  # None: there are no streams
+    rows: Keys | None  # None: the pass has no decode rows
 
 
 def as_chunk(tokens: mx.array) -> mx.array:
-    """[tokens, heads, 1, dim] <-> [1, heads, tokens, dim]"""
+    """Swap [tokens, heads, 1, dim] <-> [1, heads, tokens, dim]."""
     return tokens.swapaxes(0, 2)
 
 
@@ -68,7 +68,7 @@ def attend(
         return base.scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
     if queries.shape[2] == 1 and mask is None:
         return decode(queries, keys, scale, sinks)
-    # Prefill, one row. What has to be joined for it is scratch for one layer, gone before the next one needs its own.
+    # Prefill of one row. The joined arrays are scratch of one layer, freed before the next layer makes its own.
     k, v = keys.joined(queries)
     if mask == "causal" and sinks is None and cpu_step.fits(queries, k, v):
         return cpu_step.prefill(queries, k, v, scale)
@@ -76,18 +76,18 @@ def attend(
         return cuda_prefill.attend(queries, k, v, scale, mask)
     out = mx.fast.scaled_dot_product_attention(queries, k, v, scale=scale, mask=mask, sinks=sinks)
     if backends.active() == "cpu" or (backends.active() != "cuda" and keys.has_codes):
-        # This layer is decoded already: left lazy, the pass would keep what every layer decoded until its end.
+        # Without this evaluation the pass would keep the decoded arrays of every layer until its end.
         mx.eval(out)
     return out
 
 
 def _mixed(queries: mx.array, keys: MixedKeys, scale: float, sinks: mx.array | None) -> mx.array:
-    """The tokens of a chunk as a chunk, those of the streams as a decode step."""
+    """Attend with the tokens of each chunk as a chunk, and with the decode rows as a decode step."""
     out, start = [], 0
     for parts, count, mask in keys.chunks:
         chunk = as_chunk(queries[start : start + count])
         if count == 1 and mask is None and backends.active() == "cuda":
-            mask = "causal"  # as longer ones: kernels for one token of one row would be compiled here, for seconds
+            mask = "causal"  # as in longer chunks: otherwise MLX compiles kernels for one token, for seconds
         out.append(as_chunk(attend(chunk, parts, parts, None, scale, mask, sinks)))
         start += count
     if keys.rows is not None:
@@ -96,13 +96,13 @@ def _mixed(queries: mx.array, keys: MixedKeys, scale: float, sinks: mx.array | N
 
 
 def decode(queries: mx.array, keys: Parts, scale: float, sinks: mx.array | None) -> mx.array:
-    """One query for each row, over all that the row holds."""
+    """Attend with one query for each row over all parts of the row."""
     together = decode_together(queries, keys, scale, sinks)
     return decode_by_row(queries, keys, scale, sinks) if together is None else together
 
 
 def kernels(kinds: Collection[cuda_rows.HeadKind]) -> str:
-    """Whose loops attention over heads of these kinds runs on, for people to read."""
+    """Describe for people which kernels compute attention over heads of these kinds."""
     if backends.active() == "cuda":
         return cuda_rows.kernels(kinds)
     if backends.active() == "metal":
@@ -112,5 +112,5 @@ def kernels(kinds: Collection[cuda_rows.HeadKind]) -> str:
 
 
 def install() -> int:
-    """Models call `attend` from now on. Call it after one was loaded. Tells how many call it now."""
+    """Make models call `attend`, and return how many modules call it. Call it after a model was loaded."""
     return rebind(base.scaled_dot_product_attention, attend)

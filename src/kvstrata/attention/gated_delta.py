@@ -5,9 +5,9 @@ Each head has a state S [v_dim, k_dim]. For each token, with its gate g, its sha
     S = g * S + delta * k^T    where delta = beta * (v - g * S k)
     y = S q
 
-mlx-lm has a kernel of it for Metal, for most sizes of heads. Elsewhere it goes token by token, some ten operations
-each. There a CPU runs a loop of our own (cpu_delta.py), and other machines take blocks of tokens at once, by products
-of matrices. Few tokens, and gates for each entry of a key, still go token by token where there is no loop.
+mlx-lm has a Metal kernel for most head sizes and otherwise goes token by token, some ten operations each. There a CPU
+runs a loop of our own (cpu/gated_delta.py), and other machines compute blocks of tokens at once, by matrix products.
+Few tokens, and gates for each entry of a key, still go token by token where there is no loop.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from mlx_lm.models import gated_delta as stock
 from kvstrata.attention.cpu import gated_delta as cpu_gated_delta
 
 BLOCK = 64  # tokens
-# Of fewer tokens than this each is a step of its own, which takes fewer operations.
+# Fewer tokens than this go token by token, which takes fewer operations.
 FEWEST = 8
-# Rows of a triangle that are inverted at once, as a sum of powers. Those of a larger one would have entries so large
-# that float32 loses what is left when they are added up. With shares of up to 1; towards 2, which few models have, and
-# for keys that are all alike, errors grow to 1e-4.
+# Rows of a triangular matrix that are inverted at once, as a sum of powers. Powers of a larger matrix have entries so
+# large that their float32 sum loses the result to cancellation. 8 rows suffice for shares of up to 1; towards 2, which
+# few models have, and for keys that are all alike, errors grow to 1e-4.
 _CORNER = 8
-_LOG_OF_ZERO = -80.0  # a gate that small leaves nothing of the state
+_LOG_OF_ZERO = -80.0  # such a gate leaves nothing of the state
 
 _by_token = stock.gated_delta_ops
 
 
 def install() -> None:
-    """From now on models of mlx-lm call `update` where they would go token by token."""
+    """Make models of mlx-lm call `update` where they would go token by token."""
     stock.gated_delta_ops = update
 
 
@@ -43,15 +43,15 @@ def update(
     state: mx.array | None = None,
     mask: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """q, k [rows, tokens, k_heads, k_dim], v [rows, tokens, heads, v_dim], beta [rows, tokens, heads], g the same or
-    one for each entry of a key [..., k_dim], state [rows, heads, v_dim, k_dim]. `mask` [rows, tokens]: where it
-    is False the state stays as it is. The output [rows, tokens, heads, v_dim], and the new state."""
+    """Return the output [rows, tokens, heads, v_dim] and the new state. q, k [rows, tokens, k_heads, k_dim],
+    v [rows, tokens, heads, v_dim], beta [rows, tokens, heads], g the same or one for each entry of a key [..., k_dim],
+    state [rows, heads, v_dim, k_dim]. Where `mask` [rows, tokens] is False, the state does not change."""
     if state is None:
         state = mx.zeros((q.shape[0], v.shape[2], v.shape[3], k.shape[3]))
     if mask is not None:
         g = mx.where(mask.reshape(*mask.shape, *[1] * (g.ndim - 2)), g, mx.array(1, g.dtype))
         beta = mx.where(mask[..., None], beta, mx.array(0, beta.dtype))
-        # Whatever lies there: nothing times NaN is NaN.
+        # Masked tokens may be NaN, and 0 times NaN is NaN.
         k, v = (mx.where(mask[..., None, None], array, mx.array(0, array.dtype)) for array in (k, v))
     if cpu_gated_delta.takes(q, k, v, g, beta, state):
         return cpu_gated_delta.update(q, k, v, g, beta, state)
@@ -63,8 +63,9 @@ def update(
 def by_blocks(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """With one gate for each head. Within a block every delta depends on those before it: a triangular system, which is
-    solved for all blocks at once. Then only the state goes from block to block. NaN in a token is NaN in its block."""
+    """Compute the rule in blocks of tokens, with one gate for each head. Within a block each delta depends on earlier
+    deltas: a triangular system, solved for all blocks at once. After that only the state passes from block to block.
+    NaN in a token makes its block NaN."""
     dtype, tokens, heads = q.dtype, q.shape[1], v.shape[2]
     size = min(BLOCK, 1 << (tokens - 1).bit_length())
     q, k, v = (_in_blocks(array, size, 0.0) for array in (q, k, v))
@@ -78,8 +79,8 @@ def by_blocks(
 
     logs = mx.maximum(mx.log(gates), _LOG_OF_ZERO)
     since_start = mx.exp(mx.cumsum(logs, -1))[..., None]
-    # What is left at one token (rows) of what another before it added. Summed from there on: a difference of two sums
-    # from the start would lose precision.
+    # Share of an earlier token's delta (columns) that is left at a later token (rows). The sum starts at the earlier
+    # token: a difference of two sums from the start of the block would lose precision.
     left = mx.exp(mx.cumsum(mx.tril(mx.broadcast_to(logs[..., None], (*logs.shape, size)), -1), -2))
     solved = _inverse(mx.tril(beta[..., None] * left * known, -1)) * beta[..., None, :]
     read = mx.tril(read * left)
@@ -99,7 +100,7 @@ def by_blocks(
 
 
 def _in_blocks(array: mx.array, size: int, fill: float) -> mx.array:
-    """[rows, tokens, heads, dim] -> float32 [blocks, rows, heads, size, dim]; the last block is filled up."""
+    """Arrange [rows, tokens, heads, dim] -> float32 [blocks, rows, heads, size, dim]; the last block is padded."""
     missing = -array.shape[1] % size
     if missing:
         array = mx.pad(array, [(0, 0), (0, missing), (0, 0), (0, 0)], constant_values=mx.array(fill, array.dtype))
@@ -107,10 +108,10 @@ def _in_blocks(array: mx.array, size: int, fill: float) -> mx.array:
 
 
 def _inverse(below: mx.array) -> mx.array:
-    """Of I + below. [..., size, size], with nothing but zeros on the diagonal and above it; the size is a power of two.
+    """Return the inverse of I + below. `below` [..., size, size] is zero on and above the diagonal; size: a power of 2.
 
     With A for `below`, the inverse of each corner is (I - A)(I + A^2)(I + A^4), because A^8 is 0. Then two corners X, Z
-    and what lies below the first, Y, have the inverse X^-1, Z^-1 and -Z^-1 Y X^-1 there."""
+    with Y below X have the inverse with corners X^-1, Z^-1 and with -Z^-1 Y X^-1 below X^-1."""
     size = below.shape[-1]
     num = min(_CORNER, size)
     power = _corners(below, num)
@@ -129,7 +130,7 @@ def _inverse(below: mx.array) -> mx.array:
 
 
 def _corners(matrix: mx.array, num: int) -> mx.array:
-    """The square blocks along the diagonal: [..., size, size] -> [..., size / num, num, num]."""
+    """Return the square blocks along the diagonal: [..., size, size] -> [..., size / num, num, num]."""
     count = matrix.shape[-1] // num
     blocks = mx.unflatten(mx.unflatten(matrix, -1, (count, num)), -3, (count, num))
     return mx.contiguous(mx.moveaxis(mx.diagonal(blocks, axis1=-4, axis2=-2), -1, -3))

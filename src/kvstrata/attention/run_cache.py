@@ -1,4 +1,4 @@
-"""What kernels need to know of parts that a layer reads and does not write, found once for each part."""
+"""Cached `Run`s of the parts that a layer reads and does not write: made once for each part."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ class RunCache:
 
     def _look_up(self, parts: Sequence[Part]) -> list[cpu_step.Run | None]:
         runs = [self._known[part] if part in self._known else cpu_step.run_of(part) for part in parts]
-        # Parts of before are let go. A raw one is looked up each time: its owner writes on, which may move the buffer.
+        # Earlier parts are dropped. A raw part is looked up each time: its owner still writes and may move the buffer.
         self._known = {part: run for part, run in zip(parts, runs, strict=True) if not isinstance(part, RawPart)}
         return runs

@@ -1,7 +1,7 @@
-"""What attention reads: runs of tokens of one sequence in one layer, raw or sealed under a codec.
+"""Parts, which attention reads: runs of tokens of one sequence in one layer, raw or encoded.
 
-Every part answers the same three questions: the scores of queries by its keys, the sum of its values by weights, and
-both as plain arrays. `like` tells the dtype that the model computes in.
+Every part computes the scores of queries by its keys, the weighted sum of its values, and keys and values as plain
+arrays. `like` has the dtype that the model computes in.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Part(Protocol):
     def num_heads(self) -> int: ...
 
     def scores(self, q: mx.array, scale: float) -> mx.array:
-        """q [1, kv_heads, queries, k_dim] -> float32 [1, kv_heads, queries, tokens], times `scale`"""
+        """Score q [1, kv_heads, queries, k_dim] -> float32 [1, kv_heads, queries, tokens], times `scale`"""
         ...
 
     def mix(self, weights: mx.array) -> mx.array:
-        """float32 weights [1, kv_heads, queries, tokens] -> float32 [1, kv_heads, queries, v_dim]"""
+        """Mix values by float32 weights [1, kv_heads, queries, tokens] -> float32 [1, kv_heads, queries, v_dim]"""
         ...
 
     def dense(self, like: mx.array) -> tuple[mx.array, mx.array]:
@@ -44,27 +44,27 @@ class Part(Protocol):
         ...
 
     def cuda_range(self) -> cuda_ranges.Range:
-        """What CUDA's kernels read, if it `fits` them."""
+        """The range that CUDA's kernels read, if it `fits` them."""
         ...
 
     def read(self) -> metal_decode.Read | None:
-        """What the portable kernel reads; None: it does not."""
+        """The `Read` of the portable kernel; None: the kernel does not read this part."""
         ...
 
     def stretches(self) -> tuple[Stretch, Stretch]:
-        """Its keys and its values, for the kernel that joins parts."""
+        """Keys and values, for the kernel that joins parts."""
         ...
 
 
 class Source(Protocol):
-    """Tokens that another object holds. What they are stored as may change between two steps, never within one."""
+    """Tokens that another object holds. The codec of the tokens may change between two steps, never within a step."""
 
     @property
     def num_tokens(self) -> int: ...
 
     @property
     def version(self) -> Hashable:
-        """Another one when its parts are others, or lie elsewhere."""
+        """A value that changes whenever the parts or their addresses change."""
         ...
 
     def parts(self) -> tuple[Part, ...]: ...
@@ -72,7 +72,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class RawPart:
-    """`num_tokens` of a buffer, from `start` on."""
+    """Tokens of a buffer: `num_tokens` from `start` on."""
 
     k_buffer: mx.array  # [1, kv_heads, size, k_dim]
     v_buffer: mx.array  # [1, kv_heads, size, v_dim]
@@ -114,7 +114,7 @@ class RawPart:
 
 @dataclass(frozen=True)
 class SealedPart:
-    """Tokens that do not change any more. Immutable, so any number of sequences may hold the same one."""
+    """Tokens that do not change any more. Immutable, so any number of sequences may share a part."""
 
     k: Planes  # [kv_heads, tokens, k_dim]
     v: Planes
@@ -143,7 +143,7 @@ class SealedPart:
         return 0
 
     def parts(self) -> tuple[Part, ...]:
-        """A part that never changes is a source of itself."""
+        """Return the part itself: a part that never changes is its own source."""
         return (self,)
 
     def cuda_range(self) -> cuda_ranges.Range:
@@ -151,7 +151,7 @@ class SealedPart:
 
     @cached_property
     def _cuda_range(self) -> cuda_ranges.Range:
-        """With tables that are made once."""
+        """Range whose tables are made once."""
         if self.is_raw:
             k, v = (mx.contiguous(planes.arrays["values"])[None] for planes in (self.k, self.v))
             return cuda_ranges.RawRange(k, v, 0, self.num_tokens)
@@ -182,7 +182,7 @@ class SealedPart:
 
 @dataclass(frozen=True)
 class CutPart:
-    """Tokens [start, end) of a sealed part, read where they lie: others may read more of it."""
+    """Tokens [start, end) of a sealed part, read in place: other sequences may read more of the part."""
 
     whole: SealedPart
     start: int
@@ -214,7 +214,7 @@ class CutPart:
 
     @cached_property
     def _cuda_range(self) -> cuda_ranges.Range:
-        """The whole part's arrays, which all its readers share."""
+        """Range over the arrays of the whole part, which all readers share."""
         return replace(self.whole.cuda_range(), start=self.start, end=self.end)
 
     def read(self) -> metal_decode.Read | None:
@@ -228,13 +228,13 @@ class CutPart:
 
 @dataclass(frozen=True)
 class Parts:
-    """For each row of the batch its parts, oldest first. Stands for the keys and for the values."""
+    """Parts of each row of the batch, oldest first. Replaces both keys and values."""
 
     rows: tuple[tuple[Part, ...], ...]
 
     @property
     def has_codes(self) -> bool:
-        """Whether some of it has to be decoded before it is a plain array."""
+        """Whether any part has to be decoded to become a plain array."""
         wholes = [part.whole if isinstance(part, CutPart) else part for row in self.rows for part in row]
         return any(isinstance(part, SealedPart) and not part.is_raw for part in wholes)
 
@@ -251,11 +251,11 @@ class Parts:
 
 
 def _joined_on_cuda(row: Sequence[Part], dtype: mx.Dtype) -> tuple[mx.array, mx.array] | None:
-    """Of which some is coded. None: part by part."""
+    """Join parts, some of them encoded, by CUDA kernels. None: decode part by part."""
     *before, last = row
     own = last.cuda_range() if isinstance(last, RawPart) else None
     stored = row if own is None else before
-    # What a sequence writes may come last alone: its own tokens. Those of another are not known to be written.
+    # A raw part may only be the last one, the sequence's own tokens: another sequence's may not be written yet.
     if any(isinstance(part, RawPart) for part in stored):
         return None
     parts = cuda_join.joining([part.cuda_range() for part in stored], own, dtype)
@@ -265,7 +265,7 @@ def _joined_on_cuda(row: Sequence[Part], dtype: mx.Dtype) -> tuple[mx.array, mx.
 
 
 def _joined_on_metal(row: Sequence[Part], dtype: mx.Dtype) -> tuple[mx.array, mx.array] | None:
-    """Likewise."""
+    """Join parts, some of them encoded, by the portable kernel. None: decode part by part."""
     keys, values = zip(*(part.stretches() for part in row), strict=True)
     k = _joined_side(keys, dtype)
     v = None if k is None else _joined_side(values, dtype)
@@ -281,7 +281,7 @@ def _joined_side(stretches: Sequence[Stretch], dtype: mx.Dtype) -> mx.array | No
 
 
 def cut_parts(parts: Iterable[Part], start: int, end: int) -> Iterator[Part]:
-    """Tokens [start, end) of parts that follow each other. No memory moves."""
+    """Yield tokens [start, end) of consecutive parts. No memory moves."""
     first = 0
     for part in parts:
         a, b = max(start - first, 0), min(end - first, part.num_tokens)

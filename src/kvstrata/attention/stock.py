@@ -1,4 +1,4 @@
-"""A decode step row by row, as every machine can do it: MLX's own operations, and on CUDA kernels where they fit."""
+"""Decode row by row, on every machine: by MLX's operations, on CUDA by the kernels of cuda/ranges.py if they fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvstrata.codecs import backends
 
 
 def decode_by_row(queries: mx.array, keys: Parts, scale: float, sinks: mx.array | None) -> mx.array:
-    """One query for each row, over all that the row holds."""
+    """Attend with one query for each row over all parts of the row."""
     rows = mx.split(queries, len(keys.rows)) if len(keys.rows) > 1 else [queries]
     out = [_decode_row(q, parts, scale, sinks) for q, parts in zip(rows, keys.rows, strict=True)]
     return mx.concatenate(out) if len(out) > 1 else out[0]
@@ -30,13 +30,13 @@ def _decode_row(q: mx.array, parts: tuple[Part, ...], scale: float, sinks: mx.ar
 
 
 def decode_over_parts(q: mx.array, parts: tuple[Part, ...], scale: float, sinks: mx.array | None) -> mx.array:
-    """Scores of each part, one softmax over all, weighted sums added: in float32, whatever the model computes in. Only
-    scores are concatenated."""
+    """Compute scores of each part, one softmax over all, and the sum of the parts' weighted sums, in float32 whatever
+    the model's dtype. Only scores are concatenated."""
     heads, kv_heads = q.shape[1], parts[0].num_heads
     grouped = q.reshape(1, kv_heads, heads // kv_heads, q.shape[3])
     scores = [part.scores(grouped, scale) for part in parts]
     if sinks is not None:
-        # A sink takes its share of the softmax and gives nothing: a last column without a value.
+        # A sink takes a share of the softmax and contributes nothing: a last column without a value.
         scores.append(sinks.astype(mx.float32).reshape(1, kv_heads, -1, 1))
     weights = cpu_step.softmax(mx.concatenate(scores, axis=-1))
     out, start = [], 0

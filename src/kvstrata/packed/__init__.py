@@ -1,4 +1,4 @@
-"""Weights of a few bits that a plain CPU multiplies as they are: in tiles, by kernels of our own.
+"""Packed weights: matrices of a few bits in tiles, which our kernels multiply on a plain CPU in packed form.
 
-Knows arrays and modules of MLX. Does not know where a model comes from, nor sequences and their caches.
+The package knows arrays and modules of MLX. It knows neither the source of a model nor sequences and their caches.
 """

@@ -1,8 +1,8 @@
-"""A block of a transformer whose products are packed, in a few calls instead of some forty operations of MLX.
+"""Short form of a transformer block with packed weights: a few calls instead of some forty operations of MLX.
 
-For blocks of the common build: norm, attention with RoPE, norm, gated MLP, each with a residual, and norms behind both
-where there are some. Which build a block has is tried, not believed: the block itself and its short form compute the
-same tokens, and where they differ the block stays as it is. So a model with something else in it is slower, not wrong.
+The short form is for blocks of the common build: norm, attention with RoPE, norm, gated MLP, each with a residual, and
+optional norms behind both. A trial decides whether a block has this build: the block and its short form compute the
+same tokens, and if the outputs differ, the block stays. A model of another build is therefore slower, not wrong.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from kvstrata.packed.weight import PackedWeight, Vectors, joined
 
 log = logging.getLogger(__name__)
 
-# Of the largest value, float32 on both sides.
+# Largest difference as a share of the largest value, float32 on both sides.
 TOLERANCE = 1e-4
 
 ROUNDED = 1e-2  # where activations are rounded to 16 bits
 
 TRIED_TOKENS = 5
 
-MOST_WEIGHTS = 3  # that share an input: those of q, k and v
+MOST_WEIGHTS = 3  # that share an input: q, k and v
 
 _HEADS = {"n_heads", "num_attention_heads"}
 
@@ -44,7 +44,7 @@ NOTHING = np.empty(0, np.float32)
 
 
 class FarCache:
-    """A cache of a sequence that is long already, and of which the new tokens alone are seen."""
+    """A cache that stands far into a sequence and returns only the new tokens."""
 
     offset = 20_000
 
@@ -53,7 +53,7 @@ class FarCache:
 
 
 class Turning:
-    """How RoPE turns queries and keys: from the model's own module, once for all layers that turn alike."""
+    """RoPE rotation of queries and keys, from the model's own module, once for all layers with the same rotation."""
 
     def __init__(self, rope: Any, dim: int) -> None:
         self._rope = rope
@@ -61,17 +61,17 @@ class Turning:
         num_turned = min(int(getattr(rope, "dims", dim)), dim)
         is_interleaved = bool(getattr(rope, "traditional", False))
         num_pairs = num_turned // 2
-        # How pairs of dims lie: how many, from one to the next, from the first dim to the second.
+        # Layout of pairs of dims: their number, from a pair to the next, from the first dim to the second.
         self.lie = (num_pairs, 2, 1) if is_interleaved else (num_pairs, 1, num_pairs)
         unit = np.zeros(dim, np.float32)
         unit[: num_pairs * self.lie[1] : self.lie[1]] = 1.0
         self._unit = mx.array(unit)
-        # Of the last pass: where it was, and the table.
+        # Place and table of the last pass.
         self._last: tuple[Any, np.ndarray] = (None, NOTHING)
 
     def turned(self, offset: mx.array | int, num_rows: int, tokens: int) -> np.ndarray:
-        """(1, 0) of each pair, at each token: float32 [rows * tokens, dim]"""
-        # By value: mlx-lm adds to its arrays of offsets in place.
+        """Rotate (1, 0) of each pair, at each token: float32 [rows * tokens, dim]."""
+        # Offsets are compared by value: mlx-lm adds to its arrays of offsets in place.
         place = (offset if isinstance(offset, int) else np.asarray(offset).tobytes(), num_rows, tokens)
         if self._last[0] != place:
             units = mx.broadcast_to(self._unit, (num_rows, 1, tokens, self._dim))
@@ -85,7 +85,7 @@ class Turning:
 
 
 class Fan:
-    """Products of one input, side by side."""
+    """Products of weights that share an input, side by side."""
 
     def __init__(self, layers: Sequence[PackedLinear]) -> None:
         weights = [layer.weight for layer in layers]
@@ -94,7 +94,7 @@ class Fan:
         self.num_columns = sum(weight.shape[0] for weight in weights)
         self._whole_bias = _joined_bias(layers)
         self.bias = NOTHING if self._whole_bias is None else np.asarray(self._whole_bias)
-        # Always as many, or the kernels are compiled anew for each number.
+        # Always the same number of weights: numba compiles the kernels anew for each number.
         empty = PackedWeight(mx.zeros(0, mx.uint8), mx.zeros(0, mx.uint8), weights[0].form, 0)
         padding = [empty] * (MOST_WEIGHTS - len(self.weights))
         self.fields = tuple(weight.fields for weight in (*self.weights, *padding))
@@ -120,7 +120,7 @@ class Fan:
 
 
 def _joined_bias(layers: Sequence[PackedLinear]) -> mx.array | None:
-    """Zeros for a layer that has none; None if none has one."""
+    """Concatenate the biases, zeros for a layer without a bias; None if no layer has one."""
     if not any("bias" in layer for layer in layers):
         return None
     parts = [layer.bias if "bias" in layer else mx.zeros(layer.weight.shape[0]) for layer in layers]
@@ -130,8 +130,8 @@ def _joined_bias(layers: Sequence[PackedLinear]) -> mx.array | None:
 
 
 class Norm:
-    """RMS norm over the last axis. Its weights are what the model's own module does to a vector of ones. Without a
-    module it does nothing."""
+    """RMS norm over the last axis. The weights are found by applying the model's own module to a vector of ones.
+    Without a module the norm does nothing."""
 
     def __init__(self, module: Any = None) -> None:
         self.weight, self.eps = NOTHING, np.float32(0)
@@ -150,7 +150,7 @@ class Norm:
 
 
 class ShortBlock(nn.Module):
-    """The block in few calls. Its arrays are parameters, as those of the layers that it takes the place of were."""
+    """Short form of a block. Its arrays are parameters, as the arrays of the layers that it replaces were."""
 
     def __init__(self, block: Any, turning: Turning, activation: int) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class ShortBlock(nn.Module):
         return mx.array(self._finished(h, mixed).reshape(x.shape))
 
     def _next(self, made: tuple[np.ndarray, ...], mask: Any, cache: Any) -> np.ndarray | None:
-        """One token for each row, attended to without a way through MLX: for caches that can. [rows, heads * dim]"""
+        """Attend with one token for each row without MLX -> [rows, heads * dim]. None: the cache cannot."""
         attend_next = getattr(cache, "attend_next", None)
         if attend_next is None or mask is not None or made[0].shape[2] != 1:
             return None
@@ -203,7 +203,7 @@ class ShortBlock(nn.Module):
         return None if mixed is None else mixed.reshape(len(mixed), -1)
 
     def _finished(self, h: np.ndarray, mixed: np.ndarray) -> np.ndarray:
-        """All that comes after attention."""
+        """Compute the rest of the block after attention."""
         if self._is_small(h):
             out = (self._out.fields, self._out.bias, self._behind_attention.fields)
             down = (self._down.fields, self._down.bias, self._behind_mlp.fields)
@@ -228,18 +228,18 @@ def _num_heads(attention: Any) -> int:
 
 
 def _by_token(mixed: mx.array) -> np.ndarray:
-    """[rows, heads, tokens, dim] -> [rows * tokens, heads * dim]"""
+    """Arrange [rows, heads, tokens, dim] -> [rows * tokens, heads * dim]"""
     num_rows, heads, tokens, dim = mixed.shape
     return np.ascontiguousarray(np.asarray(mixed).transpose(0, 2, 1, 3)).reshape(num_rows * tokens, heads * dim)
 
 
 def shorten(model: nn.Module, known: Mapping[str, int] | None = None) -> dict[str, int]:
-    """Give blocks their short form where it computes the same. Return the activation of each block that has one, by its
-    name. `known`: what an earlier trial of the same model returned; None: every block is tried."""
+    """Give blocks their short form if it computes the same. Return the activations of short forms by the names of their
+    blocks. `known`: the result of an earlier trial of the same model; None: every block is tried."""
     turnings: list[Turning] = []
     named: dict[int, tuple[str, Any]] = {id(module): (name, module) for name, module in model.named_modules()}
     blocks = [(name, block) for name, block in named.values() if _may_be_short(block)]
-    # What a short form takes the place of goes, so it must be the block's alone.
+    # A short form replaces these modules, so no other block may use them.
     uses = Counter(id(part) for _, block in blocks for part in (block.self_attn, block.mlp))
     found: dict[str, int] = {}
     for name, block in blocks:
@@ -265,7 +265,7 @@ def _may_be_short(module: Any) -> bool:
     dim, rest = divmod(q.weight.shape[0], _num_heads(attention))
     is_whole = not rest and not k.weight.shape[0] % dim and k.weight.shape == v.weight.shape
     is_whole &= gate.weight.shape == up.weight.shape
-    # Some queries bring a gate with them: then the output layer takes half of what they are.
+    # In some models q_proj also makes a gate, and the output layer has half as many inputs: no short form.
     is_whole &= o.weight.shape[1] == q.weight.shape[0] and down.weight.shape[1] == up.weight.shape[0]
     norms = [attention[name] for name in ("q_norm", "k_norm") if attention.get(name) is not None]
     is_whole &= all("weight" in norm and norm.weight.size == dim for norm in norms)
@@ -273,12 +273,12 @@ def _may_be_short(module: Any) -> bool:
 
 
 def _shorten(block: Any, turnings: list[Turning], known: int | None) -> int | None:
-    """Return the activation of the short form, `known` where that is given. None: no short form computes the same, and
-    the block is as it was."""
+    """Return the activation of the short form, `known` if that is given. None: no short form computes the same, and the
+    block is unchanged."""
     try:
         short = _fitting(block, turnings) if known is None else _form_with(block, turnings, known)
     except Exception as error:  # noqa: BLE001
-        # Whatever a block does that is called with less than it needs, gives more than hidden states, or lacks a part.
+        # Blocks of other builds raise anything: they need more arguments, return other values, or lack a module.
         log.info("a block stays as it is: %s: %s", type(error).__name__, error)
         return None
     if short is None:
@@ -293,7 +293,7 @@ def _shorten(block: Any, turnings: list[Turning], known: int | None) -> int | No
 
 
 def _fitting(block: Any, turnings: list[Turning]) -> ShortBlock | None:
-    """The form that computes what the block does, exactly and with activations that are rounded."""
+    """Return the form that computes the same as the block, with exact and with rounded activations."""
     if list(signature(type(block).__call__).parameters) != ["self", "x", "mask", "cache"]:
         return None
     with exact_activations(block):
@@ -320,7 +320,7 @@ def _form_with(block: Any, turnings: list[Turning], activation: int) -> ShortBlo
 
 
 def _outputs(block: Any, run: Callable[..., mx.array] | None = None) -> np.ndarray:
-    """Of a short prompt, of a token after it, and of tokens far away: some blocks do something else there."""
+    """Return outputs of a short prompt, of a token after it, and of tokens far away, where some blocks differ."""
     dim = block.input_layernorm.weight.shape[0]
     x = mx.random.normal((1, TRIED_TOKENS + 1, dim), key=mx.random.key(7))
     kv = KVCache()
@@ -340,7 +340,7 @@ def _is_close(made: np.ndarray, wanted: np.ndarray, tolerance: float = TOLERANCE
 
 
 def _attend_of(block: Any) -> Any:
-    """What the model's own attention calls. Looked up anew: it is rebound."""
+    """Return the attention function of the model's module, looked up at each call because it is rebound."""
     return sys.modules[type(block.self_attn).__module__].scaled_dot_product_attention  # pyright: ignore
 
 
@@ -349,5 +349,5 @@ def _short_kind(kind: type[Any]) -> type[Any]:
     def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         return self.short.run(x, mask, KVCache() if cache is None else cache, _attend_of(self))
 
-    # The name stays: messages, and models that look at it, see what they know.
+    # The class keeps its name, for messages and for models that look at it.
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})

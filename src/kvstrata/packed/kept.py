@@ -1,10 +1,10 @@
-"""Packed weights in a file, so that the next start of a model reads them and need not pack them again.
+"""Packed weights in a file, so that the next start of a model reads them instead of packing them again.
 
     arrays, one after the other | index: JSON | length of the index: 8 bytes | blake3 of all that comes before: 32 bytes
 
 The file's name follows from the model, the form of its weights, the machine and the code that packs. A file that is cut
-off, changed, not this user's alone, or of other shapes is a miss. Files are published by a rename, and those that were
-read longest ago are deleted where all together take too much.
+off, changed, not this user's alone, or of other shapes is a miss. Files are published by a rename. If all files exceed
+`MAX_BYTES`, the files that were read longest ago are deleted.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ log = logging.getLogger(__name__)
 
 SUFFIX = ".packed"
 TEMPORARY = ".tmp"
-# Of all files together, and what a file leaves free on its volume.
+# Most bytes of all files together, and bytes that a new file leaves free on its volume.
 MAX_BYTES = 32 << 30
 FREE_BYTES = 4 << 30
-# Packing that is faster is not worth a file.
+# Faster packing is not worth a file.
 WORTH_KEEPING_S = 0.3
 LENGTH_BYTES, DIGEST_BYTES = 8, 32
-# Of a temporary file: whoever wrote it has ended.
+# Age of a temporary file whose writer has certainly ended.
 ABANDONED_S = 86_400
 
 
@@ -56,13 +56,13 @@ class KeptWeights:
 
 
 def kept_path(fingerprint: str) -> Path:
-    """`fingerprint`: of a model, the form of its weights included."""
+    """Return the path of a file. `fingerprint`: of a model, including the form of its weights."""
     return cache_root() / "packed" / f"{blake3(f'{fingerprint} {_machine()}'.encode()).hexdigest()[:32]}{SUFFIX}"
 
 
 @cache
 def _machine() -> str:
-    """All that decides how weights are packed and which blocks have a short form, but for the model."""
+    """Describe everything but the model that decides how weights are packed and which blocks have a short form."""
     code = blake3()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         code.update(path.read_bytes())
@@ -72,7 +72,7 @@ def _machine() -> str:
 
 
 def read_kept(path: Path) -> KeptWeights | None:
-    """None: there is no file that can be trusted."""
+    """Read packed weights. None: there is no file that can be trusted."""
     try:
         content = _content(path)
         kept = None if content is None else _parsed(content)
@@ -86,7 +86,7 @@ def read_kept(path: Path) -> KeptWeights | None:
 
 
 def _content(path: Path) -> memoryview | None:
-    """None: it is not a whole file of this user's alone."""
+    """Return the bytes of a file. None: the file is incomplete, changed or not this user's alone."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         status = os.fstat(fd)
@@ -135,7 +135,7 @@ class KeptWriter:
     def open(self, needed_bytes: int) -> None:
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Of a process that was killed and had the same id, as those of containers have.
+            # Left by a killed process with the same id, which is common in containers.
             self._temporary.unlink(missing_ok=True)
             _make_room(self.path.parent, needed_bytes)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -157,7 +157,7 @@ class KeptWriter:
         self._weights[name] = found
 
     def publish(self, activations: Mapping[str, int]) -> None:
-        """`activations`: as in KeptWeights."""
+        """Complete and publish the file, unless packing was fast. `activations`: as in `KeptWeights`."""
         if self._file is None or time.perf_counter() - self._began_s < WORTH_KEEPING_S:
             return
         index = json.dumps({"weights": self._weights, "activations": dict(activations)}).encode()
@@ -195,7 +195,7 @@ class KeptWriter:
 
 @contextmanager
 def writing_kept(path: Path, needed_bytes: int) -> Iterator[KeptWriter]:
-    """Leaves a whole file or none."""
+    """Yield a writer, which leaves a whole file or none."""
     writer = KeptWriter(path)
     writer.open(needed_bytes)
     try:
@@ -205,9 +205,9 @@ def writing_kept(path: Path, needed_bytes: int) -> Iterator[KeptWriter]:
 
 
 def _make_room(folder: Path, needed_bytes: int) -> None:
-    """Delete what was read longest ago. Raises OSError where a file does not fit all the same."""
+    """Delete the files that were read longest ago. Raise OSError if the new file does not fit even then."""
     if needed_bytes > MAX_BYTES:
-        # Before anything is deleted: no space would be enough.
+        # Checked before anything is deleted, because no deletion would suffice.
         raise OSError(f"{needed_bytes} bytes are more than all files may take")
     now = time.time()
     for path in folder.glob(f"*{TEMPORARY}"):

@@ -1,6 +1,6 @@
 """Layers of a model whose weights stay packed, in place of MLX's quantized ones.
 
-Each computes at once: the kernels see memory, so on a CPU a product is a point where the graph is evaluated.
+Each layer computes at once: the kernels read memory, so a product evaluates the graph.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from kvstrata.packed.weight import PackedWeight, Vectors
 
 
 class PackedModule(nn.Module):
-    """Holds weights. Their arrays are parameters, so that what counts a model's bytes finds them."""
+    """Base of packed layers. The arrays of weights are parameters, so that they count as bytes of the model."""
 
     def __init__(self, weights: Sequence[PackedWeight], activations: Activations, bias: mx.array | None = None) -> None:
         super().__init__()
         self.codes = [weight.arrays[0] for weight in weights]
         self.scales = [weight.arrays[1] for weight in weights]
-        # Not a list: modules take lists for parameters.
+        # A tuple, because modules take lists for parameters.
         self._weights = tuple(weights)
         self.activations: Activations = activations
         if bias is not None:
@@ -49,16 +49,16 @@ class PackedEmbedding(PackedModule):
         return mx.array(rows).reshape(*ids.shape, rows.shape[1])
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """The output layer of models that have one matrix for both."""
+        """Compute the output layer of models that share this matrix with it."""
         made = product(self.weight, flat(x), self.activations)
         return mx.array(made).reshape(*x.shape[:-1], made.shape[1])
 
 
 class PackedSwitchLinear(PackedModule):
-    """One matrix for each expert."""
+    """Linear layers of experts: one matrix for each expert."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:  # noqa: ARG002
-        """x [..., 1, in], whose leading axes are those of the indices or stretch to them -> [*indices, 1, out]"""
+        """Multiply x [..., 1, in], whose leading axes broadcast to those of the indices -> [*indices, 1, out]"""
         mx.eval(x, indices)
         places = np.asarray(indices)
         rows = np.broadcast_to(np.asarray(x.astype(mx.float32)), (*places.shape, *x.shape[-2:]))
@@ -73,7 +73,7 @@ class PackedSwitchLinear(PackedModule):
 
 
 class PackedMultiLinear(PackedModule):
-    """One matrix for each head. Small, and multiplied from both sides: unpacked for each pass."""
+    """Linear layers of heads: one small matrix for each, used from both sides. Each pass unpacks all of them."""
 
     def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
         whole = mx.array(np.stack([weight.unpacked() for weight in self._weights]))
@@ -81,7 +81,7 @@ class PackedMultiLinear(PackedModule):
 
 
 def flat(x: mx.array) -> np.ndarray:
-    """[..., in] -> float32 [vectors, in], without gaps"""
+    """Convert [..., in] to contiguous float32 [vectors, in]."""
     values = np.asarray(x if x.dtype == mx.float32 else x.astype(mx.float32))
     return np.ascontiguousarray(values.reshape(-1, x.shape[-1]))
 

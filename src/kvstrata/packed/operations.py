@@ -1,7 +1,7 @@
-"""Operations of MLX that are slow on a CPU, by loops of our own: silu, what it gates, and short convolutions.
+"""Loops for operations that are slow in MLX on a CPU: silu, gating by silu, and short convolutions.
 
-MLX computes them on one core, number by number. Common blocks need none of them (blocks.py). Recurrent layers and
-experts do; in a hybrid model they took more time than the products.
+MLX computes these operations on one core, number by number. Common blocks need none of them (block.py). Recurrent
+layers and experts do; in a hybrid model these operations took more time than the products.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from kvstrata.backend.rebinding import rebind
 from kvstrata.codecs import backends
 from kvstrata.codecs.cpu.planes import are_computed, threads_for
 
-# Numbers. With fewer, MLX is done before a loop has begun.
+# Fewest numbers for a loop: with fewer, MLX ends before a loop has begun.
 FEWEST = 1024
-# From here on it pays to wake other threads.
+# Fewest numbers that are worth waking other threads.
 PARALLEL = 1 << 16
 
 _silu, _conv1d = nn.silu, mx.conv1d
 
 
 def install() -> None:
-    """Models call ours from now on. Call it after a model was loaded. Ours have no gradients."""
+    """Make models call our functions, which have no gradients. Call it after a model was loaded."""
     nn.silu, mx.conv1d = silu, conv1d
     rebind(activations.swiglu, swiglu)
     rebind(activations.precise_swiglu, precise_swiglu)
@@ -50,7 +50,7 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
 
 
 def precise_swiglu(h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
-    """In float32, whatever goes in; as `h` is, what comes out."""
+    """Compute `swiglu` in float32, whatever the dtype of the inputs; the result has the dtype of `h`."""
     if any(array.dtype != mx.float32 for array in (h, gate, x)):
         return activations.precise_swiglu(h, gate, x)
     return swiglu(gate, x)
@@ -59,7 +59,7 @@ def precise_swiglu(h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
 def conv1d(
     x: mx.array, weight: mx.array, stride: int = 1, padding: int = 0, dilation: int = 1, groups: int = 1, **options: Any
 ) -> mx.array:
-    """Ours where each channel is by itself: x [rows, tokens, channels], weight [channels, length, 1]."""
+    """Convolve by our loop if each channel is by itself: x [rows, tokens, channels], weight [channels, length, 1]."""
     is_plain = (stride, padding, dilation) == (1, 0, 1) and not options and groups > 1
     is_by_channel = groups == x.shape[-1] == weight.shape[0]
     if not is_plain or not is_by_channel or x.shape[1] < weight.shape[1] or not _takes(x, weight):
@@ -76,7 +76,7 @@ def _takes(*arrays: mx.array) -> bool:
 
 
 def _by(loop: Callable[..., None], shape: tuple[int, ...], *inputs: np.ndarray, flat: bool = True) -> mx.array:
-    """`flat`: the loop takes a row of numbers, whatever the shape; numba compiles it once."""
+    """Run a loop. `flat`: the loop takes arrays with one axis, so that numba compiles it once for all shapes."""
     out = np.empty(shape, np.float32)
     arrays = [*map(np.ascontiguousarray, inputs), out]
     with threads_for(is_large=out.size >= PARALLEL):

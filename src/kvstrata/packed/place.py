@@ -1,7 +1,7 @@
-"""Puts packed layers into a model in place of MLX's, for a CPU, one layer at a time.
+"""Replacement of a model's layers by packed layers, for a CPU, one layer at a time.
 
-Knows mlx's and mlx-lm's layers. What has no tiles for it (formats that few models have, a matrix whose rows are no
-whole groups) becomes float32, as everything did before.
+Knows the layers of mlx and mlx-lm. Weights without tiles (formats that few models have, matrices whose rows are no
+whole groups) become float32.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from kvstrata.packed.weight import PackedWeight
 
 PLAIN = {nn.Linear, nn.Embedding, SwitchLinear, MultiLinear}
-# What becomes float32 instead. Each plain layer takes its sizes from its weight, so it is born tiny and given the real
-# one.
+# Layers of float32 for weights without tiles. A plain layer takes its sizes from its weight, so it is created tiny and
+# then given the real weight.
 QUANTIZED = {
     nn.QuantizedLinear: lambda: nn.Linear(1, 1, bias=False),
     nn.QuantizedEmbedding: lambda: nn.Embedding(1, 1),
@@ -35,13 +35,13 @@ QUANTIZED = {
 }
 WEIGHTS = ("weight", "scales", "biases", "global_scale")
 FLOAT_BYTES = 4
-GROUP = 32  # of what is quantized here
+GROUP = 32  # of weights that are quantized here
 
 
 def place(model: nn.Module, form: CpuForm, fingerprint: str = "") -> None:
-    """Loading peaks at one layer above the result. Layers of other classes (a few models fuse their own) stay as they
-    are; they work, slowly. `fingerprint`: of the model in this form, by which packed weights are kept for the next
-    start; empty: they are not kept."""
+    """Replace a model's layers. Memory peaks at one layer above the result. Layers of other classes (a few models fuse
+    their own) stay, and work slowly. `fingerprint`: of the model in this form, by which packed weights are kept for the
+    next start; empty: they are not kept."""
     if form.packs:
         _place_packed(model, form, fingerprint)
     else:
@@ -74,8 +74,8 @@ def _replace_layers(
     kept: Mapping[str, Sequence[PackedWeight]] = MappingProxyType({}),
     written: Callable[[str, Sequence[PackedWeight]], None] = lambda _name, _weights: None,
 ) -> None:
-    """`kept`: packed weights of layers by the layers' names. `written` is called with those that are packed here."""
-    done: dict[int, nn.Module | None] = {}  # a module may stand in two places
+    """Replace layers. `kept`: packed weights by the names of their layers. `written` is called with packed weights."""
+    done: dict[int, nn.Module | None] = {}  # a module may occur twice
     for name, module in model.named_modules():
         if type(module) in QUANTIZED or type(module) in PLAIN:
             if id(module) not in done:
@@ -87,7 +87,7 @@ def _replace_layers(
 
 
 def placed_bytes(model: nn.Module, form: CpuForm) -> int:
-    """What `place` would leave in memory. Computes nothing, so arrays that are not read yet stay so."""
+    """Return the bytes that `place` would leave in memory. Computes nothing, so lazy arrays stay unread."""
     layers = weight_layers(model)
     seen = {id(layer[name]) for layer in layers for name in WEIGHTS if name in layer}
     total = sum(_matrix_bytes(layer, form) for layer in layers)
@@ -101,7 +101,7 @@ def packs_any(model: nn.Module, form: CpuForm) -> bool:
 
 
 def weight_layers(model: nn.Module) -> list[nn.Module]:
-    """Those that hold matrices, each once."""
+    """Return the layers that hold matrices, each once."""
     modules = {id(module): module for _, module in model.named_modules()}
     return [module for module in modules.values() if type(module) in QUANTIZED or type(module) in PLAIN]
 
@@ -116,7 +116,7 @@ def _placed(
     kept: Sequence[PackedWeight],
     written: Callable[[Sequence[PackedWeight]], None],
 ) -> nn.Module | None:
-    """None: it stays as it is."""
+    """Return the replacement of a layer. None: the layer stays."""
     if type(module) in PLAIN and not _is_packed(module, form):
         return None
     if _is_packed(module, form):
@@ -129,7 +129,7 @@ def _placed(
         if "bias" in module:
             made.bias = module["bias"].astype(mx.float32)
     mx.eval(made.parameters())
-    # The weight goes now, not when the whole model is done.
+    # Frees the weight now, not when the whole model is done.
     for name in WEIGHTS:
         module.pop(name, None)
     return made
@@ -171,13 +171,13 @@ def _is_packed(module: nn.Module, form: CpuForm) -> bool:
     if not form.packs:
         return False
     if type(module) in PLAIN:
-        # Rows of the weight, whatever is in front of them.
+        # Only the length of the rows matters, whatever axes precede them.
         return form.plain_bits is not None and module["weight"].shape[-1] % GROUP == 0
     return _quantized(module).fits and module.get("global_scale") is None
 
 
 def _matrices(module: nn.Module, form: CpuForm) -> Iterator[Quantized]:
-    """Each [out, in]: one, or one for each expert or head."""
+    """Yield the matrices [out, in] of a layer: one, or one for each expert or head."""
     if type(module) in PLAIN:
         assert form.plain_bits is not None
         for weight in _each(module["weight"]):
@@ -226,7 +226,7 @@ def _bytes_as_float32(array: mx.array) -> int:
 def _dequantized(module: nn.Module) -> mx.array:
     scales, biases = module["scales"], module.get("biases")
     if biases is not None:
-        # In float32, or scale * code + bias is rounded to 16 bits first.
+        # In float32; otherwise scale * code + bias is rounded to 16 bits first.
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
     options: Any = module
     weight = mx.dequantize(

@@ -1,4 +1,4 @@
-"""A matrix as MLX quantizes it, and the sizes of tiles. Needs no numba."""
+"""Matrices as MLX quantizes them, and the sizes of tiles. Needs no numba."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCALES = (mx.float16, mx.bfloat16, mx.float32)
 
 @dataclass(frozen=True)
 class Quantized:
-    """[out, in], or several such."""
+    """A quantized matrix [out, in], or several."""
 
     weight: mx.array  # uint32 words
     scales: mx.array
@@ -27,7 +27,7 @@ class Quantized:
 
     @property
     def fits(self) -> bool:
-        """Whether there are tiles for it."""
+        """Whether there are tiles for this format."""
         if self.mode == "mxfp4":
             return self.group == TILE_COLUMNS and self.bits == 4
         return self.mode == "affine" and self.bits in PLANES and self.group in GROUPS and self.scales.dtype in SCALES
@@ -42,7 +42,7 @@ class Quantized:
 
     @property
     def packed_bytes(self) -> int:
-        """What it takes in tiles: as much, but that eight rows go together."""
+        """Bytes in tiles: those of the arrays, with rows rounded up to whole tiles."""
         rows = self.shape[0]
         return sum(array.nbytes for array in self.arrays) // rows * whole_tiles(rows) * TILE_ROWS
 

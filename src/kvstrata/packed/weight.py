@@ -1,7 +1,7 @@
-"""One matrix of weights in tiles, and its products.
+"""A matrix of weights in tiles, and its products.
 
-`tiles.py` says how it lies. The arrays are MLX's, so what counts MLX's memory counts them; the kernels read them where
-they are. Products need numba.
+cpu/tiles.py describes the layout. The arrays are MLX's and count as MLX's memory; the kernels read them in place.
+Products need numba.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvstrata.packed.form import Activations
 from kvstrata.packed.quantized import TILE_COLUMNS, TILE_ROWS, Quantized, whole_tiles
 
 KINDS = {mx.float16: cpu_products.HALF, mx.bfloat16: cpu_products.BFLOAT, mx.float32: cpu_products.FLOAT}
-# More vectors of float32 than this are better served by BLAS over rows that are unpacked for it ...
+# For more float32 vectors than this, BLAS over unpacked rows is faster.
 BLAS_VECTORS = 4
-# ... so many values at a time, which stay in a cache.
+# Values that are unpacked for BLAS at a time: they stay in a cache.
 UNPACKED_VALUES = 1 << 20
-# From so many values on it pays to wake other threads.
+# Fewest values that are worth waking other threads.
 PARALLEL_VALUES = 1 << 15
 
 
@@ -51,23 +51,23 @@ class Vectors:
 
 @dataclass(frozen=True)
 class Form:
-    """How codes and scales are stored. Matrices of the same form can be joined."""
+    """Storage form of codes and scales. Matrices of the same form can be joined."""
 
     bits: int
-    kind: int  # of scales: see kernels
+    kind: int  # of scales: see cpu/products.py
     group: int
     columns: int
 
 
 class PackedWeight:
-    """[out, in]"""
+    """A packed matrix [out, in]."""
 
     def __init__(self, codes: mx.array, scales: mx.array, form: Form, rows: int) -> None:
-        self.arrays = (codes, scales)  # bytes, whatever they hold
+        self.arrays = (codes, scales)  # bytes, whatever they encode
         self.form = form
         self.shape = (rows, form.columns)
         self._num_rows = whole_tiles(rows)
-        # As the kernels read them.
+        # In the order in which the kernels read them.
         self.fields: Any = (
             np.asarray(codes), np.asarray(scales), np.int64(form.bits), np.int64(form.kind),
             np.float32(BASES[form.bits]), np.int64(form.group // TILE_COLUMNS),
@@ -75,7 +75,7 @@ class PackedWeight:
         )  # fmt: skip
 
     def multiply(self, x: Vectors, out: np.ndarray, first: int = 0) -> None:
-        """x @ self.T -> out[:, first : first + rows]"""
+        """Write x @ self.T -> out[:, first : first + rows]"""
         rows = self.shape[0]
         if rows % TILE_ROWS:
             whole = np.empty((len(out), self._num_rows * TILE_ROWS), np.float32)
@@ -97,11 +97,11 @@ class PackedWeight:
                 sgemm(x.values, some, out[:, place : place + len(some)])
 
     def unpacked(self) -> np.ndarray:
-        """float32 [out, in]"""
+        """Return the matrix as float32 [out, in]."""
         return self._eights(np.arange(self._num_rows))[: self.shape[0]]
 
     def rows(self, places: np.ndarray) -> np.ndarray:
-        """Some rows as float32."""
+        """Return the rows at `places` as float32."""
         eights, which = np.unique(places // TILE_ROWS, return_inverse=True)
         return self._eights(eights)[which * TILE_ROWS + places % TILE_ROWS]
 
@@ -126,7 +126,7 @@ def pack(source: Quantized) -> PackedWeight:
 
 
 def joined(weights: Sequence[PackedWeight]) -> PackedWeight | None:
-    """One below the other. None where they differ in form, or do not fill tiles."""
+    """Join matrices one below the other. None: they differ in form, or do not fill tiles."""
     first = weights[0]
     if any(weight.form != first.form or weight.shape[0] % TILE_ROWS for weight in weights):
         return None
@@ -136,7 +136,7 @@ def joined(weights: Sequence[PackedWeight]) -> PackedWeight | None:
 
 
 def _by_tiles(stored: np.ndarray) -> np.ndarray:
-    """[rows, groups] -> [rows / 8, groups, 8], with zeros for rows that are missing"""
+    """Arrange [rows, groups] -> [rows / 8, groups, 8], with zeros for rows that are missing"""
     rows, groups = stored.shape
     whole = np.zeros((whole_tiles(rows) * TILE_ROWS, groups), stored.dtype)
     whole[:rows] = stored
@@ -144,5 +144,5 @@ def _by_tiles(stored: np.ndarray) -> np.ndarray:
 
 
 def _octets(array: mx.array) -> np.ndarray:
-    """As numpy has them: it does not know bfloat16."""
+    """Convert to numpy; bfloat16 as uint16, because numpy does not know it."""
     return np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)

@@ -1,8 +1,8 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-"""The loop of the gated delta rule, compiled by numba when first called and kept on disk after that.
+"""The loop of the gated delta rule, compiled by numba at the first call and cached on disk.
 
-The rows of a head's state have nothing to do with each other: an item is some of them, through all tokens, so that they
-stay in the fastest cache.
+The rows of a head's state are independent. An item takes some rows through all tokens, so that the rows stay in the
+fastest cache.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from kvstrata.codecs.cpu.vectors import LANES, load, load_one, multiply_add, spl
 # As in attention/cpu/kernels.py.
 BUILT_ON = "ee231aca2d4bcba7"
 
-# Rows of an item, if a head has a multiple of them.
+# Rows of an item, if v_dim is a multiple of this number; otherwise 4.
 ROWS = 32
 
 
 @njit(inline="always")
 def _four_rows(state, row, dim, q, k, key, g, gate, has_gates, v, value, share, sums, out):
-    """One token. Four rows hide how long an addition takes, and read the token's key once."""
+    """Update four rows by one token. Four rows hide the latency of additions and read the token's key once."""
     row_1, row_2, row_3 = row + dim, row + 2 * dim, row + 3 * dim
     for_all = splat(load_one(g, gate))
     a, b, c, d = zeros(), zeros(), zeros(), zeros()
@@ -57,9 +57,9 @@ def _renewed(state, place, kept, delta, by):
 
 @njit(nogil=True, cache=True, parallel=True, error_model="numpy")
 def update(q, k, v, g, beta, before, state, out):
-    """q, k [rows, tokens, k_heads, k_dim], v, out [rows, tokens, heads, v_dim], g [rows, tokens, heads, 1 or k_dim],
-    beta [rows, tokens, heads]; `before` [rows, heads, v_dim, k_dim] becomes `state`. k_dim is a multiple of 16, v_dim
-    of 4."""
+    """Compute the rule for q, k [rows, tokens, k_heads, k_dim], v, out [rows, tokens, heads, v_dim],
+    g [rows, tokens, heads, 1 or k_dim], beta [rows, tokens, heads]; `before` [rows, heads, v_dim, k_dim] becomes
+    `state`. k_dim is a multiple of 16, v_dim of 4."""
     batch, tokens, k_heads, dim = q.shape
     heads, width, num_gates = v.shape[2], v.shape[3], g.shape[3]
     group = heads // k_heads

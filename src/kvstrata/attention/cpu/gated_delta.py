@@ -1,4 +1,4 @@
-"""The gated delta rule (gated_delta.py) on a CPU: the loop of cpu_delta_kernels.py on MLX's memory. Needs numba."""
+"""The gated delta rule on a CPU: the loop of delta_kernels.py on MLX's memory. Needs numba."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 from kvstrata.attention.cpu.step import PARALLEL_ASLEEP, available
 from kvstrata.codecs.cpu.planes import are_computed, threads_for
 
-# Entries of a key that the loop takes at once, and values of a head.
+# Entries of a key, and values of a head, that the loop takes at once.
 _K_STEP, _V_STEP = 16, 4
 
 
 def takes(q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array) -> bool:
-    """The loop checks no bounds, and stretches no shapes as MLX does."""
+    """Whether the loop takes these arrays: it checks no bounds and, unlike MLX, does not broadcast."""
     rows, tokens, k_heads, k_dim = k.shape
     heads, v_dim = v.shape[2:]
     places = (rows, tokens, heads)
@@ -26,7 +26,7 @@ def takes(q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, st
 def update(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """As `gated_delta.update`, where the mask is part of the arrays."""
+    """Compute `gated_delta.update`, with the mask applied to the arrays already."""
     from kvstrata.attention.cpu import delta_kernels as cpu_delta_kernels
 
     dtype = q.dtype

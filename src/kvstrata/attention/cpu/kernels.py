@@ -1,13 +1,13 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-"""The loops, compiled by numba when first called and kept on disk after that. float32 in, float32 out.
+"""Attention loops in float32, compiled by numba at the first call and cached on disk.
 
-A run is a row of int64: the batch row, then the fields of `cpu.Run`, which says what they mean. The code that builds
-it keeps the memory alive. Runs of a batch row follow each other.
+A run is a row of int64: the batch row, then the fields of `Run` (step.py). The builder of the table keeps the memory of
+its addresses alive. Runs of a batch row are consecutive.
 
-Decoding cuts runs into pieces, each within one segment of K and one of V, so that a piece has one mean of each to deal
-with. An item is a piece in one KV head: its scores, weights and weighted sum are computed at once for all queries of
-the head, relative to the largest of its own scores. Then the items of each query are put together. What is added up in
-which order depends on the row's runs alone, not on threads or other rows.
+Decoding cuts runs into pieces. Each piece is within one segment of K and one of V, so it has a single mean of each. An
+item is a piece in one KV head: its scores, weights and weighted sum are computed at once for all queries of the head,
+relative to the item's largest score. Then the items of each query are combined. The order of additions depends only on
+the runs of the row, not on threads or other rows.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from kvstrata.codecs.cpu.blocks import (
 )
 from kvstrata.codecs.cpu.vectors import LANES, exp
 
-# Numba keeps what it compiled by the text of this file alone. This names the text of the modules that it is made of, so
-# that a change there is one here; a test says what it has to be.
+# Numba's cache is keyed by the text of this file alone. This digest of the modules that are inlined here makes a change
+# of them a change of this file; a test checks the digest.
 BUILT_ON = "ee231aca2d4bcba7"
 
 RAW_BITS = 32
 
-# Fields of a run. Those of K's planes and of V's follow, in the same order.
+# Fields of a run. Fields of K's planes and then of V's planes follow, each in the order below.
 ROW, K, V, SIZE, WRITE_AT, NUM_TOKENS, START, K_PLANES, V_PLANES = 0, 1, 2, 3, 4, 5, 6, 7, 20
 
 BITS, NEXT, LOW, SCALES, MEANS, ENDS, NUM_SEGMENTS = 0, 1, 2, 3, 4, 5, 6
@@ -48,17 +48,17 @@ COLUMNS, OFFSET, FIRST_DIM, PAIRS, STEP, GAP = 7, 8, 9, 10, 11, 12
 # Fields of a piece.
 RUN, FIRST, COUNT, K_SEGMENT, V_SEGMENT = 0, 1, 2, 3, 4
 
-# float16's exponents, taken as float32's, are too small by this.
+# float16 bits that are read as float32 are too small by this factor.
 _HALF_RANGE = np.float32(2.0**112)
 
-# Compiling takes most of the first start, so: what only other loops call has no entry from Python, and whole numbers
-# that differ between two calls are given as np.int64, since numba compiles a function for each literal.
+# Compiling takes most of the first start. Therefore a loop that only other loops call has no entry from Python, and
+# integers that differ between calls are passed as np.int64, since numba compiles a function for each literal.
 _inner = partial(njit, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @intrinsic
 def _pointer(_context, _address, kind):
-    """int64 -> a pointer to `kind`"""
+    """Cast an int64 to a pointer to `kind`."""
 
     def code(context, builder, signature, arguments):
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
@@ -68,21 +68,21 @@ def _pointer(_context, _address, kind):
 
 @njit(inline="always")
 def _from_half(bits):
-    """float16 as it lies in memory -> float32, subnormal numbers too."""
+    """Convert the bits of a float16 to float32, subnormal numbers too."""
     magnitude = np.uint32((np.uint32(bits) & np.uint32(0x7FFF)) << np.uint32(13)).view(np.float32) * _HALF_RANGE
     return -magnitude if bits & np.uint16(0x8000) else magnitude
 
 
 @njit(nogil=True, cache=True)
 def write(k, v, runs):
-    """k, v [rows, kv_heads, 1, dim]: the new tokens, each to where its run says."""
+    """Write the new tokens k, v [rows, kv_heads, 1, dim] to the slots that their runs name."""
     kv_heads, k_dim, v_dim = k.shape[1], k.shape[3], v.shape[3]
     for i in range(runs.shape[0]):
         row, size, at = runs[i, ROW], runs[i, SIZE], runs[i, WRITE_AT]
         if at >= 0:
             k_buffer = carray(_pointer(runs[i, K], np.float32), (kv_heads, size, k_dim))
             v_buffer = carray(_pointer(runs[i, V], np.float32), (kv_heads, size, v_dim))
-            # Value by value: assigning rows would compile the check of their shapes and its messages, for seconds.
+            # Value by value: for an assignment of rows numba would compile checks of shapes, for seconds.
             for h in range(kv_heads):
                 for d in range(k_dim):
                     k_buffer[h, at, d] = k[row, h, 0, d]
@@ -92,7 +92,7 @@ def write(k, v, runs):
 
 @_inner
 def _end_of(run, planes, segment):
-    """The first token after a segment."""
+    """Return the first token after a segment."""
     if run[planes + BITS] == RAW_BITS:
         return run[SIZE]
     return carray(_pointer(run[planes + ENDS], np.int64), (segment + 1,))[segment]
@@ -100,7 +100,7 @@ def _end_of(run, planes, segment):
 
 @_inner
 def _cut(runs, pieces):
-    """Fill pieces [any number, fields] as far as they go; -> how many there are"""
+    """Write pieces [capacity, fields] up to their capacity, and return the number of pieces that the runs have."""
     num_pieces, k_planes, v_planes = 0, np.int64(K_PLANES), np.int64(V_PLANES)
     for i in range(runs.shape[0]):
         run = runs[i]
@@ -129,7 +129,7 @@ def _pieces_of(runs):
 
 @_inner
 def _bounds_of(rows, runs, pieces):
-    """[rows + 1]: row i has the pieces from bounds[i] to bounds[i + 1]"""
+    """Return bounds [rows + 1]: row i has the pieces from bounds[i] to bounds[i + 1]."""
     bounds = np.zeros(rows + 1, np.int64)
     for i in range(len(pieces)):
         bounds[runs[pieces[i, RUN], ROW] + 1] += 1
@@ -138,7 +138,7 @@ def _bounds_of(rows, runs, pieces):
 
 @_inner(fastmath=True)
 def _queries(q, runs, scale, signs, block):
-    """q [rows, heads, 1, dim] -> scaled, and rotated as well if some keys are, [rows, heads, dim]"""
+    """Scale q [rows, heads, 1, dim], and also rotate (Hadamard) if some keys are -> both [rows, heads, dim]."""
     rows, heads, _, dim = q.shape
     scaled = np.empty((rows, heads, dim), np.float32)
     some = (runs[:, K_PLANES + BITS] != RAW_BITS).any()
@@ -155,7 +155,7 @@ def _queries(q, runs, scale, signs, block):
 
 @_inner
 def _planes_of(run, first, planes, vectors, width):
-    """Planes `top`, `next` and `low` as flat arrays, empty where the code has none, and scales."""
+    """Return planes `top`, `next` and `low` as flat arrays, empty if the codec has none, and scales."""
     bits = run[planes + BITS]
     top = carray(_pointer(run[first], np.uint8), (vectors * width,))
     following = carray(_pointer(run[planes + NEXT], np.uint8), (vectors * width if bits > 2 else 0,))
@@ -170,8 +170,8 @@ def _mean_of(run, planes, h, segment, dim):
 
 @_inner(fastmath=True)
 def _shares(queries, mean, run, piece):
-    """What the mean of keys adds to the scores, [queries, tokens of the piece and some more]; how it turns: see
-    codecs/rope.py"""
+    """Return the share of the keys' mean in the scores, [queries, tokens of the piece and some more]. The mean may be
+    RoPE-aware: see codecs/rope.py."""
     dim, pairs = queries.shape[1], run[K_PLANES + PAIRS]
     start, step, gap = run[K_PLANES + FIRST_DIM], run[K_PLANES + STEP], run[K_PLANES + GAP]
     num_tokens = (piece[COUNT] + LANES - 1) // LANES * LANES
@@ -195,7 +195,7 @@ def _shares(queries, mean, run, piece):
 
 @_inner(fastmath=True, error_model="numpy")
 def _score(scaled, rotated, run, piece, h, codes, scores):
-    """-> scores [queries of head h, tokens of the piece]"""
+    """Write scores [queries of head h, tokens of the piece]."""
     queries, count = scores.shape
     row, dim, first = run[ROW], scaled.shape[2], h * run[SIZE] + piece[FIRST]
     q_at, bits = (row * scaled.shape[1] + h * queries) * dim, run[K_PLANES + BITS]
@@ -218,7 +218,7 @@ def _score(scaled, rotated, run, piece, h, codes, scores):
 
 @_inner(fastmath=True, error_model="numpy")
 def _weigh(scores, largest, totals):
-    """Scores become weights relative to the largest one of each query, not divided by their total yet."""
+    """Turn scores into weights relative to the largest score of each query, not divided by their total yet."""
     for r in range(scores.shape[0]):
         top = scores[r, 0]
         for t in range(scores.shape[1]):
@@ -233,7 +233,7 @@ def _weigh(scores, largest, totals):
 
 @_inner(fastmath=True, error_model="numpy")
 def _mix(weights, run, piece, h, codes, sums):
-    """sums [queries, dim] += weights [queries, tokens] times values; under `planes` without the mean, and rotated"""
+    """Add weights [queries, tokens] @ values to sums [queries, dim]; of planes without the mean, Hadamard-rotated."""
     count, dim, first, bits = weights.shape[1], sums.shape[1], h * run[SIZE] + piece[FIRST], run[V_PLANES + BITS]
     if bits == RAW_BITS:
         values = carray(_pointer(run[V], np.float32), ((h + 1) * run[SIZE] * dim,))
@@ -253,7 +253,7 @@ def _mix(weights, run, piece, h, codes, sums):
 
 @_inner
 def _item(scaled, rotated, runs, piece, h, largest, totals, sums):
-    """largest, totals [queries of head h], sums [queries, v_dim], zero before"""
+    """Compute an item -> largest, totals [queries of head h], sums [queries, v_dim], zero before"""
     run = runs[piece[RUN]]
     scores = np.empty((sums.shape[0], piece[COUNT]), np.float32)
     is_raw = run[K_PLANES + BITS] == RAW_BITS and run[V_PLANES + BITS] == RAW_BITS
@@ -265,7 +265,7 @@ def _item(scaled, rotated, runs, piece, h, largest, totals, sums):
 
 @_inner(fastmath=True, error_model="numpy")
 def _put_together(runs, found, h, r, sinks, signs, block, rotated, other, out):
-    """Query r of head h, of what was found in the pieces of its row -> out [v_dim], zero before
+    """Combine what the pieces of a row gave for query r of head h -> out [v_dim], zero before
 
     `rotated` and `other` [v_dim] are scratch.
     """
@@ -299,7 +299,7 @@ def _put_together(runs, found, h, r, sinks, signs, block, rotated, other, out):
 
 @_inner
 def _found(pieces, kv_heads, queries, dim):
-    """Room for what the items of all pieces find: largest, totals, sums."""
+    """Allocate the results of all items: largest, totals, sums."""
     largest, totals = np.empty((2, len(pieces), kv_heads, queries), np.float32)
     return largest, totals, np.zeros((len(pieces), kv_heads, queries, dim), np.float32)
 
@@ -318,10 +318,9 @@ def _put_all_together(runs, pieces, largest, totals, sums, sinks, signs, block, 
 
 @njit(fastmath=True, nogil=True, cache=True, parallel=True, error_model="numpy")
 def decode(q, kv_heads, runs, scale, sinks, k_signs, k_block, v_signs, v_block, out):
-    """q [rows, heads, 1, k_dim] -> out [rows, heads, 1, v_dim], zero before
+    """Attend with q [rows, heads, 1, k_dim] -> out [rows, heads, 1, v_dim], zero before
 
-    Threads share only the items: a second round of them would wait for the slowest twice, and saves one part in a
-    hundred.
+    Only the items run in parallel: a second parallel loop would wait for the slowest thread twice and save 1 %.
     """
     scaled, rotated = _queries(q, runs, np.float32(scale), k_signs, k_block)
     pieces = _pieces_of(runs)
@@ -334,7 +333,7 @@ def decode(q, kv_heads, runs, scale, sinks, k_signs, k_block, v_signs, v_block, 
 
 @njit(inline="always", fastmath=True, error_model="numpy")
 def _softmax(scores, sink, has_sink):
-    """In place. A sink takes its share and leaves no column."""
+    """Compute the softmax in place. A sink takes its share and has no column."""
     largest = scores[0]
     for j in range(len(scores)):
         largest = max(largest, scores[j])
@@ -352,7 +351,7 @@ def _softmax(scores, sink, has_sink):
 
 @njit(fastmath=True, nogil=True, cache=True, parallel=True, error_model="numpy")
 def softmax_causal(scores, past, tokens):
-    """In place: row i belongs to query i % tokens, which sees the first past + i % tokens + 1 columns."""
+    """Compute in place. Row i belongs to query i % tokens, which sees the first past + i % tokens + 1 columns."""
     num_rows, columns = scores.shape
     for i in prange(num_rows):
         seen = min(columns, past + i % tokens + 1)

@@ -1,11 +1,11 @@
 """Attention on a plain CPU in float32: kernels of our own on MLX's memory.
 
-MLX's `exp` is scalar and on one core there, and each of its operations costs about 10 us. Here a softmax is ten times
-faster, and a decode step of a whole batch, in one layer, is one call that writes the new tokens and attends to all.
-Products of matrices stay with MLX, which hands them to BLAS.
+On a CPU MLX's `exp` is scalar and runs on one core, and each operation of MLX costs about 10 us. Here a softmax is ten
+times faster, and a decode step of a whole batch, in one layer, is one call that writes the new tokens and attends to
+all. Matrix products stay with MLX, which hands them to BLAS.
 
-The kernels see computed memory, so attention is a point where the graph is evaluated: on a CPU nothing is lost by that.
-They need numba, which the extra `cpu` installs; without it MLX's own operations are used.
+The kernels read computed memory, so attention evaluates the graph: on a CPU that costs nothing. The kernels need numba,
+which the extra `cpu` installs; without numba MLX's own operations are used.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.rope import tables
 
-# Queries of one block of a causal prefill: keys that no query of the block sees are not multiplied at all.
+# Queries in a block of a causal prefill: keys that no query of the block sees are not multiplied.
 BLOCK = 128
 
-# Some times what the kernels of codecs/ take to compile. Past it they are compiled here.
+# Some times as long as the kernels of codecs/ take to compile. After this time they are compiled here.
 COMPILE_S = 120
 
-# Numbers that a step of a batch reads, from which on it pays to share them with other threads: if the products before
-# it have woken them, and if those may have run on threads of BLAS.
+# Fewest numbers read by a step of a batch that are worth sharing with other threads: if the products before the step
+# have woken the threads, and if the products may have run on threads of BLAS.
 PARALLEL_AWAKE, PARALLEL_ASLEEP = 1 << 16, 1 << 18
 
 NOWHERE = -1
 
-RAW_BITS = 32  # as in cpu_kernels, which needs numba to be looked at
+RAW_BITS = 32  # as in cpu/kernels.py, which imports numba
 
 _NO_SINKS = np.empty(0, np.float32)
 
-# The process that compiles for this one, if there is one.
+# The process that compiles kernels for this one, if any.
 _beside: list[subprocess.Popen[bytes]] = []
 
 
 class Coded(NamedTuple):
-    """How keys or values lie in memory: as they are, or under `planes`, and then where the planes but `top` lie."""
+    """Memory layout of keys or values: raw, or encoded, with the addresses of all planes but `top`."""
 
     bits: int = RAW_BITS
     next_address: int = 0
@@ -60,10 +60,10 @@ class Coded(NamedTuple):
     means_address: int = 0
     ends_address: int = 0  # int64: the first token after each segment
     num_segments: int = 0
-    columns_address: int = 0  # float32 [dim, 256]: see turns.Tables
-    offset: int = 0  # of its first token in the group that shares a mean
-    first_dim: int = 0  # that turns
-    num_pairs: int = 0  # 0: the means do not turn
+    columns_address: int = 0  # float32 [dim, 256]: see `Tables` of codecs/rope.py
+    offset: int = 0  # of the first token in the group that shares a mean
+    first_dim: int = 0  # of the dims that RoPE rotates
+    num_pairs: int = 0  # 0: the means are plain, not RoPE-aware
     step: int = 0  # from a pair to the next
     gap: int = 0  # from the first dim of a pair to its second
 
@@ -72,7 +72,7 @@ RAW = Coded()
 
 
 class Run(NamedTuple):
-    """Tokens [start, start + num_tokens) of arrays [kv_heads, size, ...] without gaps."""
+    """Tokens [start, start + num_tokens) of contiguous arrays [kv_heads, size, ...]."""
 
     k_address: int  # of the values, or of plane `top`
     v_address: int
@@ -82,15 +82,15 @@ class Run(NamedTuple):
     start: int = 0
     k: Coded = RAW
     v: Coded = RAW
-    holds: Any = None  # what must live as long as the addresses are used; for buffers their layer sees to it
+    holds: Any = None  # keeps the memory of the addresses alive; buffers are kept alive by their layer
 
     def fields(self) -> tuple[int, ...]:
-        """As the kernels read them."""
+        """The fields in the order in which the kernels read them."""
         return (*self[:6], *self.k, *self.v)
 
 
 class Row(Protocol):
-    """One layer of one sequence."""
+    """A layer of a sequence, as a row of a batch."""
 
     def runs_with_next(self) -> list[Run]: ...
 
@@ -106,14 +106,14 @@ def fits(*arrays: mx.array) -> bool:
 
 
 def kernels() -> str:
-    """Whose loops attention runs on, for people to read."""
+    """Describe for people which kernels compute attention."""
     if available():
         return "own (numba), MLX where a mask or a dtype other than float32 needs it"
     return "MLX" if not backends.on_cpu() else "MLX, slow on a CPU: install kvstrata[cpu] for numba"
 
 
 def warm_up() -> None:
-    """Have every kernel compiled now: the first one that is not on disk yet takes seconds."""
+    """Compile every kernel now: a kernel that is not on disk yet takes seconds."""
     if not available():
         return
     from kvstrata.attention.cpu import kernels as cpu_kernels
@@ -138,10 +138,10 @@ def warm_up() -> None:
 
 
 def compile_codecs_beside() -> None:
-    """On the very first start another process compiles the kernels of codecs/ meanwhile, and leaves them on disk. Call
-    it before a model is loaded, and `warm_up` after that.
+    """On the very first start, compile the kernels of codecs/ to disk in another process. Call this before a model is
+    loaded, and `warm_up` after that.
 
-    Numba compiles one function at a time in a process. What that process does not get done is done here later.
+    Numba compiles one function at a time in a process. Kernels that the other process does not finish compile here.
     """
     if _beside or not available() or _is_on_disk() or not sys.executable:
         return
@@ -153,7 +153,7 @@ def compile_codecs_beside() -> None:
 
 
 def _is_on_disk() -> bool:
-    """Whether codecs' kernels were compiled since their text was changed, as far as one of them shows."""
+    """Whether the kernels of codecs/ were compiled since their text changed, judged by one of them."""
     from kvstrata.codecs.cpu import kernels as codec_kernels
 
     last = codec_kernels.mix_planes
@@ -163,9 +163,9 @@ def _is_on_disk() -> bool:
 
 
 class Step:
-    """One new token for each row, not written yet. Stands for the keys and for the values, as `Parts` does.
+    """New tokens, one for each row, not written yet. Replaces both keys and values, as `Parts` does.
 
-    Writing waits until the queries are known: then the layer is evaluated once.
+    Writing waits for the queries, so that the layer is evaluated once.
     """
 
     def __init__(self, rows: Sequence[Row], keys: mx.array, values: mx.array) -> None:
@@ -180,9 +180,9 @@ class Step:
     def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
         mx.eval(queries, self._keys, self._values)
         written = self._written()
-        # Whatever the model has: another dtype or layout would have the kernels compiled once more, for seconds.
+        # float32 whatever the dtype of the model: numba would compile the kernels anew for another dtype, for seconds.
         columns = _NO_SINKS if sinks is None else np.array(sinks.astype(mx.float32))
-        # The loops are compiled for arrays without gaps: only those become vector instructions.
+        # The loops are compiled for contiguous arrays: only such loops become vector instructions.
         return mx.array(written.attend(np.ascontiguousarray(queries), scale, columns, PARALLEL_ASLEEP))
 
     def write(self) -> Sequence[Row]:
@@ -198,7 +198,7 @@ class Step:
 
 
 def attend_next(rows: Sequence[Row], q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
-    """One new token for each row [rows, heads, 1, dim], as numpy has it: written, and attended with all before it."""
+    """Write one new token for each row, as numpy arrays [rows, heads, 1, dim], and attend over it and all before it."""
     return write(rows, k, v).attend(q, scale, _NO_SINKS, PARALLEL_AWAKE)
 
 
@@ -216,12 +216,12 @@ class Written(NamedTuple):
     """Rows whose new tokens are in their buffers."""
 
     table: np.ndarray  # [runs, 1 + fields of Run], the row first
-    runs: list[Run]  # of all rows; they hold what the table has addresses of
+    runs: list[Run]  # of all rows; they keep the memory of the addresses in the table alive
     kv_heads: int
     dims: tuple[int, int]  # of a key and of a value
 
     def attend(self, q: np.ndarray, scale: float, sinks: np.ndarray, parallel_from: int) -> np.ndarray:
-        """`parallel_from`: numbers that are read, from which on other threads help."""
+        """Attend over the written rows. `parallel_from`: other threads help if more numbers than this are read."""
         from kvstrata.attention.cpu import kernels as cpu_kernels
 
         k_dim, v_dim = self.dims
@@ -234,7 +234,7 @@ class Written(NamedTuple):
 
 
 def run_of(part: Part) -> Run | None:
-    """What the kernels need to know of a part; None if they cannot read it. Good until it is written to."""
+    """Return the run of a part; None if the kernels cannot read the part. Valid until the part is written to."""
     if not available():
         return None
     if isinstance(part, RawPart):
@@ -290,7 +290,7 @@ def _sealed(planes: Planes) -> _Sealed | None:
 
 
 def _address(array: mx.array, dtype: mx.Dtype | None = None) -> int:
-    """0 for what the kernels cannot walk through: another dtype, or gaps."""
+    """Return the address of an array; 0 if the kernels cannot read it: another dtype, or gaps."""
     if dtype is not None and array.dtype != dtype:
         return 0
     mx.eval(array)
@@ -299,7 +299,7 @@ def _address(array: mx.array, dtype: mx.Dtype | None = None) -> int:
 
 
 def softmax(scores: mx.array) -> mx.array:
-    """Over the last axis. On a CPU in place: `scores` must be the caller's alone."""
+    """Compute the softmax over the last axis. On a CPU in place: nobody but the caller may hold `scores`."""
     if not fits(scores):
         return mx.softmax(scores, axis=-1, precise=True)
     mx.eval(scores)
@@ -314,13 +314,13 @@ def softmax(scores: mx.array) -> mx.array:
 def _softmax_causal(scores: np.ndarray, past: int, tokens: int) -> None:
     from kvstrata.attention.cpu import kernels as cpu_kernels
 
-    # MLX has computed the scores: threads of ours are asleep.
+    # MLX has computed the scores, so our threads are asleep.
     with threads_for(is_large=scores.size > PARALLEL_ASLEEP):
         cpu_kernels.softmax_causal(scores, past, tokens)
 
 
 def prefill(q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
-    """Causal attention of one row: q [1, heads, tokens, k_dim] are the last of k [1, kv_heads, total, k_dim]."""
+    """Causal attention of one row: q [1, heads, tokens, k_dim] are the last tokens of k [1, kv_heads, total, k_dim]."""
     heads, tokens, kv_heads = q.shape[1], q.shape[2], k.shape[1]
     past = k.shape[2] - tokens
     grouped = (q * scale).reshape(1, kv_heads, heads // kv_heads, tokens, q.shape[3])

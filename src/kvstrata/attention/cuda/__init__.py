@@ -1,1 +1,1 @@
-"""Attention on NVIDIA GPUs: kernels that are compiled here and run by MLX."""
+"""Attention on NVIDIA GPUs: our kernels, compiled here and run by MLX."""

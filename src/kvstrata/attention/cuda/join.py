@@ -1,8 +1,8 @@
-"""Keys and values of a layer as plain arrays on CUDA, for a chunk: a launch for K and one for V, whatever they lie in.
+"""Join keys and values of a layer to plain arrays on CUDA, for a chunk: a launch for K and one for V.
 
-Stored parts are found through addresses, as a step finds them, and the result depends on what these point to: so MLX
-keeps it until the launches have ended. The tokens that the sequence has just written are an argument.
-Knows ranges; does not know parts, sequences or layers.
+The kernel finds stored parts through addresses, as in a decode step. The result depends on the arrays behind the
+addresses, so MLX keeps these arrays until the launches have ended. The tokens that the sequence has just written are an
+argument. Knows ranges; does not know parts, sequences or layers.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from kvstrata.codecs.rope import Turn
 
 _OWN_BITS = 0
 
-_VALUES_PLACE = 5  # of values in a row of addresses
+_VALUES_PLACE = 5  # index of values in a row of addresses
 
-_FEWEST_SPANS, _FEWEST_STARTS = 64, 512  # entries of a table: shapes change seldom
+_FEWEST_SPANS, _FEWEST_STARTS = 64, 512  # entries of a table, so that shapes seldom change
 
 
 class Joining(NamedTuple):
-    """What is joined: parts that do not change, then tokens of the sequence's own buffer, if there are any."""
+    """Inputs of a join: parts that do not change, then tokens of the sequence's own buffer, if there are any."""
 
     ranges: Sequence[Range]
     own: RawRange | None
-    turn: Turn | None  # of keys
+    turn: Turn | None  # RoPE rotation of keys
 
 
 class Span(NamedTuple):
@@ -53,12 +53,12 @@ class Span(NamedTuple):
 
 class Tables(NamedTuple):
     spans: mx.array  # int32 [1 + parts, 8], see decode.cuh
-    starts: mx.array  # int32: where each segment of each part begins, and where its last one ends
+    starts: mx.array  # int32: the start of each segment of each part, and the end of its last segment
     total: int  # tokens
 
 
 def joining(ranges: Sequence[Range], own: RawRange | None, dtype: mx.Dtype) -> Joining | None:
-    """None: the kernel does not take them, or there is nothing to join."""
+    """Return the inputs of a join. None: the kernel does not take them, or there is nothing to join."""
     parts = ranges if own is None else [*ranges, own]
     planes = [part for part in ranges if isinstance(part, PlanesRange)]
     turns = {turn_of(part.k) for part in planes if not is_raw(part.k)} or {None}
@@ -69,7 +69,7 @@ def joining(ranges: Sequence[Range], own: RawRange | None, dtype: mx.Dtype) -> J
 
 
 def join(parts: Joining, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    """K and V, [1, kv_heads, tokens, dim]"""
+    """Return K and V, [1, kv_heads, tokens, dim]."""
     ranges, own, turn = parts
     addresses = cuda_addresses.collect([addresses_of(part) for part in ranges], parts_length(len(ranges)))
     planes = next(part for part in ranges if isinstance(part, PlanesRange))
@@ -94,7 +94,7 @@ def _span(part: Range, held: Planes | mx.array) -> Span:
 
 @lru_cache(maxsize=256)
 def _tables(spans: tuple[Span, ...]) -> Tables:
-    """Layers that are stored alike share them."""
+    """Make the tables of spans. Layers that are stored alike share them."""
     rows = np.zeros((table_length(1 + len(spans), _FEWEST_SPANS), ENTRY), np.int32)
     starts: list[int] = []
     total = 0

@@ -1,8 +1,8 @@
 """Attention on CUDA: one query for each head over planes and raw vectors, with kernels of our own.
 
-Codes and vectors are read as they lie, a piece of up to 256 tokens to a warp, and what the pieces give is combined by
-their largest score and their sum of exponentials: exact, in float32. Prefill decodes a layer into scratch instead
-(`cuda_joined.py`). Knows planes and arrays; does not know sequences or layers.
+Codes and vectors are read in place, a piece of up to 256 tokens by each warp. The results of pieces are combined by
+their largest scores and sums of exponentials: exact, in float32. Prefill decodes a layer into scratch instead
+(join.py). Knows planes and arrays; does not know sequences or layers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvstrata.codecs.mean_runs import GROUP_TOKENS, Segments
 
 RAW_DTYPES = (mx.bfloat16, mx.float16)
 
-# Parts that one launch takes. More kinds of launch would be more to compile.
+# Most parts of one launch. With more there would be more kinds of launch to compile.
 PARTS_AT_ONCE = 3
 
 _COMBINE_THREADS = 1024
@@ -52,7 +52,7 @@ class PieceSegments(NamedTuple):
 
 
 class Packed:
-    """Arrays without gaps: those that are read through addresses MLX does not copy on the way."""
+    """Contiguous arrays. MLX makes no contiguous copies of arrays that a kernel reads through addresses."""
 
     def __init__(self) -> None:
         self._arrays: list[mx.array] | None = None
@@ -65,14 +65,14 @@ class Packed:
 
 @dataclass(frozen=True, eq=False)
 class PlanesRange:
-    """Tokens [start, end) of planes [kv_heads, tokens, dim], of which one side may be raw. Made once for many steps, it
-    looks things up once."""
+    """Tokens [start, end) of planes [kv_heads, tokens, dim]; keys or values may be raw. A range serves many steps and
+    caches its lookups."""
 
     k: Planes
     v: Planes
     start: int
     end: int
-    # Shared by all ranges of these planes.
+    # Both are shared by all ranges of these planes.
     where: Whereabouts = field(default_factory=Whereabouts)
     packed: Packed = field(default_factory=lambda: Packed())
 
@@ -82,7 +82,7 @@ class PlanesRange:
 
     @cached_property
     def raw_dtypes(self) -> set[mx.Dtype]:
-        """Of the side that is raw."""
+        """Dtypes of keys or values that are raw."""
         return {planes.arrays["values"].dtype for planes in (self.k, self.v) if is_raw(planes)}
 
     @cached_property
@@ -90,13 +90,13 @@ class PlanesRange:
         return [*arrays_of(self.k), *arrays_of(self.v), table_of(turn_of(self.k), self.k.dim)]
 
     def constants(self, number: int) -> list[Constant]:
-        """Of part `number` of a launch."""
+        """Return the constants of part `number` of a launch."""
         bits: list[Constant] = [(f"K_BITS{number}", bits_of(self.k)), (f"V_BITS{number}", bits_of(self.v))]
         return bits + turn_constants(turn_of(self.k), "K_", str(number))
 
     @property
     def segments(self) -> PieceSegments:
-        """All that pieces depend on, beside the range and their number."""
+        """Segments that, with the range and the number of heads, determine the pieces."""
         return PieceSegments((self.k.segments, self.v.segments), self.k.position % GROUP_TOKENS)
 
     @cached_property
@@ -106,7 +106,7 @@ class PlanesRange:
 
 @dataclass(frozen=True, eq=False)
 class RawRange:
-    """Tokens [start, end) of vectors [1, kv_heads, tokens, dim], read where they lie."""
+    """Tokens [start, end) of vectors [1, kv_heads, tokens, dim], read in place."""
 
     k: mx.array
     v: mx.array
@@ -130,7 +130,7 @@ Range = PlanesRange | RawRange
 
 
 class Partial(NamedTuple):
-    """Attention over some of the tokens, as each block of a launch found it."""
+    """Attention over some of the tokens: the results of each block of a launch."""
 
     sums: mx.array  # float32 [kv_heads, blocks, queries, v_dim], not divided by the sum of exponentials
     stats: mx.array  # float32 [kv_heads, blocks, queries, 2]: largest score, sum of exponentials
@@ -147,7 +147,7 @@ def _raw_fits(k: mx.array, v: mx.array) -> bool:
 
 
 def fits(planes: Planes) -> bool:
-    """Whether the kernels read these planes; others are decoded."""
+    """Whether the kernels read these planes; other planes are decoded."""
     is_known = planes.arrays["values"].dtype in RAW_DTYPES if is_raw(planes) else "top" in planes.arrays
     return is_known and planes.dim in FUSED_DIMS and len(planes.leading) == 1
 
@@ -157,12 +157,12 @@ def is_raw(planes: Planes) -> bool:
 
 
 def have_one_dtype(ranges: Sequence[Range]) -> bool:
-    """A launch takes the bits of raw vectors for one dtype."""
+    """Whether raw vectors have a single dtype: a launch reads the bits of all of them as one dtype."""
     return len({dtype for part in ranges for dtype in part.raw_dtypes}) <= 1
 
 
 def fit_together(ranges: Sequence[Range]) -> bool:
-    """Whether one `attend` reads all of them. It takes no planes of which one side is raw."""
+    """Whether one `attend` reads all ranges. It takes no planes whose keys or values alone are raw."""
     is_mixed = any(isinstance(part, PlanesRange) and part.raw_dtypes for part in ranges)
     return not is_mixed and have_one_dtype(ranges) and all(part.fits for part in ranges)
 
@@ -173,7 +173,7 @@ def attend(
     scale: float,
     sinks: mx.array | None = None,  # [heads]
 ) -> mx.array:
-    """One query for each head over all ranges -> [1, heads, 1, v_dim]. They must `fit_together`."""
+    """Attend with one query for each head over all ranges, which must `fit_together` -> [1, heads, 1, v_dim]"""
     kv_heads = _num_heads(ranges[0])
     grouped = q.reshape(kv_heads, q.shape[1] // kv_heads, q.shape[3])
     launches = [ranges[i : i + PARTS_AT_ONCE] for i in range(0, len(ranges), PARTS_AT_ONCE)]
@@ -182,12 +182,12 @@ def attend(
 
 
 def attend_planes(q: mx.array, k: Planes, v: Planes, start: int, end: int, scale: float = 1.0) -> Attended:
-    """q [kv_heads, queries, k_dim] over tokens [start, end) -> float32"""
+    """Attend with q [kv_heads, queries, k_dim] over tokens [start, end) -> float32"""
     return combine([partial(q, [PlanesRange(k, v, start, end)], scale)], mx.float32)
 
 
 def partial(q: mx.array, parts: Sequence[Range], scale: float) -> Partial:
-    """q [kv_heads, queries, k_dim], in one launch"""
+    """Attend with q [kv_heads, queries, k_dim] over some parts, in one launch."""
     heads, queries, k_dim = q.shape
     v_dim = _v_dim(parts[0])
     tiles = tiles_for(queries, max(k_dim, v_dim))
@@ -208,7 +208,7 @@ def partial(q: mx.array, parts: Sequence[Range], scale: float) -> Partial:
 
 
 def combine(partials: Sequence[Partial], dtype: mx.Dtype, sinks: mx.array | None = None) -> Attended:
-    """A sink takes its share of the softmax and gives nothing."""
+    """Combine partial results. A sink takes a share of the softmax and contributes nothing."""
     heads, _, queries, v_dim = partials[0].sums.shape
     num_threads = _COMBINE_THREADS // v_dim * v_dim
     out, log_sum = cuda_kernels.combine(len(partials)).run(
@@ -227,7 +227,7 @@ def combine(partials: Sequence[Partial], dtype: mx.Dtype, sinks: mx.array | None
 
 
 class _Call(NamedTuple):
-    """What a part adds to a launch."""
+    """Inputs and constants that a part adds to a launch."""
 
     kind: Kind
     inputs: list[mx.array]

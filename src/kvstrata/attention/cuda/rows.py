@@ -1,9 +1,9 @@
-"""One new token for each row on CUDA: written and attended to in one launch for each layer.
+"""Decode rows on CUDA: new tokens, one for each row, are written and attended to in one launch for each layer.
 
-The launch writes into the rows' buffers without MLX's knowledge: neither its graph nor the one that CUDA gets of an
-evaluation has an edge to their later readers. So every launch of a pass is issued when the pass ends (`end_pass`
-hands `Step.launched` up), and what comes after it comes after it on the same stream. What a step reads of another
-sequence's buffer was written before the step.
+The launch writes into the rows' buffers without MLX's knowledge: neither MLX's graph nor the CUDA graph of an
+evaluation has an edge to later readers of the buffers. Therefore every launch of a pass is issued when the pass ends
+(`end_pass` returns `Step.launched`), and later work follows on the same stream. Tokens that a step reads from another
+sequence's buffer were written before the step.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ HeadKind = tuple[mx.Dtype, int, int]  # dtype, and the sizes of a key and of a v
 
 
 class Row(Protocol):
-    """One layer of one sequence."""
+    """A layer of a sequence, as a row of a batch."""
 
     def before_slot(self) -> tuple[Part, ...]: ...
 
     def next_slot(self) -> Slot:
-        """Make room for one more token, not counted yet."""
+        """Provide the slot of one more token, not counted yet."""
         ...
 
     def count_next(self) -> None:
-        """The place is taken: the caller writes the token there, or has written it by `put_last`."""
+        """Count the token of the slot: the caller writes it there, or has it written by `put_last`."""
         ...
 
     def put_last(self, k: mx.array, v: mx.array) -> None: ...
@@ -45,7 +45,7 @@ def takes_rows(keys: mx.array, values: mx.array) -> bool:
 
 
 def slots_of(rows: Sequence[Row]) -> list[Slot]:
-    """A place for each row's next token, counted."""
+    """Return the slot of each row's next token, and count the tokens."""
     slots = []
     for row in rows:
         slots.append(row.next_slot())
@@ -54,14 +54,14 @@ def slots_of(rows: Sequence[Row]) -> list[Slot]:
 
 
 def kernels(kinds: Collection[HeadKind]) -> str:
-    """Whose loops attention runs on, for people to read."""
+    """Describe for people which kernels compute attention."""
     if kinds and all(step_works(*kind) for kind in kinds):
         return "own (CUDA) for decode steps of up to 8 queries for each KV head (4 beyond 128 dims), MLX for the rest"
     return "MLX, by sequence: it has no step of a whole batch for these layers, or it did not work here (see the log)"
 
 
 class Counters:
-    """What blocks of a launch count themselves with: of one layer, whose launches wait for each other."""
+    """Counters of one layer, by which the blocks of a launch count themselves: launches of a layer do not overlap."""
 
     def __init__(self) -> None:
         self._counters: mx.array | None = None
@@ -74,7 +74,7 @@ class Counters:
 
 
 class Step:
-    """New tokens that are not written yet. Stands for the keys and for the values, as `Parts` does."""
+    """New tokens that are not written yet. Replaces both keys and values, as `Parts` does."""
 
     def __init__(self, rows: Sequence[Row], keys: mx.array, values: mx.array, counters: Counters) -> None:
         self._rows = rows
@@ -89,8 +89,8 @@ class Step:
 
     @property
     def launched(self) -> list[mx.array]:
-        """Once these are computed, the new tokens are written. What the launches read through addresses is among them:
-        MLX keeps it until they have ended."""
+        """Arrays whose evaluation writes the new tokens. Arrays that the launches read through addresses are among
+        them, so that MLX keeps these until the launches have ended."""
         return [*self._launches, *cuda_step.held_by(self._before, self._slots)] if self._launches else []
 
     def takes(self, queries: mx.array) -> bool:
@@ -122,7 +122,7 @@ class Step:
         return self._rows
 
     def _take_slots(self) -> None:
-        """Make room for the new tokens, and find out whether the kernel can read all that the rows read."""
+        """Take slots for the new tokens, and find out whether the kernel can read all parts of the rows."""
         self._before = [[part.cuda_range() for part in row.before_slot()] for row in self._rows]
         self._slots = slots_of(self._rows)
         if all(part.fits for ranges in self._before for part in ranges):
@@ -130,11 +130,11 @@ class Step:
 
 
 class NotCompiled(Exception):
-    """The model does something with keys that a compiled step has no form for."""
+    """The model uses keys in a way that a compiled step does not support."""
 
 
 class Prepared:
-    """New tokens whose launch was prepared before the model was called. Stands for the keys and for the values."""
+    """New tokens whose launch was prepared before the model was called. Replaces both keys and values."""
 
     def __init__(self, keys: mx.array, values: mx.array, launch: cuda_step.Launch) -> None:
         self._keys = keys
@@ -152,7 +152,7 @@ class Prepared:
 
 
 class Found(NamedTuple):
-    """What a launch over one layer of all rows needs, found before the model is called. Nothing is counted."""
+    """Inputs of a launch over one layer of all rows, found before the model is called. No token is counted."""
 
     reads: cuda_step.Reads
     counters: mx.array
@@ -161,7 +161,7 @@ class Found(NamedTuple):
 
 
 def find(rows: Sequence[Row], counters: Counters) -> Found | None:
-    """None: a launch cannot take it."""
+    """Find the inputs of a launch over one layer of all rows. None: a launch cannot take them."""
     before = [[part.cuda_range() for part in row.before_slot()] for row in rows]
     if not all(part.fits for ranges in before for part in ranges):
         return None

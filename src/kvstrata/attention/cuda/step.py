@@ -1,9 +1,8 @@
-"""One decode step of a batch on CUDA, a launch for each layer: new tokens are written, and every row attends.
+"""A decode step of a batch on CUDA, a launch for each layer: new tokens are written, and every row attends.
 
-The kernel finds all that it reads through a table of addresses, so a launch takes any number of rows and parts, under
-any bits, and one kernel serves all of them. What the addresses point to (`held_by`) is handed to MLX with the pass, and
-MLX keeps it until the pass has ended. Knows planes, buffers and rows; does not know
-sequences.
+The kernel finds KV through a table of addresses, so one kernel serves launches of any number of rows and parts, of any
+bits. The arrays behind the addresses (`held_by`) are handed to MLX with the pass, and MLX keeps them until the pass has
+ended. Knows planes, buffers and rows; does not know sequences.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from kvstrata.codecs.mean_runs import GROUP_TOKENS
 
 
 class Slot(NamedTuple):
-    """Where a row's new token goes: a place in a buffer [1, kv_heads, size, dim] that no other row writes."""
+    """Slot of a row's new token: a place in a buffer [1, kv_heads, size, dim] that no other row writes."""
 
     k: mx.array
     v: mx.array
@@ -40,21 +39,21 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Reads:
-    """What the rows of one layer read. Keeps none of it: it may be replaced between two steps."""
+    """Tables and addresses of KV that the rows of a layer read. Keeps no KV alive: KV may change between steps."""
 
     tables: Tables
     addresses: mx.array  # uint64 [parts, 12]
 
 
 class Known:
-    """The `Reads` of one layer, made anew when the rows read something else."""
+    """The latest `Reads` of one layer, made anew when the rows read other tokens or addresses."""
 
     def __init__(self) -> None:
         self._key: Hashable = None
         self._reads: Reads | None = None
 
     def reads(self, before: Sequence[Sequence[Range]], slots: Sequence[Slot]) -> Reads | None:
-        """`before` are each row's ranges but for the buffer of its slot; all of them fit. None: their dtypes differ."""
+        """Return the reads. `before`: each row's ranges but for its slot's buffer; all fit. None: dtypes differ."""
         key = (
             tuple([tuple([(part.where, part.where.version, part.start, part.end) for part in r]) for r in before]),
             tuple([(slot.where, slot.where.version) for slot in slots]),
@@ -66,7 +65,7 @@ class Known:
 
 
 def held_by(before: Sequence[Sequence[Range]], slots: Sequence[Slot]) -> list[mx.array]:
-    """What the addresses point to."""
+    """Return the arrays that the addresses point to."""
     held = [array for slot in slots for array in (slot.k, slot.v)]
     return [*held, *(array for ranges in before for part in ranges for array in _arrays(part))]
 
@@ -130,7 +129,7 @@ def attend_step(
     scale: float,
     sinks: mx.array | None = None,  # [heads]
 ) -> mx.array:
-    """Puts K and V into their places and attends over all -> [rows, heads, 1, v_dim]."""
+    """Write K and V into their slots and attend over all tokens -> [rows, heads, 1, v_dim]."""
     num_rows, kv_heads, _, k_dim = k.shape
     group, v_dim, num_blocks = q.shape[1] // kv_heads, v.shape[3], launch.num_blocks
     tiles = tiles_for(group, max(k_dim, v_dim))
@@ -154,13 +153,13 @@ def attend_step(
 
 
 class Launch(NamedTuple):
-    """All that a launch is given beside the tokens."""
+    """Inputs of a launch beside the tokens."""
 
     places: mx.array
     pieces: mx.array
     kinds: mx.array
     addresses: mx.array
-    counters: mx.array  # uint32 [rows * kv_heads], 0 between launches; of launches that wait for each other
+    counters: mx.array  # uint32 [rows * kv_heads], 0 between launches; only for launches that do not overlap
     num_blocks: int
 
 
@@ -190,6 +189,6 @@ def compile_all(dtype: mx.Dtype, kv_heads: int, group: int, k_dim: int, v_dim: i
     reads = Known().reads([[]], [slot])
     assert reads is not None
     mx.eval(attend_step(q, k, v, launch_of(reads, [slot], mx.zeros((kv_heads,), mx.uint32)), 1.0))
-    # Those that tell where planes lie.
+    # The kernel that takes the addresses of planes.
     array = mx.zeros((1,), mx.uint32)
     mx.eval(cuda_addresses.take([array] * len(PLANES_PLACES), PLANES_PLACES))

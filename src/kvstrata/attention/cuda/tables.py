@@ -1,8 +1,8 @@
-"""The tables of a decode step on CUDA: which row reads which tokens of which part. See step.cuh for what they hold.
+"""The tables of a decode step on CUDA: which row reads which tokens of which part. step.cuh describes their columns.
 
-All but `places` stay as they are while the rows read the same parts, and layers that are stored alike share them.
-Lengths are rounded up, and short ones to those of a usual batch: a step of a new shape is traced first, which takes as
-long as several steps. Knows numbers only, no arrays of keys or values.
+All tables but `places` stay unchanged while the rows read the same parts, and layers that are stored alike share them.
+Lengths are rounded up, short ones to those of a usual batch, because a step of a new shape is traced first, which takes
+as long as several steps. Knows numbers only, no arrays of keys or values.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from kvstrata.codecs.cuda.kernels import ENTRY, WARPS
 from kvstrata.codecs.cuda.planes import RAW_BITS, piece_rows, piece_tokens
 from kvstrata.codecs.mean_runs import Segments
 
-# Entries of a table at least, and blocks of a launch: those of one row, and of all together. Those that have no piece
-# end at once.
+# Fewest entries of a table, and fewest blocks of a launch: for a row, limited by those of all rows together. Blocks
+# without a piece end at once.
 _FEWEST_PIECES = 256
 
 _FEWEST_PARTS = 64
@@ -28,14 +28,14 @@ _ROW_BLOCKS, _ALL_BLOCKS = 32, 1024
 
 
 class Kind(NamedTuple):
-    """What the arrays of a part are. Parts of the same kind differ in their addresses alone."""
+    """Storage form of a part's arrays. Parts of the same kind differ only in their addresses."""
 
     k_bits: int
     v_bits: int
     num_tokens: int  # of the arrays
-    segments: tuple[Segments, Segments] = ((), ())  # of keys and of values; none of raw vectors
+    segments: tuple[Segments, Segments] = ((), ())  # of keys and of values; empty for raw vectors
     offset: int = 0  # of token 0 in the group that shares a mean
-    turn: tuple[int, int, int] = (0, 0, 0)  # pairs, first dim, whether pairs are neighbours
+    turn: tuple[int, int, int] = (0, 0, 0)  # RoPE rotation: pairs, first dim, whether a pair are neighbours
 
 
 def raw_kind(num_tokens: int) -> Kind:
@@ -43,22 +43,22 @@ def raw_kind(num_tokens: int) -> Kind:
 
 
 class RowReads(NamedTuple):
-    """By the number of a part: what a row reads beside its own buffer, and that one."""
+    """Tokens that a row reads beside its own buffer, and that buffer; parts are given by number."""
 
     reads: tuple[tuple[int, int, int], ...]  # part, first token, end
     own: int
 
 
 class Tables(NamedTuple):
-    """As the kernel has them, but for `places`."""
+    """All tables of the kernel but `places`."""
 
     pieces: mx.array  # int32 [pieces, 8]
     kinds: mx.array  # int32 [parts, 8]
-    rows: tuple[tuple[int, int, int], ...]  # of each row: its own buffer, its first piece, how many pieces
+    rows: tuple[tuple[int, int, int], ...]  # of each row: its own buffer, its first piece, the number of its pieces
 
 
 class Place(NamedTuple):
-    """Where a row's new token goes in its own buffer."""
+    """Slot of a row's new token in its own buffer."""
 
     at: int
     num_tokens: int  # with the new one
@@ -66,7 +66,7 @@ class Place(NamedTuple):
 
 class Places(NamedTuple):
     table: mx.array  # int32 [rows, 8]
-    num_blocks: int  # of the row that has most, rounded up
+    num_blocks: int  # of the row with most blocks, rounded up
 
 
 @lru_cache(maxsize=32)
@@ -105,7 +105,7 @@ def _places(rows: tuple[tuple[int, int, int], ...], places: tuple[Place, ...], s
 
 
 def parts_length(num_parts: int) -> int:
-    """Of tables that have an entry for each part."""
+    """Return the length of tables that have an entry for each part."""
     return table_length(num_parts, _FEWEST_PARTS)
 
 
@@ -114,7 +114,7 @@ def table_length(number: int, fewest: int) -> int:
 
 
 def rounded_up(number: int) -> int:
-    """To a power of two, or to one and a half of it."""
+    """Round up to a power of two, or to one and a half of it."""
     size = 1
     while size < number:
         if size >= 2 and size + size // 2 >= number:

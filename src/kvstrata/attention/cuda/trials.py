@@ -1,7 +1,7 @@
-"""Whether the kernels that go by addresses are right on this machine: tried once, before anything is served with them.
+"""Trials on this machine of the kernels that read through addresses: once, before they serve anything.
 
-The step writes into buffers behind MLX's back, and compilers and drivers differ. Where it fails or gives other numbers
-than MLX's own attention, attention goes by sequence instead: slower, and right. So do chunks, part by part.
+The step writes into buffers behind MLX's back, and compilers and drivers differ. If the step fails or its results
+differ from MLX's own attention, attention goes by sequence: slower, but correct. Likewise chunks decode part by part.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _BUFFER_TOKENS, _NUM_BEFORE = 512, 300
 
 _BITS = ((8, 8), (4, 2), (2, 4), (RAW_BITS, 8), (4, RAW_BITS))  # of keys and of values
 
-_TOLERANCE = 0.02  # of the largest value: 16-bit rounding stays well below
+_TOLERANCE = 0.02  # as a share of the largest value: 16-bit rounding stays well below
 
 logger = logging.getLogger(__name__)
 
 
 @cache
 def step_works(dtype: mx.Dtype, k_dim: int, v_dim: int) -> bool:
-    """For keys and values of this kind; whether this back-end has such kernels at all included."""
+    """Whether this back-end has the step kernel and the kernel is right for keys and values of this kind."""
     if backends.active() != "cuda" or dtype not in RAW_DTYPES or not {k_dim, v_dim} <= {*FUSED_DIMS}:
         return False
     try:
@@ -54,7 +54,7 @@ def step_works(dtype: mx.Dtype, k_dim: int, v_dim: int) -> bool:
 
 
 def joined_works(dtype: mx.Dtype, parts: Joining) -> bool:
-    """For parts of this kind."""
+    """Whether the join kernel is right for parts of this kind."""
     planes = next(part for part in parts.ranges if isinstance(part, PlanesRange))
     return join_works(dtype, planes.k.dim, planes.v.dim, parts.turn)
 
@@ -88,7 +88,7 @@ def _join_error(dtype: mx.Dtype, k_dim: int, v_dim: int, turn: Turn | None) -> f
 
 
 def _step_error(dtype: mx.Dtype, k_dim: int, v_dim: int) -> float:
-    """Two rows of two steps, the second of them over planes and over what the first one has: the largest difference."""
+    """Return the largest error of two steps of two rows; the second row also reads planes and tokens of the first."""
     turn = make_turn(100.0 ** (-np.arange(k_dim // 2) / k_dim))
     planes = [_planes(dtype, k_dim, v_dim, *bits, turn) for bits in _BITS]
     buffers = [_pair(1, _BUFFER_TOKENS, k_dim, v_dim, seed, dtype) for seed in (2, 4)]
@@ -105,7 +105,7 @@ def _step_error(dtype: mx.Dtype, k_dim: int, v_dim: int) -> float:
             for pair, at, where in zip(buffers, places, wheres, strict=True)
         ]
         q = _random((2, _HEADS * _GROUP, 1, k_dim), 10 + step, dtype)
-        # What a launch writes it must read, too: the new key is near the queries, and so has most of the weight.
+        # The launch must also read the token it writes: the new key is near the queries, so it has most of the weight.
         new = (q[:, ::_GROUP] * 2, _random((2, _HEADS, 1, v_dim), 6 + step, dtype))
         reads = known.reads(before, slots)
         assert reads is not None
@@ -130,7 +130,7 @@ def _planes(dtype: mx.Dtype, k_dim: int, v_dim: int, k_bits: int, v_bits: int, t
 
 
 def _encoded_stock(bits: int, turn: Turn | None, x: mx.array) -> Planes:
-    """With stock operations: kernels that do it would have to be compiled."""
+    """Encode with stock operations: encoding kernels would have to be compiled."""
     if bits == RAW_BITS:
         return RawCodec().adopt(x)
     codec = PlanesCodec(bits, turn)

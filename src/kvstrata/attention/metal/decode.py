@@ -1,9 +1,9 @@
-"""Attention of a decode step by the kernel that is written once for Metal, CUDA and tests.
+"""Attention of a decode step by the portable kernel, whose text is shared by Metal, CUDA and tests.
 
-A step is a few launches that each attend over some of the parts, and one that combines what they found
-(portable_plan.py). Nothing is written but results: new tokens are in their buffers before.
+A step is a few launches, each over some of the parts, and a launch that combines their results (launch_plan.py). The
+kernel writes only results: new tokens are in their buffers already.
 
-Knows what parts are stored as; does not know sequences, or whether the machine runs the kernels (portable_check.py).
+Knows how parts are stored; does not know sequences, or whether the machine runs the kernels (trials.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Read(NamedTuple):
 
 
 def read_buffers(k: mx.array, v: mx.array, start: int, end: int) -> Read | None:
-    """Of raw vectors [1, kv_heads, size, dim]. None: the kernel does not read them."""
+    """Return the `Read` of raw vectors [1, kv_heads, size, dim]. None: the kernel does not read them."""
     (one, kv_heads, size, k_dim), (_, _, v_size, v_dim) = k.shape, v.shape
     k_kind, v_kind = RAW_KINDS.get(k.dtype), RAW_KINDS.get(v.dtype)
     if one != 1 or size != v_size or not (k_kind and v_kind and _dims_fit(k_dim, v_dim)):
@@ -42,7 +42,7 @@ def read_buffers(k: mx.array, v: mx.array, start: int, end: int) -> Read | None:
 
 
 def read_planes(k: Planes, v: Planes, start: int, end: int) -> Read | None:
-    """Of what is sealed, raw or coded. None: the kernel does not read it."""
+    """Return the `Read` of sealed tokens, raw or encoded. None: the kernel does not read them."""
     if not _dims_fit(k.dim, v.dim) or len(k.leading) != 1 or turn_of(v) is not None:
         return None
     kinds = _kind_of(k), _kind_of(v)
@@ -61,7 +61,7 @@ def _num_means(planes: Planes) -> int:
 
 
 def _kind_of(planes: Planes) -> int:
-    """0: none that the kernel knows."""
+    """Return the kernel's number for this kind of storage; 0: the kernel does not know it."""
     held = planes.arrays
     if "values" in held:
         return RAW_KINDS.get(held["values"].dtype, 0)
@@ -80,10 +80,10 @@ def _dims_fit(*dims: int) -> bool:
 
 
 class Step(NamedTuple):
-    """A decode step in one layer, planned."""
+    """A planned decode step of one layer."""
 
     plan: Plan
-    arrays: list[mx.array]  # of all parts of all rows; the plan has their numbers
+    arrays: list[mx.array]  # of all parts of all rows; the plan refers to them by index
 
 
 def step_of(
@@ -93,7 +93,7 @@ def step_of(
     sinks: mx.array | None,
     dialect: Dialect,
 ) -> Step | None:
-    """None: the kernel does not take it."""
+    """Plan a decode step of one layer. None: the kernel does not take it."""
     num_rows, heads, num_queries, k_dim = q.shape
     if num_queries != 1 or num_rows != len(rows) or q.dtype not in RAW_KINDS or q.size < FEWEST_ENTRIES:
         return None
@@ -114,7 +114,7 @@ def step_of(
 
 
 def attend(q: mx.array, step: Step, sinks: mx.array | None = None, run: Run = metal_kernel_text.run_on_gpu) -> mx.array:
-    """One query for each head of each row, over all that the row reads -> [rows, heads, 1, v_dim]"""
+    """Attend with one query for each head of each row over the row's parts -> [rows, heads, 1, v_dim]"""
     (launches, last), arrays = step.plan, step.arrays
     partials = []
     for each in launches:

@@ -1,7 +1,7 @@
-"""How a decode step becomes launches of the portable kernel: which part goes where, and the tables of numbers.
+"""Plans of decode steps: the launches of the portable kernel, the parts of each launch, and the tables of numbers.
 
-Parts of all rows are sorted into launches by the arrays that a launch takes, for Metal has 31 places for buffers. Plans
-are made of numbers alone, so all layers of a step that read alike share one. Knows no arrays' contents.
+Parts of all rows are distributed over launches by their arrays, because Metal binds at most 31 buffers. A plan consists
+of numbers alone, so all layers of a step that read alike share one plan. The module never reads contents of arrays.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ MOST_BUFFERS = 31  # of a launch, on Metal
 
 OTHER_BUFFERS = 4  # queries, table, angles, result
 
-# The shapes that launches have, few of them: each is compiled when a server starts. The smallest that fits is taken.
+# Shapes of launches. They are few, because each is compiled when a server starts. The smallest that fits is used.
 SHAPES = (Slots(0, 0, 8), Slots(0, 0, 26), Slots(6, 4, 16), Slots(12, 8, 6), Slots(12, 12, 2))
 
-PARTIAL_COUNTS = (1, 2, 4, 8, 16)  # that a launch combines
+PARTIAL_COUNTS = (1, 2, 4, 8, 16)  # numbers of partial results that a launch combines
 
 ENOUGH_GROUPS = 1024  # to keep a GPU busy
 
 LONGEST_PIECE, SHORTEST_PIECE = 256, 32
 
-MOST_SPLITS = 64  # of a row: combining walks through them
+MOST_SPLITS = 64  # of a row: the combining launch loops over them
 
-SPLITS_AT, PIECE_NUMBERS = 16, 12  # as attend_body.h has them
+SPLITS_AT, PIECE_NUMBERS = 16, 12  # as in attend_body.h
 
 
 class Form(NamedTuple):
@@ -49,15 +49,15 @@ class Mean(NamedTuple):
     segments: tuple[Segments, Segments]  # of keys and of values
     counts: tuple[int, int]  # of means, for each head
     offset: int  # of token 0 in the group that shares a mean
-    turn: Turn | None  # of the keys' means
+    turn: Turn | None  # RoPE rotation of the keys' means
 
 
 @dataclass(frozen=True, eq=False)
 class Laid:
-    """How keys and values lie in arrays. There is one object for each way, which is its own key."""
+    """Storage form of keys and values in arrays. `laid` returns one object for each form, which is its own key."""
 
     form: Form
-    k_kind: int  # as source/vectors.h has them
+    k_kind: int  # as in source/vectors.h
     v_kind: int
     mean: Mean
 
@@ -71,7 +71,7 @@ class Laid:
 
     @property
     def sorts(self) -> str:
-        """Of its arrays, by a letter for each: words of codes, halves, raw vectors."""
+        """Sorts of the arrays, a letter for each: w (words of codes), h (halves), r (raw vectors)."""
         return "".join("r" if kind > 8 else "w" * _NUM_PLANES[kind] + "hh" for kind in (self.k_kind, self.v_kind))
 
 
@@ -106,18 +106,18 @@ class Asked(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """A launch that attends."""
+    """A launch that attends over some of the parts."""
 
     text: Text
     table: mx.array
     angles: mx.array
-    arrays: tuple[int, ...]  # by their number among those of all parts
+    arrays: tuple[int, ...]  # by their index among the arrays of all parts
     groups: tuple[int, int, int]
     shape: tuple[int, ...]
 
 
 class Last(NamedTuple):
-    """The launch that combines."""
+    """The launch that combines the partial results."""
 
     text: Text
     ranges: mx.array
@@ -131,14 +131,14 @@ class Plan(NamedTuple):
     last: Last
 
 
-# Of some steps, each with the kinds of layer that a model has: they change when a token is added.
+# Holds a few steps, each with the kinds of layer that a model has: every new token changes the plans.
 @lru_cache(maxsize=32)
 def plan(
     parts: tuple[tuple[int, Laid, int, int, int], ...],  # see `Numbers`
-    same: tuple[int, ...],  # for each array of each part, the first number that this array has
+    same: tuple[int, ...],  # for each array of each part, the first index at which this array occurs
     asked: Asked,
 ) -> Plan | None:
-    """None: the kernel does not take it."""
+    """Plan a decode step of one layer. None: the kernel does not take it."""
     numbers = [Numbers(*part) for part in parts]
     form = numbers[0].laid.form
     if any(part.laid.form != form for part in numbers) or form.k_dim != asked.k_dim:
@@ -173,17 +173,17 @@ def _last(asked: Asked, form: Form, ranges: Sequence[Sequence[tuple[int, int]]])
 
 @dataclass(eq=False)
 class Load:
-    """The parts of one launch, while they are put together."""
+    """The parts of a launch that is being composed."""
 
     turn: Turn | None = None
-    # Numbers of arrays, in the order of their slots. What several parts read is passed once.
+    # Indices of arrays, in the order of their slots. An array that several parts read is passed once.
     words: list[int] = field(default_factory=list)
     halves: list[int] = field(default_factory=list)
     raw: list[int] = field(default_factory=list)
     parts: list[tuple[Numbers, list[int]]] = field(default_factory=list)  # with the slots of its arrays
 
     def add(self, part: Numbers, arrays: Sequence[int]) -> bool:
-        """Whether there was room."""
+        """Add a part if the launch can take it, and return whether it can."""
         turn = part.laid.turn
         if turn is not None and self.turn is not None and turn != self.turn:
             return False
@@ -208,7 +208,7 @@ class Load:
         return shape
 
     def buffers(self) -> tuple[int, ...]:
-        """Each sort filled up with its first one, or with any where it has none: that one is never read."""
+        """Indices for all slots. Free slots repeat an array of their sort, or any: the kernel never reads them."""
         anything = self.words or self.raw
         found: list[int] = []
         for held, count in zip((self.words, self.halves, self.raw), self.shape, strict=True):
@@ -226,7 +226,7 @@ def shape_for(wanted: Slots) -> Slots | None:
 
 
 def loads_of(parts: Sequence[Numbers], same: Sequence[int]) -> list[Load]:
-    """Each part in the first launch that has room for it, those with most arrays first."""
+    """Put each part into the first launch that can take it, parts with most arrays first."""
     numbered, at = [], 0
     for part in parts:
         count = len(part.laid.sorts)
@@ -244,15 +244,15 @@ def loads_of(parts: Sequence[Numbers], same: Sequence[int]) -> list[Load]:
 
 
 class Cut(NamedTuple):
-    """How tokens are shared out."""
+    """Division of tokens into pieces, and of pieces into splits."""
 
     piece_tokens: int
     split_pieces: int
 
 
 def cut_of(num_keys: int, row_tokens: int) -> Cut:
-    """`num_keys` of all rows, heads and tiles of queries. Short pieces where there is little to do; long splits where
-    there is much, so that little is left to combine."""
+    """Choose the division of `num_keys`, counted over all rows, heads and tiles of queries: short pieces for little
+    work, long splits for much, so that little is left to combine."""
     size = LONGEST_PIECE
     while size > SHORTEST_PIECE and num_keys < ENOUGH_GROUPS * size:
         size //= 2
@@ -263,7 +263,7 @@ def cut_of(num_keys: int, row_tokens: int) -> Cut:
 class Table(NamedTuple):
     numbers: mx.array  # int32, see attend_body.h
     num_splits: int
-    ranges: tuple[tuple[int, int], ...]  # of each row: its first split, and how many
+    ranges: tuple[tuple[int, int], ...]  # of each row: its first split, and the number of its splits
 
 
 def table_of(load: Load, asked: Asked, cut: Cut) -> Table:
@@ -287,7 +287,7 @@ def table_of(load: Load, asked: Asked, cut: Cut) -> Table:
 
 
 def _pieces(part: Numbers, slots: Sequence[int], size: int) -> np.ndarray:
-    """int32 [pieces, 12], as attend_body.h reads them"""
+    """Table of a part's pieces, int32 [pieces, 12], as in attend_body.h"""
     mean = part.laid.mean
     found = np.asarray(pieces_of(mean.segments, mean.offset, part.start, part.end, size))
     pieces = np.zeros((len(found), PIECE_NUMBERS), np.int32)
@@ -301,7 +301,7 @@ def _pieces(part: Numbers, slots: Sequence[int], size: int) -> np.ndarray:
 
 
 def _packed(how: Laid, slots: Sequence[int]) -> tuple[int, int, int]:
-    """Slots of keys, of values, and of both means: a byte for each array."""
+    """Return the slots of keys, of values and of both means: a byte for each array."""
     packed, means, left = [], 0, list(slots)
     for i, kind in enumerate((how.k_kind, how.v_kind)):
         count = _NUM_PLANES.get(kind, 1)
@@ -316,7 +316,7 @@ def _packed(how: Laid, slots: Sequence[int]) -> tuple[int, int, int]:
 
 
 def _head(turn: Turn | None, scale: float, kv_heads: int) -> np.ndarray:
-    """int32 [16]: scale, turn, KV heads, signs"""
+    """Head of the table, int32 [16]: scale, RoPE rotation, KV heads, signs"""
     numbers = head_numbers(turn)
     numbers[1:5] = numbers[:4].copy()
     numbers[0] = np.array(scale, np.float32).view(np.int32)

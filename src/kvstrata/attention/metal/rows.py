@@ -1,6 +1,6 @@
-"""A decode step of all rows together by the portable kernel, where it was tried and is used.
+"""A decode step of all rows together by the portable kernel, if its trial chose it.
 
-Whatever goes wrong while a step is planned, the rows attend one by one: slower, and right.
+If planning a step fails for any reason, the rows attend one by one: slower, but correct.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def decode_together(q: mx.array, keys: Parts, scale: float, sinks: mx.array | None) -> mx.array | None:
-    """q [rows, heads, 1, dim]. None: not by this kernel."""
+    """Attend with q [rows, heads, 1, dim]. None: the portable kernel is not used."""
     dialect = metal_trials.dialect()
     if dialect is None or _is_one_buffer(keys):
         return None
@@ -36,7 +36,7 @@ def decode_together(q: mx.array, keys: Parts, scale: float, sinks: mx.array | No
 def _decode(
     q: mx.array, rows: list[list[metal_decode.Read | None]], scale: float, sinks: mx.array | None
 ) -> mx.array | None:
-    """In halves where there are more launches than one can combine."""
+    """Attend in halves if a step needs more launches than one launch can combine."""
     dialect = metal_trials.dialect()
     assert dialect is not None
     step = metal_decode.step_of(q, rows, scale, sinks, dialect)
@@ -50,11 +50,11 @@ def _decode(
 
 
 def _is_one_buffer(keys: Parts) -> bool:
-    """That is one operation of MLX's."""
+    """Whether the only part is a raw buffer, which MLX attends to in one operation."""
     return len(keys.rows) == 1 and len(keys.rows[0]) == 1 and isinstance(keys.rows[0][0], RawPart)
 
 
 @cache
 def _complain(what: str) -> None:
-    """Once for each."""
+    """Warn once for each reason."""
     logger.warning("Batches attend by sequence, which is slower: a step could not be planned: %s", what)

@@ -1,7 +1,7 @@
-"""Whether the portable kernel is used on this machine: tried once for each kind of heads, before anything is served.
+"""Trials of the portable kernel on this machine: once for each kind of heads, before anything is served.
 
-Every kernel that a step can be made of runs beside the path without it, row by row: their results are compared, and
-both are timed. Where one fails, is off or is not faster, rows attend one by one. Raw rows and planes are judged apart.
+Every kernel that a step can use runs beside the path without it, row by row; results are compared and both are timed.
+If a kernel fails, is off or is not faster, rows attend one by one. Raw rows and planes are judged separately.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvstrata.codecs.rope import make_turn
 
 Over = Literal["raw", "planes"]
 
-# Of the largest value of a result, which has the model's dtype.
+# Largest errors, as a share of the largest value of a result, which has the model's dtype.
 ALLOWED = {mx.float32: 2e-3, mx.float16: 4e-3, mx.bfloat16: 1.5e-2}
 
 SCALE = 0.1
@@ -38,7 +38,7 @@ TIMED_ROWS, TIMED_RAW_TOKENS, TIMED_TOKENS, OWN_TOKENS = 8, 1024, 2048, 40
 
 TIMED_LAYERS, TIMED_ROUNDS = 8, 5
 
-# Parts of one row (planes:8, planes:4, raw): each fills one of the shapes that launches have, or needs more of them.
+# Numbers of parts of one row (planes:8, planes:4, raw): each case fills a shape of launches, or needs several launches.
 RAW_CASES = ((0, 0, 1), (0, 0, 13), (0, 0, 14), (0, 0, 28), (0, 0, 54), (0, 0, 118))
 
 PLANES_CASES = ((1, 0, 1), (1, 0, 8), (2, 0, 1), (0, 3, 1))
@@ -59,7 +59,7 @@ _tried: dict[Kind, tuple[Trial, ...]] = {}
 
 
 def as_if_tried(dialect: Dialect, run: Run = metal_kernel_text.run_on_gpu) -> AbstractContextManager[None]:
-    """Take the kernel for right and fast: to count what it asks of a GPU, and for tests."""
+    """Treat the kernel as correct and fast: for tests, and to count what it asks of a GPU."""
     return _stands.use(dialect, run)
 
 
@@ -72,7 +72,7 @@ def run() -> Run:
 
 
 def is_used(q: mx.array, rows: Sequence[Sequence[metal_decode.Read | None]]) -> bool:
-    """For queries [rows, heads, 1, k_dim] over these parts."""
+    """Whether the kernel is used for queries [rows, heads, 1, k_dim] over these parts."""
     if _stands:
         return True
     reads = [read for row in rows for read in row]
@@ -86,7 +86,7 @@ def is_used(q: mx.array, rows: Sequence[Sequence[metal_decode.Read | None]]) -> 
 
 
 def trials(kind: Kind) -> tuple[Trial, ...]:
-    """Over raw vectors, and over planes."""
+    """Return the trials over raw vectors and over planes; run them if they have not run yet."""
     found = _tried.get(kind)
     if found is None:
         found = _tried[kind] = (_trial(kind, "raw"), _trial(kind, "planes"))
@@ -97,18 +97,18 @@ def trials(kind: Kind) -> tuple[Trial, ...]:
 
 
 def kernels(kinds: Collection[tuple[mx.Dtype, int, int]]) -> str:
-    """Whose loops attention runs on, for people to read. Asks for no trial."""
+    """Describe for people which kernels compute attention. Runs no trial."""
     known = {str(trial) for kind, found in list(_tried.items()) if kind[:3] in kinds for trial in found}
     return f"MLX; decode steps over {'; over '.join(sorted(known, reverse=True))}" if known else "MLX"
 
 
 def used() -> list[str]:
-    """Kernels that were tried, and are used. They are named alike at every start."""
+    """Names of the kernels that were tried and are used, the same at every start."""
     return sorted(f"{trial.what} {kind}" for kind, found in list(_tried.items()) for trial in found if trial.is_used)
 
 
 def report(kinds: Collection[Kind]) -> list[dict[str, Any]]:
-    """For `doctor`: tried now where they were not."""
+    """Report the trials for `doctor`; run trials that have not run yet."""
     if dialect() is None:
         return []
     return [{"heads": [str(kind.dtype), *kind[1:]], **trial.as_json()} for kind in kinds for trial in trials(kind)]
@@ -122,13 +122,13 @@ def _trial(kind: Kind, over: Over) -> Trial:
             return Trial(over, error, allowed)
         ours_ms, stock_ms = _times(kind, over)
     except Exception as failure:  # noqa: BLE001
-        # Whatever a compiler or a driver says: then there is the path without the kernel.
+        # Compilers and drivers raise anything; attention then takes the path without the kernel.
         return failed(over, allowed, failure)
     return Trial(over, error, allowed, ours_ms, stock_ms)
 
 
 def _error(kind: Kind, over: Over) -> float:
-    """The largest one of all kernels, with sinks and without."""
+    """Return the largest error of all kernels, with and without sinks."""
     errors = []
     for i, case in enumerate(RAW_CASES if over == "raw" else PLANES_CASES):
         parts = _parts(kind, *case)
@@ -152,7 +152,7 @@ def _ours(q: mx.array, keys: Parts, sinks: mx.array | None) -> mx.array:
 
 
 def _times(kind: Kind, over: Over) -> tuple[float, float]:
-    """Milliseconds of a layer, ours and without the kernel: of the number of rows at which it gains least."""
+    """Milliseconds of a layer with and without the kernel, for the number of rows at which the kernel gains least."""
     heads = TIMED_KV_HEADS * kind.group
     found = []
     for num_rows in (TIMED_ROWS,) if over == "raw" else (1, TIMED_ROWS):
@@ -167,7 +167,7 @@ def _times(kind: Kind, over: Over) -> tuple[float, float]:
 
 
 def _milliseconds(*works: Callable[[], mx.array]) -> list[float]:
-    """Of each, in turns: the best of some rounds, each of as many layers as make a graph."""
+    """Milliseconds of a layer for each work: the best of alternating rounds, each a graph of `TIMED_LAYERS` layers."""
     best = [float("inf")] * len(works)
     for number in range(1 + TIMED_ROUNDS):
         for i, work in enumerate(works):
@@ -189,14 +189,14 @@ def _timed_row(kind: Kind, over: Over, row: int) -> tuple[Part, ...]:
 
 
 def _parts(kind: Kind, num_eights: int, num_fours: int, num_raw: int) -> tuple[Part, ...]:
-    """Keys of 8 bits have means that turn."""
+    """Make the parts of one row. Keys of 8 bits have RoPE-aware means."""
     frequencies = 100.0 ** (-np.arange(kind.k_dim // 2) / kind.k_dim)
     eights = [(PlanesCodec(8, make_turn(frequencies)), PlanesCodec(8))] * num_eights
     coded = [
         SealedPart(_encoded(k, kind.k_dim, i, kind), _encoded(v, kind.v_dim, i, kind))
         for i, (k, v) in enumerate([*eights, *[(PlanesCodec(4), PlanesCodec(4))] * num_fours])
     ]
-    # Short ones where there are many.
+    # Raw parts are short if there are many.
     tokens = 70 if num_raw <= 14 else 9
     return (*coded, *(_raw(kind, tokens + i % 5, i) for i in range(num_raw)))
 

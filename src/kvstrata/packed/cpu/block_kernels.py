@@ -19,7 +19,7 @@ BUILT_ON = "9eb1cd573aa07e51"
 
 @njit(nogil=True)
 def _normed(x, with_weight):
-    """Without weights as it is."""
+    """Apply the norm; without weights return x unchanged."""
     weight, eps = with_weight
     if not len(weight):
         return x
@@ -30,7 +30,7 @@ def _normed(x, with_weight):
 
 @njit(nogil=True)
 def _product(x, weights, bias, width, columns):
-    """x [tokens, in] -> [tokens, columns], one weight beside the other"""
+    """Multiply x [tokens, in] by each weight -> [tokens, columns], the products side by side"""
     tokens, size = x.shape
     low = size if width == 16 else 0
     groups = (tokens, size // TILE_COLUMNS)
@@ -56,7 +56,7 @@ def _product(x, weights, bias, width, columns):
 
 @njit(nogil=True, cache=True)
 def project(h, before, weights, bias, width, norms, eps, turn, into):
-    """h [tokens, dim] -> q, k and v [rows, heads, tokens, dim], normed and turned"""
+    """Project h [tokens, dim] to q, k and v [rows, heads, tokens, dim], normed and RoPE-rotated."""
     columns = (into[0].shape[1] + 2 * into[1].shape[1]) * into[0].shape[3]
     # `heads` adds the bias.
     made = _product(_normed(h, before), weights, bias[:0], width, columns)
@@ -65,8 +65,9 @@ def project(h, before, weights, bias, width, norms, eps, turn, into):
 
 @njit(nogil=True, cache=True)
 def finish(h, mixed, out, mlp, width):
-    """What attention gave [tokens, heads * dim], and all after it -> [tokens, dim]. `out`: weights, bias, norm behind.
-    `mlp`: norm in front; weights and bias of gate and up; activation; weights and bias of down; norm behind."""
+    """Compute the block after attention, whose result is `mixed` [tokens, heads * dim] -> [tokens, dim]. `out`:
+    weights, bias, norm behind. `mlp`: norm in front; weights and bias of gate and up; activation; weights and bias of
+    down; norm behind."""
     weights, bias, behind = out
     dim = h.shape[1]
     h = h + _normed(_product(mixed, weights, bias, width, dim), behind)
@@ -91,7 +92,7 @@ _inner = partial(njit, no_cpython_wrapper=True, no_cfunc_wrapper=True, fastmath=
 _parallel = partial(njit, parallel=True, nogil=True, cache=True, fastmath=FAST, error_model="numpy")
 
 
-# Slices begin at 0: of other indices numba looks whether they are negative, one by one.
+# Slices begin at 0: numba checks other indices one by one for negative values.
 @_inner
 def _silu(x, out):
     for i in range(len(x)):
@@ -106,7 +107,7 @@ def _gated(gate, x, out):
 
 @_inner
 def _convolve(x, weight, out):
-    """One token: x [length, channels]"""
+    """Compute one token: x [length, channels]."""
     for c in range(len(out)):
         out[c] = x[0, c] * weight[0, c]
     for j in range(1, len(weight)):
@@ -130,7 +131,7 @@ def gated(gate, x, out):
 
 @_parallel()
 def convolve(x, weight, out):
-    """x [rows, tokens + length - 1, channels], weight [length, channels], out [rows, tokens, channels]"""
+    """Convolve x [rows, tokens + length - 1, channels], weight [length, channels], out [rows, tokens, channels]"""
     rows, tokens, _ = out.shape
     for place in prange(rows * tokens):
         row, token = place // tokens, place % tokens

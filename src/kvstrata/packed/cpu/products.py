@@ -1,9 +1,9 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-"""Products with packed weights, compiled by numba when first called and kept on disk after that.
+"""Products with packed weights, compiled by numba at the first call and cached on disk.
 
-`tiles.py` says how weights lie. Eight rows of them, or as many as one instruction takes, are spread
-once, then multiplied by every vector of activations.
-What is added up in which order depends on neither the number of threads nor that of vectors.
+tiles.py describes the layout of weights. Eight rows of weights, or as many as one instruction takes, are spread once
+and then multiplied by every vector of activations. The order of additions depends neither on the number of threads nor
+on the number of vectors.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from kvstrata.packed.quantized import TILE_COLUMNS, TILE_ROWS
 # As in attention/cpu/kernels.py.
 BUILT_ON = "a7de1a19d1648141"
 
-TASK_ROWS = 12  # times 8, for one thread at a time
+TASK_ROWS = 12  # eights of rows that a thread takes at a time
 
 VECTOR = 4 * TILE_ROWS  # levels of one vector of a tile
 
@@ -61,11 +61,11 @@ _inner = partial(njit, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 @_inner
 def _spread(codes, bits, row, num_tiles, levels, place, abreast):
-    """Eight rows, the `row`th such, -> levels, as number `place` of those that lie side by side"""
+    """Spread eight rows, number `row` of such eights -> levels, as number `place` of `abreast` eights side by side"""
     step = TILE_VALUES // 8 * (4 if bits == FP4 else bits)
     at, into = row * num_tiles * step, place * VECTOR
     size, stride = abreast * TILE_VALUES, abreast * VECTOR
-    # A loop for each: what is asked once a tile takes as long as the tile.
+    # A loop for each number of bits: a branch for each tile takes as long as the tile.
     if bits == 4:
         for tile in range(num_tiles):
             spread_4(codes, at + tile * step, levels, into + tile * size, stride)
@@ -91,7 +91,7 @@ def _spread(codes, bits, row, num_tiles, levels, place, abreast):
 
 @_inner
 def _spread_factors(weight, row, factors, place, abreast):
-    """Those of eight rows, likewise. They are stored as bytes, whatever they hold."""
+    """Spread the factors of eight rows likewise. They are stored as bytes, whatever their dtype."""
     _, scales, _, kind, base, group_tiles, num_tiles, _, _ = weight
     size = TILE_ROWS if kind == EXPONENT else TILE_FACTORS * (4 if kind == FLOAT else 2)
     num_groups = num_tiles // group_tiles
@@ -112,7 +112,7 @@ def _spread_factors(weight, row, factors, place, abreast):
 
 @_inner
 def _multiply_rows(weight, rows, x, out, first):
-    """Rows of weights, eights from `rows[0]` to `rows[1]`, with all vectors"""
+    """Multiply rows of weights, eights from `rows[0]` to `rows[1]`, by all vectors."""
     codes, bits, n = weight[0], weight[2], weight[6]
     levels = np.empty(NUM_ABREAST * n * TILE_VALUES, np.int8)
     factors = np.empty(NUM_ABREAST * n * TILE_FACTORS, np.float32)
@@ -158,7 +158,7 @@ def _multiply_last(levels, factors, n, x, out, into):
 
 @_inner
 def _multiply_one(weight, rows, x, out, first):
-    """Likewise with one vector; weights of 4 or 8 bits"""
+    """Multiply likewise by one vector; weights of 4 or 8 bits."""
     codes, bits, n = weight[0], weight[2], weight[6]
     high, low, scales, sums = x
     factors = np.empty(n * TILE_FACTORS, np.float32)
@@ -178,8 +178,8 @@ def _multiply_one(weight, rows, x, out, first):
 
 @njit(parallel=True, nogil=True, cache=True)
 def multiply(weight, x, out, first):
-    """Activations of 8 or 16 bits (upper 8 and lower 8 [vectors, in], the latter maybe empty; scales and sums [vectors,
-    groups]) -> out[:, first:]"""
+    """Multiply by activations of 8 or 16 bits (upper 8 and lower 8 [vectors, in], the latter maybe empty; scales and
+    sums [vectors, groups]) -> out[:, first:]"""
     num_rows = weight[7]
     is_direct = out.shape[0] == 1 and weight[2] in (4, 8)
     for task in prange((num_rows + TASK_ROWS - 1) // TASK_ROWS):
@@ -192,7 +192,7 @@ def multiply(weight, x, out, first):
 
 @njit(parallel=True, nogil=True, cache=True)
 def multiply_exactly(weight, x, sums, out, first):
-    """Activations as float32 -> out[:, first:]"""
+    """Multiply by activations as float32 -> out[:, first:]"""
     num_tiles, num_rows = weight[6], weight[7]
     num, stride = out.shape
     for task in prange((num_rows + TASK_ROWS - 1) // TASK_ROWS):
@@ -207,7 +207,7 @@ def multiply_exactly(weight, x, sums, out, first):
 
 @njit(parallel=True, nogil=True, cache=True)
 def unpack(weight, eights, out):
-    """Rows of weights as float32, the named eights of them -> out [8 * eights, in]"""
+    """Unpack the named eights of rows to float32 -> out [8 * eights, in]"""
     num_tiles, stride = weight[6], out.shape[1]
     for i in prange(len(eights)):
         levels, factors = np.empty(num_tiles * TILE_VALUES, np.int8), np.empty(num_tiles * TILE_FACTORS, np.float32)
@@ -242,7 +242,7 @@ def quantize_parallel(x, made):
 
 @njit(nogil=True, cache=True, fastmath=True)
 def add_groups(x, sums):
-    """The sums of 32 values each"""
+    """Sum each group of 32 values."""
     for i in range(x.shape[0]):
         for group in range(sums.shape[1]):
             total = np.float32(0)
@@ -253,7 +253,7 @@ def add_groups(x, sums):
 
 @njit(parallel=True, nogil=True, cache=True)
 def pack(stream, bits, row_bytes, codes):
-    """MLX's stream of codes, the lowest bits first -> planes in tiles. Rows past the last are left as they are."""
+    """Pack MLX's stream of codes, the lowest bits first -> planes in tiles. Rows past the last are not written."""
     num_rows = len(stream) // row_bytes
     num_tiles = row_bytes * 8 // bits // TILE_COLUMNS
     for row in prange(num_rows):
@@ -268,7 +268,7 @@ def pack(stream, bits, row_bytes, codes):
 
 @_inner
 def _pack_4(stream, row, row_size, num_tiles, first, codes):
-    """In halves of 4 codes: vectors 0 to 3 of a tile have low nibbles, 4 to 7 the high ones of the same bytes."""
+    """Pack 4-bit codes by fours: vectors 0 to 3 of a tile get low nibbles, 4 to 7 the high ones of the same bytes."""
     lane = row % TILE_ROWS
     for tile in range(num_tiles):
         at, into = row * row_size + tile * 8, (first + tile) * 32 + lane
@@ -278,7 +278,7 @@ def _pack_4(stream, row, row_size, num_tiles, first, codes):
 
 @njit(inline="always")
 def _as_bytes(nibbles):
-    """Four of them -> the low halves of four bytes"""
+    """Spread four nibbles to the low halves of four bytes."""
     pairs = np.uint32(nibbles)
     pairs = (pairs | (pairs << np.uint32(8))) & np.uint32(0x00FF00FF)
     return (pairs | (pairs << np.uint32(4))) & np.uint32(0x0F0F0F0F)
@@ -309,7 +309,7 @@ def _pack_any(stream, row, row_bytes, bits, num_tiles, first, codes):
 
 @_inner
 def _put(codes, at, vector, lane, code, bits):
-    """One code into the planes of its tile"""
+    """Put one code into the planes of its tile."""
     left = bits
     while left > 0:
         plane = 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1

@@ -1,7 +1,7 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-"""What a block does between its products, on rows of float32 [tokens, dim]; compiled by numba and kept on disk.
+"""Operations between the products of a block, on rows of float32 [tokens, dim]; compiled by numba, cached on disk.
 
-MLX runs such operations on one core, and each costs it some microseconds.
+MLX runs such operations on one core, at some microseconds each.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _norm_row(x, weight, eps, out):
 
 @njit(nogil=True, cache=True, fastmath=FAST)
 def norm(x, weight, eps, out):
-    """RMS norm"""
+    """Compute the RMS norm of each row."""
     for row in range(len(x)):
         _norm_row(x[row], weight, eps, out[row])
 
@@ -69,7 +69,7 @@ def _gate_row(x, kind, out):
 
 @njit(nogil=True, cache=True, fastmath=FAST)
 def gate(x, kind, out):
-    """x [rows, 2 * dim]: what goes through the activation, then what it is multiplied by"""
+    """Gate x [rows, 2 * dim]: the activation of the first half, times the second half."""
     for row in range(len(x)):
         _gate_row(x[row], kind, out[row])
 
@@ -82,7 +82,7 @@ def gate_parallel(x, kind, out):
 
 @_inner
 def _head(x, weight, eps, angles, num_pairs, step, gap, out):
-    """One head of one token: norm, if it has weights, then turned. Its bias was added."""
+    """Norm a head of one token, if there are weights, and apply the RoPE rotation. The bias was added before."""
     if len(weight):
         _norm_row(x, weight, eps, out)
     else:
@@ -97,7 +97,7 @@ def _head(x, weight, eps, angles, num_pairs, step, gap, out):
 
 @_inner
 def _heads_row(x, bias, norms, eps, turn, token, into):
-    """All heads of one token"""
+    """Compute all heads of one token."""
     q_out, k_out, v_out = into
     tokens, dim = q_out.shape[2], q_out.shape[3]
     angles, num_pairs, step, gap = turn
@@ -120,8 +120,8 @@ def _heads_row(x, bias, norms, eps, turn, token, into):
 
 @njit(nogil=True, cache=True, fastmath=FAST)
 def heads(x, bias, norms, eps, turn, into):
-    """q, k and v of each token in a row of x, as they are projected -> three arrays [rows, heads, tokens, dim]. `turn`:
-    where (1, 0) of each pair of dims is turned to [tokens, dim], and how pairs lie."""
+    """Split rows of x, the projected q, k and v of each token -> three arrays [rows, heads, tokens, dim]. `turn`:
+    (1, 0) of each pair of dims after the RoPE rotation [tokens, dim], and the layout of pairs."""
     for token in range(len(x)):
         _heads_row(x[token], bias, norms, eps, turn, token, into)
 

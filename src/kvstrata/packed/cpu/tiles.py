@@ -1,13 +1,13 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 """Vector instructions for tiles of packed weights: 8 rows (outputs) by 32 columns (inputs).
 
-A tile is *spread* first: its codes become whole numbers of 8 bits, `level`, in 8 vectors of 32. Vector j has columns
-4j to 4j + 3 of row 0, then those of row 1 and so on, since machines add products up in fours. A weight is
+A tile is *spread* first: its codes become integers of 8 bits, `level`, in 8 vectors of 32. Vector j has columns 4j to
+4j + 3 of row 0, then these columns of row 1 and so on, since CPUs add products in fours. A weight is
 scale * level + base, with a scale and a base for each row and group of columns; `factors` are both as float32, spread
 to groups of 32.
 
-Codes lie in planes of 4, 2 or 1 bit, or as bytes: 6 bits are their low 4 and, behind them, their high 2.
-Offsets count elements of an array without gaps. Nothing here checks them.
+Codes are stored in planes of 4, 2 or 1 bit, or as bytes: codes of 6 bits are a plane of the low 4 and, behind it, one
+of the high 2. Offsets count elements of a contiguous array. No function here checks offsets.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _I8, _I16, _I32 = (ir.IntType(bits) for bits in (8, 16, 32))
 
 _F16, _F32 = ir.HalfType(), ir.FloatType()
 
-# Of one tile; its levels take eight such.
+# A vector of levels; a tile has eight of them.
 _LEVELS = ir.VectorType(_I8, 4 * TILE_ROWS)
 
 _SUMS = ir.VectorType(_I32, TILE_ROWS)
@@ -42,9 +42,9 @@ _VALUES = ir.VectorType(_F32, 4 * TILE_ROWS)
 
 _FUSED = ("contract",)
 
-FP4 = 0  # "bits" of MXFP4, whose codes of 4 bits name numbers
+FP4 = 0  # "bits" of MXFP4, whose codes of 4 bits are floating-point numbers
 
-_LARGEST_FP4 = 12  # in halves
+_LARGEST_FP4 = 12  # in units of 0.5
 
 _SDOT = "llvm.aarch64.neon.sdot.v4i32.v16i8"
 
@@ -54,19 +54,19 @@ _WIDE_VNNI = "llvm.x86.avx512.vpdpbusd.512"
 
 
 def _fastest_dot() -> str:
-    """The instruction that adds products of bytes up in fours: its name in LLVM, or "" where there is none."""
+    """Return the LLVM name of the instruction that adds products of bytes in fours, or "" if there is none."""
     triple = llvm.get_process_triple()
     if triple.startswith(("aarch64", "arm64")):
         return _SDOT if _llvm_uses_sdot(triple) else ""
     if config.CPU_NAME or config.CPU_FEATURES or not config.ENABLE_AVX:
-        return ""  # numba was told to compile for another machine
+        return ""  # numba compiles for another machine
     features = llvm.get_host_cpu_features()
-    # Servers have it as a part of AVX-512, desktops since 2021 without the rest.
+    # Servers have VNNI as a part of AVX-512, desktops since 2021 without the rest of AVX-512.
     return _VNNI if (features.get("avx512vnni") and features.get("avx512vl")) or features.get("avxvnni") else ""
 
 
 def _llvm_uses_sdot(triple: str) -> bool:
-    """Found in what it makes of a sum of products: an instruction that it does not know of ends the process."""
+    """Whether LLVM compiles a sum of products to `sdot`. An instruction that LLVM lacks would end the process."""
     text = """
         declare i32 @llvm.vector.reduce.add.v16i32(<16 x i32>)
         define i32 @dot(<16 x i8> %a, <16 x i8> %b) {
@@ -87,23 +87,23 @@ DOT = _fastest_dot()
 
 _HAS_SDOT, _HAS_VNNI = DOT == _SDOT, DOT == _VNNI
 
-# Tiles that one instruction takes: those below each other lie side by side then, vector by vector.
+# Tiles that one instruction takes. Two of them, below each other in the matrix, are stored side by side by vectors.
 NUM_ABREAST = 2 if _HAS_VNNI and llvm.get_host_cpu_features().get("avx512vnni") else 1
 
 
 def _base_of(bits: int) -> int:
-    """What is added to a level to get what its code means. VNNI wants levels from 0 on, the others -128 to 127."""
+    """Return the number that turns a level into its code's value. VNNI takes levels from 0 on, others -128 to 127."""
     if bits == 8:
         return 0 if _HAS_VNNI else 128
     return -_LARGEST_FP4 if bits == FP4 and _HAS_VNNI else 0
 
 
-# By bits; a scale of MXFP4 is for halves.
+# By bits; scales of MXFP4 are for units of 0.5.
 BASES = {bits: float(_base_of(bits)) for bits in (*PLANES, FP4)}
 
 
 class _Array:
-    """An array that an intrinsic was given."""
+    """An array argument of an intrinsic."""
 
     def __init__(self, context, builder, kind, value) -> None:
         self._given = (context, builder, kind, value)
@@ -122,7 +122,7 @@ class _Array:
 
 
 def _given(context, builder, signature, arguments):
-    """The arguments, arrays as `_Array`."""
+    """Return the arguments, arrays as `_Array`."""
     pairs = zip(signature.args, arguments, strict=True)
     return [_Array(context, builder, kind, value) if isinstance(kind, types.Array) else value for kind, value in pairs]
 
@@ -138,7 +138,7 @@ def _times(builder, offset, number: int):
 def _spreader(bits: int):
     @intrinsic
     def spread(_context, codes, _at, levels, _into, _stride):
-        """The tile whose codes begin at `at` -> levels[into : into + 32], the next vector's `stride` further"""
+        """Spread the tile with codes from `at` on -> levels[into : into + 32], the next vector's `stride` further"""
 
         def code(context, builder, signature, arguments):
             codes, at, levels, into, stride = _given(context, builder, signature, arguments)
@@ -184,7 +184,7 @@ def _leveled(builder, codes, bits: int):
 
 
 def _fp4(builder, codes):
-    """A sign, two bits of exponent, one of mantissa -> the number in halves: 0 1 2 3 4 6 8 12."""
+    """Decode a sign, two bits of exponent, one of mantissa -> the number in units of 0.5: 0 1 2 3 4 6 8 12."""
     size = builder.and_(codes, constant(_LEVELS, 7))
     mantissa = builder.or_(builder.and_(codes, constant(_LEVELS, 1)), constant(_LEVELS, 2))
     exponent = builder.sub(builder.lshr(size, constant(_LEVELS, 1)), constant(_LEVELS, 1))
@@ -199,11 +199,11 @@ spread_2, spread_3, spread_4, spread_5, spread_6, spread_8, spread_fp4 = map(_sp
 
 
 def _factors_of(read):
-    """`read` makes scales and biases, or None, of what is stored."""
+    """Make an intrinsic. `read` returns scales and biases (or None) from the stored bytes."""
 
     @intrinsic
     def factors(_context, stored, _at, made, _into, _stride, _base):
-        """Scales and biases at `at` -> made[into : into + 8], scales, and `stride` further biases + base * scales"""
+        """Read scales and biases at `at` -> made[into : into + 8]: scales, `stride` further biases + base * scales"""
 
         def code(context, builder, signature, arguments):
             stored, at, made, into, stride, base = _given(context, builder, signature, arguments)
@@ -219,7 +219,7 @@ def _factors_of(read):
 
 
 def _both(read_rows, size: int):
-    """Scales of the 8 rows, then their biases, of so many bytes each."""
+    """Read the scales of the 8 rows, then their biases, of `size` bytes each."""
     return lambda builder, load: (read_rows(builder, load, 0), read_rows(builder, load, TILE_ROWS * size))
 
 
@@ -237,7 +237,7 @@ def _read_float(_builder, load, offset):
 
 
 def _read_exponents(builder, load):
-    """One byte: 2 to the power of it less 127, and half of that, since levels are in halves. Without biases."""
+    """Read bytes e as scales 2 ** (e - 127) / 2, because levels are in units of 0.5. There are no biases."""
     wide = builder.zext(load(0, ir.VectorType(_I8, TILE_ROWS)), _SUMS)
     powers = builder.bitcast(builder.shl(wide, constant(_SUMS, 23)), _ROWS)
     return builder.fmul(powers, constant(_ROWS, 0.5)), None
@@ -257,11 +257,11 @@ factors_exponent = _factors_of(_read_exponents)
 
 
 def _dots(builder, sums, levels, x):
-    """sums + the products of 4 columns: levels <4 * rows x i8>, x <4 x i8> as one number of 32 bits"""
+    """Add the products of 4 columns to sums: levels <4 * rows x i8>, x <4 x i8> as one integer of 32 bits."""
     if _HAS_SDOT:
         return _halves_dotted(builder, sums, levels, x)
     if _HAS_VNNI:
-        # Its operands are declared as numbers of 32 bits.
+        # Operands of VNNI are declared as integers of 32 bits.
         vector, name = sums.type, _VNNI if sums.type.count == TILE_ROWS else _WIDE_VNNI
         kind = ir.FunctionType(vector, [vector, vector, vector])
         dot = cgutils.get_or_insert_function(builder.module, kind, name)
@@ -276,7 +276,7 @@ def _dots(builder, sums, levels, x):
 
 
 def _halves_dotted(builder, sums, levels, x):
-    """Registers of NEON have half a vector each."""
+    """Add products likewise on NEON, whose registers hold half a vector each."""
     quarter, octets = ir.VectorType(_I32, 4), ir.VectorType(_I8, 16)
     dot = cgutils.get_or_insert_function(builder.module, ir.FunctionType(quarter, [quarter, octets, octets]), _SDOT)
     same = builder.bitcast(splatted(builder, x, 4), octets)
@@ -292,15 +292,15 @@ def _add_product(builder, total, a, b):
 
 
 def _dotter(num: int, *, width: int, bits: int | None = None, abreast: int = 1):
-    """Products of `num` vectors of activations, as whole numbers of 8 or 16 bits, with 8 rows of weights or, `abreast`,
-    with 16. With `bits` the weights are not spread yet: for one vector that saves a way through memory."""
+    """Make an intrinsic: products of `num` vectors of activations, integers of 8 or 16 bits, with 8 * `abreast` rows
+    of weights. With `bits` the weights are not spread yet: for one vector that saves a pass through memory."""
     rows = abreast * TILE_ROWS
     floats = ir.VectorType(_F32, rows)
 
     @intrinsic
     def dot(_context, levels, _at, factors, high, low, scales, sums, _group, _num_tiles, out, _into, _stride):
-        """Weights that are not spread begin at levels[at], others at its start. The vectors begin at group `group` of
-        32 columns and follow without gaps. Of 16 bits the upper 8 are in `high`; of 8 bits all.
+        """Multiply. Packed weights begin at levels[at], spread ones at levels[0]. The vectors begin at group `group` of
+        32 columns and are contiguous. `high` has the upper 8 of 16 bits, or all of 8 bits.
         -> out[into : into + rows], the next vector's `stride` further"""
 
         def code(context, builder, signature, arguments):
@@ -347,10 +347,11 @@ def _loaded_factors(builder, factors, tile, abreast: int = 1):
 
 
 def _dot_tile(builder, vectors, halves, places):
-    """Whole sums of a tile and the activations at each place. Of two `halves` the first counts 256 times.
+    """Return the integer sums of a tile's products with the activations at each place. The first of two `halves` counts
+    256 times.
 
-    A sum is a chain of instructions that wait for each other. VNNI's take five cycles each, and the machine looks some
-    dozens ahead: there chains lie side by side, and those of one vector are cut in two.
+    A sum is a chain of dependent instructions. VNNI's take five cycles each, and the CPU looks only some dozens of
+    instructions ahead: with VNNI chains are interleaved, and the chains of a single vector are cut in two.
     """
     sources = [(half, place) for place in places for half in halves]
     if not _HAS_VNNI:
@@ -369,7 +370,7 @@ def _dot_tile(builder, vectors, halves, places):
 
 
 def _chained(builder, vectors, sources):
-    """The sum of each source, an array and a place; what comes next is one instruction of each."""
+    """Return the sum of each source, an array and a place, with the instructions of the chains interleaved."""
     kind = ir.VectorType(_I32, vectors[0].type.count // 4)
     sums = [constant(kind, 0) for _ in sources]
     for first in range(0, len(vectors), 4):
@@ -384,7 +385,7 @@ def _chained(builder, vectors, sources):
     return sums
 
 
-# Of as many tiles as one instruction takes, and of the last one that has none beside it.
+# For as many tiles as one instruction takes, and (`_last`) for a last tile with none beside it.
 dot8_1, dot8_4 = (_dotter(num, width=8, abreast=NUM_ABREAST) for num in (1, 4))
 
 dot16_1, dot16_4 = (_dotter(num, width=16, abreast=NUM_ABREAST) for num in (1, 4))
@@ -398,7 +399,7 @@ dot16_codes_4, dot16_codes_8 = _dotter(1, width=16, bits=4), _dotter(1, width=16
 
 @intrinsic
 def dot_exact(_context, levels, factors, x, sums, _group, _num_tiles, out, _into):
-    """One vector of activations as float32, from group `group` on, with 8 rows of weights -> out[into : into + 8]"""
+    """Multiply a float32 vector of activations, from group `group` on, by 8 rows of weights -> out[into : into + 8]"""
 
     def code(context, builder, signature, arguments):
         levels, factors, x, sums, group, num_tiles, out, into = _given(context, builder, signature, arguments)
@@ -430,7 +431,7 @@ def _as_floats(builder, levels):
 
 @intrinsic
 def weights_of(_context, levels, factors, _tile, out, _into, _stride):
-    """A tile as float32 -> out[into : into + 32], the next row's `stride` further"""
+    """Convert a tile to float32 -> out[into : into + 32], the next row's `stride` further"""
 
     def code(context, builder, signature, arguments):
         levels, factors, tile, out, into, stride = _given(context, builder, signature, arguments)
@@ -448,19 +449,19 @@ def weights_of(_context, levels, factors, _tile, out, _into, _stride):
 
 
 def _quantizer(width: int):
-    # So that the upper half of the largest, rounded, is a number of 8 bits.
+    # With this limit the rounded upper half of the largest code fits 8 bits.
     largest_code = 127.0 if width == 8 else 127.0 * 256
 
     @intrinsic
     def quantize(_context, x, high, low, scales, sums, _group):
-        """Group `group` of 32 values -> whole numbers of 8 or 16 bits, their scale, the sum of what they stand for"""
+        """Quantize group `group` of 32 values -> integers of 8 or 16 bits, their scale, the sum of rounded values"""
 
         def code(context, builder, signature, arguments):
             x, high, low, scales, sums, group = _given(context, builder, signature, arguments)
             place = _times(builder, group, TILE_COLUMNS)
             values = x.load(place, _VALUES)
             magnitudes = builder.and_(builder.bitcast(values, _WORDS), constant(_WORDS, 0x7FFFFFFF))
-            # By their bits: NaN is larger than all, and shows in the product.
+            # Compared by their bits: NaN is larger than all numbers and so reaches the product.
             largest = builder.bitcast(_folded(builder, magnitudes, _larger), _F32)
             scale = builder.fdiv(largest, ir.Constant(_F32, largest_code))
             is_any = builder.fcmp_ordered(">", scale, ir.Constant(_F32, 0.0))
@@ -468,14 +469,14 @@ def _quantizer(width: int):
             whole = _rounded(builder, builder.fmul(values, splatted(builder, factor, _VALUES.count)))
             codes = builder.fptosi(whole, _WORDS)
             if width == 16:
-                # Rounded, so that what is left fits 8 bits with its sign.
+                # Rounded, so that the rest fits 8 bits with its sign.
                 upper = builder.ashr(builder.add(codes, constant(_WORDS, 128)), constant(_WORDS, 8))
                 rest = builder.sub(codes, builder.shl(upper, constant(_WORDS, 8)))
                 low.store(place, builder.trunc(rest, _LEVELS))
                 codes = upper
             high.store(place, builder.trunc(codes, _LEVELS))
             one = ir.VectorType(_F32, 1)
-            # The sum of what they were rounded to: so an error is multiplied by a weight, not by its level.
+            # Sum of the rounded values: with it a rounding error is multiplied by a weight, not by its level.
             total = builder.fmul(_folded(builder, whole, _sum), scale)
             for array, value in ((scales, scale), (sums, total)):
                 array.store(group, builder.bitcast(value, one))
@@ -499,7 +500,7 @@ _WORDS = ir.VectorType(_I32, _VALUES.count)
 
 
 def _folded(builder, value, join):
-    """One of all lanes."""
+    """Reduce all lanes to one value."""
     while value.type.count > 1:
         half = value.type.count // 2
         halves = [shuffled(builder, value, value, range(i, i + half)) for i in (0, half)]
