@@ -1,5 +1,5 @@
-"""Arrays <-> planes: how keys and values are stored in fewer bits.
+"""KV quantization: codecs that encode arrays as planes, which take fewer bits, and decode planes.
 
-Knows arrays of shape [..., tokens, dim] and positions. Does not know layers, requests or files. Everything is frozen
-and pure; there is one module for each codec, and `registry` for their names.
+Codecs know arrays of shape [..., tokens, dim] and positions. They do not know layers, requests or files. Everything is
+frozen and pure; each codec has a module, and `registry` has the names of codecs.
 """

@@ -1,7 +1,7 @@
 """`affine`: MLX's own format, a scale and a bias for each group of values.
 
-The baseline, and the way in and out for mlx-lm's quantized caches: `adopt` and `yield_tuple` copy nothing, and what was
-adopted keeps the dtype of its scales.
+It is the baseline, and converts from and to mlx-lm's quantized caches: `adopt` and `yield_tuple` copy nothing, and
+adopted planes keep the dtype of their scales.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class AffineCodec:
 
     def encode(self, x: mx.array, position: int = 0) -> Planes:
         check_input(self, x, position)
-        # In float32, then rounded: a bfloat16 scale would cost more than the last two of eight bits.
+        # Scales are computed in float32, then rounded: bfloat16 scales would cost more than the last two of eight bits.
         return own(self, encode_tiles(x, position, self._encode_tile), x, position)
 
     def _encode_tile(self, x: mx.array, position: int) -> dict[str, mx.array]:  # noqa: ARG002
@@ -81,19 +81,19 @@ class AffineCodec:
         return {"packed": packed, "scales": scales.astype(mx.float16), "biases": biases.astype(mx.float16)}
 
     def adopt(self, packed: mx.array, scales: mx.array, biases: mx.array, position: int = 0) -> Planes:
-        """A tuple of mlx-lm, as it is. The caller sees to it that the arrays are no slices of larger ones."""
+        """Take a tuple of mlx-lm without a copy. The caller ensures that the arrays are not slices of larger ones."""
         arrays = {"packed": packed, "scales": scales, "biases": biases}
         if any(array.ndim < 2 for array in arrays.values()):
             raise MismatchedPlanes("Packed values, scales and biases are [..., tokens, width].")
         return Planes(self, arrays, packed.shape[-2], position, scales.shape[-1] * self.group)
 
     def yield_tuple(self, planes: Planes) -> tuple[mx.array, mx.array, mx.array]:
-        """As mlx-lm's QuantizedKVCache holds them."""
+        """Return the arrays as mlx-lm's QuantizedKVCache holds them."""
         return planes.arrays["packed"], planes.arrays["scales"], planes.arrays["biases"]
 
     def decode(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
         if backends.active() == "cpu":
-            # The scales in the dtype that is fast: MLX takes four times as long with float16 on a CPU.
+            # With scales in float32: MLX takes four times as long with float16 on a CPU.
             return self._decode_tile(planes, mx.float32).astype(dtype)
         return decode_tiles(planes, lambda tile: self._decode_tile(tile, dtype))
 

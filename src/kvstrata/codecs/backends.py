@@ -23,21 +23,21 @@ def active() -> Path:
 
 
 def on_cpu() -> bool:
-    """Whether sizes are a CPU's: Metal's path, wherever it runs, has those of a GPU."""
+    """Whether to use a CPU's work sizes: Metal's path uses a GPU's, on whatever machine it runs."""
     return active() in ("cpu", "plain") and mx.default_device() == mx.cpu
 
 
 @contextmanager
 def as_on_metal() -> Iterator[None]:
-    """What a Mac runs, on any machine: no kernels of ours, so nothing but MLX is needed. Not as fast as there."""
+    """Take the path of a Mac on any machine: without kernels of ours it needs only MLX. It is slower than on a Mac."""
     with _as_if("metal"):
         yield
 
 
 @contextmanager
 def without_kernels() -> Iterator[None]:
-    """MLX's operations alone. Kernels of ours that a CPU runs see computed memory: with none of them a whole pass can
-    stay uncomputed."""
+    """Use MLX's operations alone. Our CPU kernels need evaluated arrays; without them a whole pass can stay
+    unevaluated."""
     with _as_if("plain"):
         yield
 
@@ -63,9 +63,9 @@ def _found() -> Path:
 @dataclass(frozen=True)
 class Trial:
     what: str
-    error: float | None  # None: it failed
+    error: float | None  # None: the kernel failed
     allowed: float
-    ours_ms: float | None = None  # None: not timed, for it is not right
+    ours_ms: float | None = None  # None: not timed, because the result is wrong
     stock_ms: float | None = None
     failure: str = ""
 
@@ -80,7 +80,7 @@ class Trial:
         return self.ours_ms < self.stock_ms
 
     def __str__(self) -> str:
-        """For people to read: whose it is, and why."""
+        """Say for people to read whether the kernel or MLX is used, and why."""
         if self.error is None:
             return f"{self.what}: MLX, for the kernel failed: {self.failure}"
         if not self.is_right:
@@ -96,19 +96,19 @@ def failed(what: str, allowed: float, failure: Exception) -> Trial:
 
 
 def largest(errors: Iterable[float]) -> float:
-    """What is no number is the largest of all."""
+    """Return the largest error, NaN being larger than all numbers."""
     return max(errors, key=lambda error: error if error == error else float("inf"))
 
 
 class Stand(NamedTuple):
-    """What is taken for this machine's, untried."""
+    """Dialect and runner that replace this machine's, without a trial."""
 
     dialect: Dialect
     run: Run
 
 
 class Stands:
-    """Which text a machine's kernels are made of, and how they run: this machine's, or what stands in for it."""
+    """Dialect and runner of the portable kernels: this machine's, or a stand-in."""
 
     def __init__(self) -> None:
         self._stands: list[Stand] = []
@@ -126,7 +126,7 @@ class Stands:
 
     @property
     def dialect(self) -> Dialect | None:
-        """None: this machine has no use for the kernels. On CUDA others are in their place."""
+        """Dialect of the kernels. None: this machine does not use them; CUDA has other kernels."""
         return self._stands[-1].dialect if self._stands else metal_here()
 
     @property
@@ -135,7 +135,7 @@ class Stands:
 
 
 def metal_here() -> Dialect | None:
-    """None: no Mac's GPU computes."""
+    """Return "metal" where a Mac's GPU computes, else None."""
     has_metal = active() == "metal" and mx.metal.is_available() and mx.default_device() == mx.gpu
     return "metal" if has_metal else None
 

@@ -13,17 +13,17 @@ from kvstrata.codecs import backends
 from kvstrata.codecs.mean_runs import GROUP_TOKENS, Segments, cut_segments
 from kvstrata.errors import ConfigError
 
-# More tiles save little: what is read and written is then what counts.
+# More tiles save little memory: input and output then take more than the scratch of a tile.
 MOST_TILES = 8
 
-# An array of so many values is one tile: its scratch is some MiB.
+# An array of at most this many values is one tile: its scratch takes a few MiB.
 SMALL_VALUES = 1 << 18
 
 
 def encode_tiles(
     x: mx.array, position: int, encode: Callable[[mx.array, int], dict[str, mx.array]]
 ) -> dict[str, mx.array]:
-    """Planes of [..., tokens, dim], the first token at `position`. Tiles end where segments do."""
+    """Encode [..., tokens, dim], the first token at `position`, in tiles that end where mean runs end."""
     tiles: list[dict[str, mx.array]] = []
     for start, end in _ranges(position, x.shape[-2], x.size):
         tiles.append(encode(x[..., start:end, :], position + start))
@@ -32,7 +32,7 @@ def encode_tiles(
 
 
 def decode_tiles(planes: Planes, decode: Callable[[Planes], mx.array]) -> mx.array:
-    """On CUDA in one piece, and lazily: a prefill there does not stop at each layer."""
+    """Decode in tiles; on CUDA in one piece and lazily, so that a prefill does not stop at each layer."""
     if backends.active() == "cuda":
         return decode(planes)
     tiles: list[mx.array] = []
@@ -75,7 +75,7 @@ class UnsupportedCodec(ConfigError):
 
 
 class MismatchedPlanes(ConfigError):
-    """Arrays that do not belong together, or not to their codec."""
+    """Arrays that do not match each other, or do not match their codec."""
 
 
 class Extent(NamedTuple):
@@ -85,7 +85,7 @@ class Extent(NamedTuple):
 
 
 class Plane(NamedTuple):
-    """What an array of a codec looks like: [..., rows, width]."""
+    """Shape and dtypes of an array of a codec: [..., rows, width]."""
 
     rows: int
     width: int
@@ -94,7 +94,7 @@ class Plane(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Planes:
-    """Consecutive tokens, encoded. Owns its memory, unless it is a view."""
+    """Encoded consecutive tokens. `Planes` own their memory, unless they are a view."""
 
     codec: Codec
     arrays: Mapping[str, mx.array]  # by plane name
@@ -102,7 +102,7 @@ class Planes:
     position: int  # of the first token, in its sequence
     dim: int
     segments: Segments = ()  # tokens under each mean, for a codec that has means
-    gathered: int = 0  # its arrays are rows of arrays that others with this number share; 0: they are its own
+    gathered: int = 0  # planes with the same number hold rows of shared arrays; 0: the arrays are not shared
 
     def __post_init__(self) -> None:
         expected = self.codec.layout(Extent(self.dim, self.num_tokens, len(self.segments)))
@@ -142,25 +142,25 @@ class Planes:
 
     @cached_property
     def nbytes(self) -> int:
-        """Allocated: every array owns its memory and has no gaps."""
+        """Allocated bytes: every array owns its memory and has no gaps."""
         return sum(array.nbytes for array in self.arrays.values())
 
     def view(self, start: int, end: int) -> Planes:
-        """Tokens [start, end), counted from the first. Nothing is encoded anew and no memory moves: it is good for as
-        long as these planes live."""
+        """Return tokens [start, end), counted from the first, without encoding or copying anything: the view is valid
+        while these planes live."""
         ranges, segments = self._ranges(start, end)
         arrays = {name: array[..., slice(*ranges[name]), :] for name, array in self.arrays.items()}
         return Planes(self.codec, arrays, end - start, self.position + start, self.dim, segments)
 
     def cut(self, start: int, end: int) -> Planes:
-        """The same in memory of its own."""
+        """Return tokens [start, end), counted from the first, in memory of their own."""
         ranges, segments = self._ranges(start, end)
         arrays = {name: copy_rows(array, *ranges[name]) for name, array in self.arrays.items()}
         mx.eval(list(arrays.values()))
         return Planes(self.codec, arrays, end - start, self.position + start, self.dim, segments)
 
     def _ranges(self, start: int, end: int) -> tuple[dict[str, tuple[int, int]], Segments]:
-        """The rows of each array that tokens [start, end) need, and their segments."""
+        """Return the rows of each array that tokens [start, end) need, and the mean runs of these tokens."""
         if not 0 <= start < end <= self.num_tokens:
             raise MismatchedPlanes(f"Tokens {start} to {end} cannot be cut out of {self.num_tokens}.")
         ranges = dict.fromkeys(self.arrays, (start, end))
@@ -170,7 +170,7 @@ class Planes:
         return ranges | {"means": (first, last)}, segments
 
     def where(self) -> dict[str, Any]:
-        """JSON-able: all that the arrays and the spec do not say."""
+        """Return as JSON-able data what planes need beside their arrays and spec."""
         return {
             "position": self.position,
             "num_tokens": self.num_tokens,
@@ -182,11 +182,11 @@ class Planes:
 class Codec(Protocol):
     @property
     def name(self) -> str:
-        """As in the settings: `planes:8`. Defaults are left out."""
+        """Name as in the settings, such as `planes:8`. Defaults are left out."""
         ...
 
     def spec(self) -> dict[str, Any]:
-        """JSON-able, with a version; `registry.from_spec` reads it."""
+        """Return a JSON-able description with a version; `registry.from_spec` reads it."""
         ...
 
     def check(self, dim: int) -> None:
@@ -196,7 +196,7 @@ class Codec(Protocol):
     def layout(self, extent: Extent) -> dict[str, Plane]: ...
 
     def bits_per_value(self, dim: int) -> float:
-        """Of long arrays, everything counted; `Planes.nbytes` says it of given ones."""
+        """Return the bits per value of long arrays, overhead included; `Planes.nbytes` is exact for given planes."""
         ...
 
     def encode(self, x: mx.array, position: int = 0) -> Planes: ...
@@ -214,7 +214,7 @@ class Codec(Protocol):
         ...
 
     def join(self, a: Planes, b: Planes) -> Planes:
-        """b follows a. Encodes nothing anew."""
+        """Join `a` and `b`, which follows it. Nothing is encoded anew."""
         ...
 
 
@@ -235,7 +235,7 @@ def check_queries(q: mx.array, planes: Planes, width: int) -> None:
 
 
 def finite(x: mx.array) -> mx.array:
-    """float32, NaN as 0, within float16's range."""
+    """Convert to float32 within float16's range, NaN to 0."""
     x = x.astype(mx.float32)
     return mx.clip(mx.where(mx.isnan(x), 0.0, x), -LARGEST, LARGEST)
 
@@ -245,15 +245,15 @@ def half(x: mx.array) -> mx.array:
 
 
 def own(codec: Codec, arrays: dict[str, mx.array], x: mx.array, position: int, segments: Segments = ()) -> Planes:
-    """Computed now, so that nothing keeps `x` alive."""
+    """Make planes of arrays that are evaluated now, so that nothing keeps `x` alive."""
     mx.eval(list(arrays.values()))
     return Planes(codec, arrays, x.shape[-2], position, x.shape[-1], segments)
 
 
 def copy_rows(array: mx.array, start: int, end: int) -> mx.array:
-    """Rows [start, end) in memory of their own, bit for bit.
+    """Copy rows [start, end) bit for bit to memory of their own.
 
-    An operation on the bits, because `mx.contiguous` shares the parent's buffer where that is up to 16 KB larger.
+    The copy operates on the bits, because `mx.contiguous` shares a parent's buffer that is up to 16 KB larger.
     """
     bits = array.view({1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[array.itemsize])
     return (bits[..., start:end, :] | 0).view(array.dtype)

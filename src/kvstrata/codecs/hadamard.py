@@ -1,7 +1,7 @@
 """A fixed orthogonal rotation that spreads outlier channels over all others: random signs, then a Hadamard matrix.
 
-The signs are part of the format of what is stored: they never change under a version. Where `dim` is no power of two
-the matrix is block-diagonal, of the largest power of two that divides it (a sliced Hadamard matrix is not orthogonal).
+The signs are part of the stored format: they never change within a version. Where `dim` is no power of two, the matrix
+is block-diagonal, with blocks of the largest power of two that divides `dim` (a sliced matrix is not orthogonal).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SMALLEST_BLOCK = 16
 
 
 def block_of(dim: int) -> int:
-    """The largest power of two that divides dim."""
+    """Return the largest power of two that divides dim."""
     return dim & -dim
 
 
@@ -30,7 +30,7 @@ def check_dim(name: str, dim: int) -> None:
 
 @cache
 def sign_values(dim: int) -> np.ndarray:
-    """+1 and -1 as float32 [dim]; those of a smaller dim are the first of a larger one's."""
+    """float32 [dim] of +1 and -1; the signs of a smaller dim are the first signs of a larger one."""
     bits = np.unpackbits(np.frombuffer(hashlib.shake_128(b"kvstrata rotation 1").digest(dim // 8 + 1), np.uint8))
     signs = 1.0 - 2.0 * bits[:dim].astype(np.float32)
     signs.flags.writeable = False

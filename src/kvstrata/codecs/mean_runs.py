@@ -1,7 +1,8 @@
-"""Which tokens share a mean: groups of 256, aligned to the position in the sequence.
+"""Mean runs: tokens that share a mean, in groups of 256 that are aligned to the position in the sequence.
 
-A piece of a group keeps the group's mean, and pieces that were encoded apart keep theirs when joined, so a cut or a
-join never encodes anew. Segments are therefore counted out (tokens under each mean), not derived from the position.
+A piece of a group keeps the group's mean, and pieces that were encoded apart keep their means when they are joined: a
+cut or a join encodes nothing anew. The position does not determine the mean runs then, so `Segments` lists the number
+of tokens under each mean.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 
 GROUP_TOKENS = 256
 
-MAX_TABLES = 128  # of parts that were joined; of ten thousand tokens each they take 10 MB in all
+MAX_TABLES = 128  # of joined planes; with ten thousand tokens each they take 10 MB in all
 
 Segments = tuple[int, ...]
 
@@ -25,7 +26,7 @@ def segments_of(position: int, num_tokens: int) -> Segments:
 
 
 def ids(segments: Segments) -> np.ndarray:
-    """int32 [tokens]: each token's segment."""
+    """int32 [tokens]: each token's mean run."""
     return np.repeat(np.arange(len(segments), dtype=np.int32), segments)
 
 
@@ -43,7 +44,7 @@ def means_of(x: mx.array, segments: Segments) -> mx.array:
 
 
 def spread(by_segment: mx.array, segments: Segments, axis: int) -> mx.array:
-    """One entry for each segment -> one for each token."""
+    """Expand one entry for each mean run to one for each token."""
     if len(segments) == 1:
         return by_segment  # broadcasts
     if not _is_regular(segments):
@@ -67,11 +68,11 @@ def sums(p: mx.array, segments: Segments) -> mx.array:
 
 
 def _is_regular(segments: Segments) -> bool:
-    """As it was encoded: nothing was joined inside a group. Then no table is needed."""
+    """Whether nothing was joined inside a group since encoding. No table is needed then."""
     return all(size == GROUP_TOKENS for size in segments[1:-1])
 
 
-# Every layer asks for the same ones at every step.
+# Every layer uses the same tables at every step.
 @lru_cache(maxsize=MAX_TABLES)
 def _segment_of_token(segments: Segments) -> mx.array:
     return mx.array(ids(segments))
@@ -79,7 +80,7 @@ def _segment_of_token(segments: Segments) -> mx.array:
 
 @lru_cache(maxsize=MAX_TABLES)
 def _tokens_of_segment(segments: Segments) -> mx.array:
-    """int32 [segments, most tokens]: short rows go on with the number of tokens, where a sum is given a zero."""
+    """int32 [segments, most tokens]: short rows are filled with the number of tokens, where `sums` appends a zero."""
     starts, sizes = np.cumsum((0, *segments[:-1])), np.array(segments)
     offsets = np.arange(sizes.max())
     table = np.where(offsets < sizes[:, None], starts[:, None] + offsets, sizes.sum())
@@ -87,7 +88,7 @@ def _tokens_of_segment(segments: Segments) -> mx.array:
 
 
 def cut_segments(segments: Segments, start: int, end: int) -> tuple[Segments, int, int]:
-    """What tokens [start, end) keep: their segments, and the range [first, last) of these among all."""
+    """Return the mean runs that tokens [start, end) keep, and the range [first, last) of these among all."""
     bounds = np.cumsum((0, *segments)).tolist()
     kept = [(i, min(bounds[i + 1], end) - max(bounds[i], start)) for i in range(len(segments))]
     kept = [(i, num_tokens) for i, num_tokens in kept if num_tokens > 0]

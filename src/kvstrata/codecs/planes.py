@@ -1,15 +1,15 @@
-"""`planes`: centred, rotated, progressive. The code of fewer bits is the upper part of the code of more.
+"""`planes`: a centred, rotated, progressive format. A code of fewer bits is the upper part of a code of more bits.
 
     code      8 bits = top crumb (2) | next crumb (2) | low nibble (4), each in a plane of its own
     planes:8  top, next, low        planes:4  top, next        planes:2  top
 
-A value is (code - middle) * step * scale in the rotated basis: `scale` is the largest magnitude of the vector, the one
-float16 stored for it; `step` and `middle` follow from the bits. So each plane is also an affine array for
-`mx.quantized_matmul`, its scales and biases derived when read. Stepping down drops planes and touches no other.
+After the Hadamard rotation a value is (code - middle) * step * scale: `scale`, the only float16 stored for a vector, is
+its largest magnitude; `step` and `middle` follow from the bits. Each plane is therefore also an affine array for
+`mx.quantized_matmul`, with scales and biases derived when it is read. Stepping down drops planes and touches no other.
 
-Vectors are centred on the mean of their segment (see mean_runs.py), values as well as keys; the means of keys turn as
-their layer's keys do (see turns.py). A vector that is smaller, once centred, than float16's smallest number decodes to
-the mean.
+Vectors, values as well as keys, are centred on the mean of their mean run (see mean_runs.py); the means of keys follow
+the RoPE rotation of their layer's keys (see rope.py). A vector that is smaller, once centred, than the smallest number
+of float16 decodes to the mean.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from kvstrata.codecs.rope import Turn
 
 
 class CodePlane(NamedTuple):
-    """A code c of it adds (c * scale + bias) * the stored scale to a value."""
+    """A plane of codes: a code c adds (c * scale + bias) * the stored scale to a value."""
 
     bits: int
     scale: float
     bias: float
 
 
-# From the most significant on. Biases add up to what a code of that many planes needs.
+# The most significant plane first. The biases of the first n planes add up to the bias of a code of n planes.
 CODE_PLANES = {
     "top": CodePlane(2, 1 / 2, -0.75),
     "next": CodePlane(2, 1 / 8, 0.5 / 8 - 0.25),
@@ -62,7 +62,7 @@ CODE_PLANES = {
 
 HELD = {8: ("top", "next", "low"), 4: ("top", "next"), 2: ("top",)}
 
-# Groups of `mx.quantized_matmul`, the best first. None divides 80: that is decoded.
+# Group sizes of `mx.quantized_matmul`, the best first. None divides a dim of 80: such vectors are decoded.
 PRODUCT_GROUPS = (128, 64, 32)
 
 
@@ -77,7 +77,7 @@ class _Affine(NamedTuple):
 @dataclass(frozen=True)
 class PlanesCodec:
     bits: int
-    turn: Turn | None = None  # of the means; None: they stay as they are
+    turn: Turn | None = None  # RoPE rotation of the means; None: they are not rotated
 
     def __post_init__(self) -> None:
         if self.bits not in HELD:
@@ -88,7 +88,7 @@ class PlanesCodec:
         return f"planes:{self.bits}"
 
     def spec(self) -> dict[str, Any]:
-        """Version 2 is version 1 with a turn."""
+        """Return the spec. Version 2 is version 1 with a RoPE rotation."""
         spec = {"codec": "planes", "version": 1, "bits": self.bits}
         return spec if self.turn is None else {**spec, "version": 2, "turn": self.turn.spec()}
 
@@ -117,20 +117,20 @@ class PlanesCodec:
         return own(self, {name: arrays[name] for name in (*HELD[self.bits], "scales", "means")}, x, position, segments)
 
     def encode_by_mlx(self, x: mx.array, position: int) -> dict[str, mx.array]:
-        """By its operations, in tiles."""
+        """Encode with MLX's operations, in tiles."""
         arrays = encode_tiles(x, position, self.encode_stock)
         return {name: arrays[name] for name in (*HELD[self.bits], "scales", "means")}
 
     def encode_stock(self, x: mx.array, position: int) -> dict[str, mx.array]:
-        """All planes, whatever the bits."""
+        """Encode to all planes, whatever the bits."""
         x, segments = x.astype(mx.float32), segments_of(position, x.shape[-2])
-        # A vector with something odd in it must not move the mean of the others.
+        # NaN, infinities and values beyond float16's range must not move the mean.
         usual = mx.where(mx.abs(x) <= LARGEST, x, 0.0)
         means = rope.means_of(usual, position, self.turn).astype(mx.float16)
         centres = rope.Means(means.astype(mx.float32), segments, position, self.turn).centres()
         y = rotate(finite(x) - centres)
         scales = half(mx.max(mx.abs(y), axis=-1, keepdims=True))
-        # Codes belong to the scale as it is stored, so its rounding costs nothing.
+        # Codes are computed from the stored scale, so the rounding of the scale costs nothing.
         unit = y / mx.where(scales == 0, 1.0, scales.astype(mx.float32))
         code = mx.clip(mx.floor((unit + 1) * 128), 0, 255).astype(mx.uint32)
         codes = {"top": pack(code >> 6, 2), "next": pack((code >> 4) & 3, 2), "low": pack(code & 15, 4)}
@@ -145,7 +145,7 @@ class PlanesCodec:
         return self.decode_by_mlx(planes, dtype) if decoded is None else decoded
 
     def decode_by_mlx(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
-        """By its operations, in tiles."""
+        """Decode with MLX's operations, in tiles."""
         return decode_tiles(planes, lambda tile: self.decode_stock(tile).astype(dtype))
 
     def scores(self, q: mx.array, planes: Planes) -> mx.array:
@@ -163,7 +163,7 @@ class PlanesCodec:
     def mix(self, p: mx.array, planes: Planes) -> mx.array:
         check_queries(p, planes, planes.num_tokens)
         if self.turn is not None:
-            # Values do not turn, but for those of models that put keys there, which they fetch as plain arrays.
+            # Values have no RoPE rotation, except in models that store keys there and fetch them as plain arrays.
             return p.astype(mx.float32) @ self._decoded(planes)
         if backends.active() == "cpu" and p.shape[-2] <= cpu_planes.FUSED_QUERIES:
             return cpu_planes.mix_planes(p.astype(mx.float32), planes.arrays, self.bits, planes.segments)
@@ -174,7 +174,7 @@ class PlanesCodec:
         return p.astype(mx.float32) @ self._decoded(planes)
 
     def _decoded(self, planes: Planes) -> mx.array:
-        """For a product: without a stop in the middle of a step where MLX's own operations do it."""
+        """Decode for a product. MLX's operations use no tiles here: evaluating tiles would stop a step halfway."""
         stops = backends.active() in ("cpu", "cuda")
         return self.decode(planes, mx.float32) if stops else self.decode_stock(planes)
 
@@ -207,8 +207,8 @@ class PlanesCodec:
         return rope.Means(values, planes.segments, planes.position, self.turn)
 
     def _affine(self, planes: Planes) -> Iterator[tuple[float, _Affine]]:
-        """Each plane as the affine array that it is, in units of its step: so planes share scales, and biases where
-        these are the same number of steps."""
+        """Yield each plane as an affine array in units of its step: planes then share scales, and share biases that
+        are the same number of steps."""
         group = _product_group(planes.dim)
         if group is None:
             raise UnsupportedCodec(f"MLX's quantized products need a head_dim that 32 divides, not {planes.dim}.")
@@ -236,7 +236,8 @@ class PlanesCodec:
 
 
 def step_down(planes: Planes, bits: int) -> Planes:
-    """The arrays that stay are the same objects. They are exactly what encoding with `bits` would have made."""
+    """Drop planes until `bits` are left. The remaining arrays are the same objects, and equal the arrays that encoding
+    with `bits` would have made."""
     codec = _progressive(planes)
     held = codec.bits
     if bits not in HELD or bits >= held:
@@ -264,13 +265,13 @@ def _dequantized(plane: _Affine) -> mx.array:
 
 
 def _unpacked(planes: Planes, name: str) -> mx.array:
-    """What a plane adds to the values, for a dim that no group divides."""
+    """The contribution of a plane to the values, for a dim that no group divides."""
     bits, scale, bias = CODE_PLANES[name]
     return (unpack(planes.arrays[name], bits) * scale + bias) * planes.arrays["scales"].astype(mx.float32)
 
 
 def _one_group(a: Planes, b: Planes) -> bool:
-    """Whether the last segment of a and the first of b are pieces of one that was cut."""
+    """Whether the last mean run of a and the first of b are pieces of one that was cut."""
     if b.position % GROUP_TOKENS == 0:
         return False
     return bool(mx.array_equal(a.arrays["means"][..., -1, :], b.arrays["means"][..., 0, :]))

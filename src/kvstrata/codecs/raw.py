@@ -1,4 +1,4 @@
-"""Raw values, and 16-bit products that lose nothing."""
+"""The codec of raw values, and exact products of 16-bit arrays."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class RawCodec:
         return {"values": Plane(extent.num_tokens, extent.dim, FLOATS)}
 
     def bits_per_value(self, dim: int) -> float:  # noqa: ARG002
-        """Of a 16-bit checkpoint."""
+        """Return the bits of a 16-bit checkpoint."""
         return 16.0
 
     def encode(self, x: mx.array, position: int = 0) -> Planes:
-        """A copy: `x` is most often a range of a buffer that will go."""
+        """Copy `x`: most often it is a range of a buffer that will be freed."""
         check_input(self, x, position)
         return own(self, {"values": copy_rows(x, 0, x.shape[-2])}, x, position)
 
     def adopt(self, values: mx.array, position: int = 0) -> Planes:
-        """Takes the array as it is: no other code may write it, and it must be no slice of a larger one."""
+        """Take the array without a copy: no other code may write it, and it must not be a slice of a larger one."""
         check_input(self, values, position)
         return own(self, {"values": values}, values, position)
 
@@ -69,12 +69,14 @@ class RawCodec:
         return join_plain(a, b)
 
 
-# Some back-ends round before they subtract, for one row or for any: then the difference is lost.
+# Numbers of queries to try. Some back-ends round before they subtract, for one query or for any number: the difference
+# is then lost.
 TRIED_ROWS = (1, 2)
 
 TRIED_TOKENS, TRIED_DIM = 96, 64
 
-# Of the largest score. Sixteen bits alone are at 4e-3 (bfloat16) and 5e-4 (float16).
+# Largest accepted error, as a share of the largest score. Sixteen bits alone are off by 4e-3 (bfloat16) and
+# 5e-4 (float16).
 WRONG_BY = 5e-5
 
 REST_SCALE = 2048.0
@@ -84,13 +86,13 @@ def exact_scores(q: mx.array, k: mx.array, scale: float = 1.0) -> mx.array:
     """q [..., queries, dim], k [..., tokens, dim] -> float32 [..., queries, tokens], times `scale`"""
     keys, num_queries = k.swapaxes(-1, -2), q.shape[-2]
     is_narrow = q.dtype == k.dtype != mx.float32
-    # A product with one token is one with a vector: there Metal rounds before it subtracts.
+    # A product with one token is a product with a vector, where Metal rounds before it subtracts.
     least = least_rows(k.dtype) if is_narrow and k.shape[-2] > 1 else None
     if least is None:
         return (q.astype(mx.float32) * scale) @ keys.astype(mx.float32)
     if num_queries < least:
         q = mx.broadcast_to(q, (*q.shape[:-2], least, q.shape[-1]))
-    # A power of two changes no digit of a query, and keeps products within float16.
+    # Scaling by a power of two is exact, and keeps products within float16's range.
     power = 2.0 ** math.floor(math.log2(scale))
     found = _twice(q * power, keys)[..., :num_queries, :]
     return found if power == scale else found * (scale / power)
@@ -101,7 +103,7 @@ def exact_mix(weights: mx.array, v: mx.array) -> mx.array:
     if v.dtype == mx.float32:
         return weights @ v
     near = weights.astype(v.dtype)
-    # Made larger, because the rest of a small weight is smaller than the smallest number that float16 has.
+    # Scaled up, because the rest of a small weight is below the smallest number of float16.
     rest = ((weights - near) * REST_SCALE).astype(v.dtype)
     both = mx.concatenate([near, rest], axis=-2) @ v
     near, rest = mx.split(both.astype(mx.float32), 2, axis=-2)
@@ -110,12 +112,12 @@ def exact_mix(weights: mx.array, v: mx.array) -> mx.array:
 
 @cache
 def least_rows(dtype: mx.Dtype) -> int | None:
-    """Queries that a product needs on this machine to lose nothing; None: it always does."""
+    """Return the number of queries from which on a product is exact on this machine; None: it never is."""
     return next((rows for rows in TRIED_ROWS if _is_exact(dtype, rows)), None)
 
 
 def _is_exact(dtype: mx.Dtype, rows: int) -> bool:
-    """With keys that have much in common: scores that are large and near to each other."""
+    """Whether a product is exact for keys that have much in common: their scores are large and close to each other."""
     rng = np.random.default_rng(0)
     q = mx.array(rng.standard_normal((2, rows, TRIED_DIM)) + 4).astype(dtype)
     k = mx.array(rng.standard_normal((2, TRIED_TOKENS, TRIED_DIM)) + 4).astype(dtype)

@@ -1,10 +1,10 @@
-"""Names of precisions, and specs, to codecs.
+"""Registry of codecs: maps names of precisions, and specs, to codecs.
 
     raw | affine:B[:gG] | planes:B      as in the settings; `affine:8` has groups of 64
-    f16, bf16 = raw, q8_0 = planes:8, q4_0 = planes:4      llama.cpp's words
+    f16, bf16 = raw, q8_0 = planes:8, q4_0 = planes:4      llama.cpp's names
 
-Going on disk: `codec.spec()` and `planes.where()` are JSON, `planes.arrays` the bytes; `planes_from` puts them together
-again and refuses what does not fit.
+On a tier, `codec.spec()` and `planes.where()` are JSON, and `planes.arrays` the bytes; `planes_from` restores planes
+from them and refuses inconsistent input.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _VERSIONS = {"raw": (1,), "affine": (1,), "planes": (1, 2)}
 
 
 def parse(name: str) -> Codec:
-    """For settings, before a model is known. `str(codec.name)` is the way back."""
+    """Return the codec of a name in settings, before a model is known. `str(codec.name)` is the inverse."""
     family, bits, group = _parts(name)
     if family == "raw":
         return RawCodec()
@@ -40,7 +40,7 @@ def parse(name: str) -> Codec:
 
 
 def parse_for(name: str, head_dim: int) -> Codec:
-    """Likewise, for vectors of this size. A group that is named stays."""
+    """Return the codec of a name, for vectors of this size. A group in the name is kept."""
     codec = parse(name)
     if _parts(name)[2] is None:
         return fit(codec, head_dim)
@@ -49,8 +49,8 @@ def parse_for(name: str, head_dim: int) -> Codec:
 
 
 def fit(codec: Codec, head_dim: int) -> Codec:
-    """The codec for vectors of this size: groups of 64, which `affine` has by default, become 32 where 64 does not
-    divide."""
+    """Return the codec for vectors of this size: groups of 64, the default of `affine`, become 32 where 64 does not
+    divide the size."""
     if isinstance(codec, AffineCodec) and codec.group == DEFAULT_GROUP and head_dim % codec.group:
         codec = AffineCodec(codec.bits, 32)
     codec.check(head_dim)

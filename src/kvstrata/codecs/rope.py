@@ -1,12 +1,12 @@
-"""How keys turn from one token to the next (RoPE), and means that turn with them.
+"""The RoPE rotation of keys, and RoPE-aware means.
 
-Keys are stored after RoPE, which turns pairs of dims by an angle that grows with the position. What is constant before
-it (a bias of the key projection) is not constant any more, and a plain mean cannot take it away. So the mean of a group
-of 256 tokens is taken with every token turned back to the start of the group, and it is turned to a token's place
-before it is subtracted or added. All angles are those of offsets below 256, and exact. Far into a context a model's own
-RoPE rounds its angles; what that leaves falls into the residual, which is stored.
+Keys are stored after RoPE, which rotates pairs of dims by an angle that grows with the position. A component that is
+constant before RoPE (a bias of the key projection) is not constant after it, and a plain mean cannot remove it. So the
+mean of a group of 256 tokens is taken with every token rotated back to the start of the group, and is rotated to a
+token's place before it is subtracted or added. All angles are those of offsets below 256, and exact. Far into a context
+a model's own RoPE rounds its angles; the difference becomes part of the residual, which is stored.
 
-The product of a query with a turned mean is a sum over pairs of dims (a, b) that turn by w for each token:
+The product of a query with a rotated mean is a sum over pairs of dims (a, b) that rotate by w for each token:
 
     q . R_t m = sum of (q_a m_a + q_b m_b) cos(t w) + (q_b m_a - q_a m_b) sin(t w)
 
@@ -28,16 +28,16 @@ import numpy as np
 from kvstrata.codecs import mean_runs as seg
 from kvstrata.codecs.mean_runs import GROUP_TOKENS, Segments, segments_of
 
-MAX_TABLES = 64  # of models that have a few kinds of turn each, and of parts that were joined
+MAX_TABLES = 64  # of models with a few kinds of RoPE rotation each, and of joined planes
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Dims [first, first + 2 * pairs) turn, the others do not."""
+    """RoPE rotation of dims [first, first + 2 * pairs); the other dims are not rotated."""
 
     first: int
-    is_interleaved: bool  # a pair are neighbours; otherwise its second dim is `pairs` after its first
-    frequencies: bytes  # float32, one for each pair: radians for each token
+    is_interleaved: bool  # the dims of a pair are neighbours; otherwise the second is `pairs` after the first
+    frequencies: bytes  # float32, one for each pair: radians per token
 
     @property
     def num_pairs(self) -> int:
@@ -49,11 +49,11 @@ class Turn:
 
     @property
     def strides(self) -> tuple[int, int]:
-        """From a pair to the next, and from its first dim to its second."""
+        """Distance from a pair to the next, and from the first dim of a pair to its second."""
         return (2, 1) if self.is_interleaved else (1, self.num_pairs)
 
     def pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """The first dims of all pairs, and the second ones."""
+        """Return the first dims of all pairs, and their second dims."""
         step, gap = self.strides
         firsts = self.first + step * np.arange(self.num_pairs)
         return firsts, firsts + gap
@@ -68,7 +68,7 @@ class Turn:
 
 
 def turn_from(spec: object) -> Turn:
-    """What `Turn.spec` gave. ValueError for anything else."""
+    """Read the result of `Turn.spec`. ValueError for anything else."""
     if not isinstance(spec, Mapping):
         raise ValueError(f"a turn is described by its first dim, its pairs and their frequencies, not by {spec!r}")
     first, is_interleaved, octets = (spec.get(name) for name in ("first", "interleaved", "frequencies"))
@@ -93,14 +93,14 @@ def make_turn(frequencies: np.ndarray, *, first: int = 0, is_interleaved: bool =
 class Tables(NamedTuple):
     cos: np.ndarray  # float32 [256, pairs]
     sin: np.ndarray
-    columns: np.ndarray  # float32 [dim, 256]: cos where a pair has its first dim, sin at its second, 1 elsewhere
+    columns: np.ndarray  # float32 [dim, 256]: cos at the first dim of a pair, sin at its second, 1 elsewhere
 
 
 @lru_cache(maxsize=MAX_TABLES)
 def tables(turn: Turn, dim: int) -> Tables:
     angles = turn.angles(np.arange(GROUP_TOKENS))
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    # Kernels read vectors of it, which may begin near its end.
+    # Kernels read the table in vectors, which may begin near its end.
     room = np.ones(dim * GROUP_TOKENS + 16, np.float32)
     columns = room[:-16].reshape(dim, GROUP_TOKENS)
     firsts, seconds = turn.pairs()
@@ -109,10 +109,10 @@ def tables(turn: Turn, dim: int) -> Tables:
 
 
 class _Wide(NamedTuple):
-    """R_t x = x * cos[t] + x[partner] * sin[t]. For MLX's own operations."""
+    """Tables for MLX's own operations: R_t x = x * cos[t] + x[partner] * sin[t]."""
 
-    cos: mx.array  # float32 [256, dim], 1 where nothing turns
-    sin: mx.array  # with the sign of its place
+    cos: mx.array  # float32 [256, dim], 1 at dims without rotation
+    sin: mx.array  # negated at the first dim of a pair, 0 at dims without rotation
     columns: mx.array  # [dim, 256]
     partner: mx.array  # int32 [dim]
     is_first: mx.array  # bool [dim]
@@ -134,7 +134,7 @@ def _wide(turn: Turn, dim: int) -> _Wide:
 
 
 def means_of(x: mx.array, position: int, turn: Turn | None) -> mx.array:
-    """float32 [..., tokens, dim] -> [..., segments, dim], of vectors turned back to the start of their group"""
+    """float32 [..., tokens, dim] -> [..., segments, dim], of vectors rotated back to the start of their group"""
     segments = segments_of(position, x.shape[-2])
     if turn is None:
         return seg.means_of(x, segments)
@@ -146,7 +146,7 @@ def means_of(x: mx.array, position: int, turn: Turn | None) -> mx.array:
 
 @dataclass(frozen=True)
 class Means:
-    """Of the segments of consecutive tokens, the first of them at `position`."""
+    """Means of the mean runs of consecutive tokens, the first token at `position`."""
 
     values: mx.array  # float32 [..., segments, dim]
     segments: Segments
@@ -154,7 +154,7 @@ class Means:
     turn: Turn | None
 
     def centres(self) -> mx.array:
-        """What each token's vector is centred on: [..., tokens, dim], or an array that broadcasts to it"""
+        """Return each token's mean: [..., tokens, dim], or an array that broadcasts to it."""
         if self.turn is None:
             return seg.spread(self.values, self.segments, axis=-2)
         wide = _wide(self.turn, self.values.shape[-1])
@@ -164,7 +164,8 @@ class Means:
         return self._by_token(turned.flatten(-3, -2), axis=-2)
 
     def shares(self, q: mx.array) -> mx.array:
-        """What the means add to scores: q [..., queries, dim] -> [..., queries, tokens], or what broadcasts to it"""
+        """Return the contribution of the means to scores: q [..., queries, dim] -> [..., queries, tokens], or an array
+        that broadcasts to it."""
         if self.turn is None:
             return seg.spread(q @ self.values.swapaxes(-1, -2), self.segments, axis=-1)
         wide = _wide(self.turn, self.values.shape[-1])
@@ -176,7 +177,7 @@ class Means:
         return self._by_token(products.flatten(-2, -1), axis=-1)
 
     def _narrowed(self, table: mx.array, axis: int) -> mx.array:
-        """Of a table of 256 offsets, those of a single segment."""
+        """Cut a table of 256 offsets to those of the mean run, if there is a single one."""
         if len(self.segments) > 1:
             return table
         start = self.position % GROUP_TOKENS
@@ -184,7 +185,7 @@ class Means:
         return table[:, start:end] if axis == -1 else table[start:end]
 
     def _by_token(self, by_offset: mx.array, axis: int) -> mx.array:
-        """256 entries for each segment -> one for each token"""
+        """256 entries for each mean run -> one for each token"""
         if len(self.segments) == 1:
             return by_offset
         start, num_tokens = self.position % GROUP_TOKENS, sum(self.segments)
@@ -195,6 +196,6 @@ class Means:
 
 @lru_cache(maxsize=MAX_TABLES)
 def _entries(segments: Segments, start: int) -> mx.array:
-    """For parts that were joined inside a group."""
+    """Index of each token's entry, for planes that were joined inside a group."""
     offsets = (start + np.arange(sum(segments))) % GROUP_TOKENS
     return mx.array((seg.ids(segments) * GROUP_TOKENS + offsets).astype(np.int32))

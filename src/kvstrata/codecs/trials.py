@@ -1,8 +1,8 @@
-"""Whether vectors become planes, and planes vectors, by the portable kernels on this machine.
+"""Trials of the portable codec kernels on this machine, and calls of the kernels that passed.
 
-Encoding, decoding, and decoding of several parts to one array are tried once for each dtype and size of vectors, beside
-MLX's own operations: where a kernel fails, is off or is not faster, MLX's operations stay. On CUDA and on a CPU others
-are in their place.
+Encoding, decoding, and joining (decoding several stretches to one array) are tried once for each dtype and size of
+vectors, beside MLX's own operations: where a kernel fails, is inaccurate or is not faster, MLX's operations stay. CUDA
+and the CPU have other kernels.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from kvstrata.codecs.rope import Turn, make_turn
 
 What = Literal["encode", "decode", "join"]
 
-# The mean difference of decoded values, as a share of their mean size: here and there a code is its neighbour.
+# Largest mean difference of decoded values, as a share of their mean magnitude: a few codes are off by one.
 ENCODED_WITHIN = 5e-3
 
-# The largest difference, as a share of the largest value, which is rounded to the dtype.
+# Largest difference, as a share of the largest value, which is rounded to the dtype.
 DECODED_WITHIN = {mx.float32: 1e-4, mx.float16: 2e-3, mx.bfloat16: 1.2e-2}
 
 BITS = (8, 4, 2)
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class Stock(Protocol):
-    """The codec by MLX's own operations."""
+    """A codec with MLX's own operations."""
 
     @property
     def bits(self) -> int: ...
@@ -68,7 +68,7 @@ _tried: dict[tuple[Kind, What], Trial] = {}
 
 
 def as_if_tried(dialect: Dialect, run: Run) -> AbstractContextManager[None]:
-    """Take the kernels for right and fast: for tests."""
+    """Use the kernels as if their trials had passed, for tests."""
     return _stands.use(dialect, run)
 
 
@@ -77,19 +77,19 @@ def dialect() -> Dialect | None:
 
 
 def encode(x: mx.array, position: int, stock: Stock) -> dict[str, mx.array] | None:
-    """The planes of [..., tokens, dim]. None: not by the kernel."""
+    """Encode [..., tokens, dim] to planes. None: the kernel is not used."""
     if dialect() is None or not metal_planes.takes(x) or not _is_used("encode", Kind(x.dtype, x.shape[-1]), stock):
         return None
     try:
         return _encoded(x, position, stock)
     except Exception as failure:  # noqa: BLE001
-        # Storing must not fail for the sake of speed.
+        # Encoding must not fail for the sake of speed.
         _complain(f"{type(failure).__name__}: {failure}")
         return None
 
 
 def decode(planes: Planes, dtype: mx.Dtype, stock: Stock) -> mx.array | None:
-    """-> [..., tokens, dim]. None: not by the kernel."""
+    """Decode to [..., tokens, dim]. None: the kernel is not used."""
     if dialect() is None or dtype not in DECODED_WITHIN or not metal_planes.takes_planes(planes):
         return None
     if not _is_used("decode", Kind(dtype, planes.dim), stock):
@@ -102,7 +102,7 @@ def decode(planes: Planes, dtype: mx.Dtype, stock: Stock) -> mx.array | None:
 
 
 def join(stretches: Sequence[Stretch], dtype: mx.Dtype) -> mx.array | None:
-    """What follows each other, planes among it -> [heads, tokens, dim]. None: not by the kernel."""
+    """Join consecutive stretches, planes among them, to [heads, tokens, dim]. None: the kernel is not used."""
     codec = next((held.codec for held, _, _ in stretches if isinstance(held, Planes)), None)
     if dialect() is None or codec is None or not metal_planes.takes_stretches(stretches, dtype):
         return None
@@ -138,7 +138,7 @@ def _is_used(what: What, kind: Kind, stock: Any) -> bool:
 
 
 def trial(what: What, kind: Kind, stock: Any) -> Trial:
-    """`stock` is a codec: its bits and its turn are replaced by those that are tried."""
+    """Return the trial, which runs at the first call. `stock` is a codec; the trial sets its bits and RoPE rotation."""
     found = _tried.get((kind, what))
     if found is None:
         found = _tried[kind, what] = _trial(what, kind, stock)
@@ -148,7 +148,7 @@ def trial(what: What, kind: Kind, stock: Any) -> Trial:
 
 
 def try_now(kind: Kind, stock: Any, whats: Sequence[What] = get_args(What)) -> bool:
-    """Where it was not done yet. False: this machine has no such kernels, or they do not take such vectors."""
+    """Run the trials that have not run yet. False: this machine has no such kernels, or none takes such vectors."""
     if dialect() is None or not metal_planes.takes_vectors(*kind):
         return False
     for what in whats:
@@ -157,7 +157,7 @@ def try_now(kind: Kind, stock: Any, whats: Sequence[What] = get_args(What)) -> b
 
 
 def kernels(kinds: Collection[Kind]) -> list[str]:
-    """Whose loops make and read planes, for people to read. Asks for no trial."""
+    """Describe for people to read which kernels encode and decode planes, without running a trial."""
     by_kind: dict[Kind, list[str]] = {}
     for (kind, _), found in list(_tried.items()):  # another thread may add to it
         if kind in kinds:
@@ -166,12 +166,12 @@ def kernels(kinds: Collection[Kind]) -> list[str]:
 
 
 def used() -> list[str]:
-    """Kernels that were tried, and are used. They are named alike at every start."""
+    """Names of the kernels that were tried and are used, the same at every start."""
     return sorted(f"{what} {kind.dtype} {kind.dim}" for (kind, what), found in list(_tried.items()) if found.is_used)
 
 
 def report() -> list[dict[str, Any]]:
-    """Of all that was tried, for `doctor`."""
+    """Results of all trials, for `doctor`."""
     return [{"vectors": [str(kind.dtype), kind.dim], **found.as_json()} for (kind, _), found in list(_tried.items())]
 
 
@@ -183,14 +183,14 @@ def _trial(what: What, kind: Kind, stock: Any) -> Trial:
             return Trial(what, error, allowed)
         ours_ms, stock_ms = (_milliseconds(work) for work in _timed(what, kind, stock))
     except Exception as failure:  # noqa: BLE001
-        # Whatever a compiler or a driver says: then there are MLX's operations.
+        # A compiler or a driver may fail in any way; MLX's operations remain.
         return failed(what, allowed, failure)
     return Trial(what, error, allowed, ours_ms, stock_ms)
 
 
 def _timed(what: What, kind: Kind, stock: Any) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Ours, and what it would take the place of."""
-    codec = replace(stock, bits=TIMED_BITS, turn=_turn(kind.dim))  # keys turn in most models, and that takes longer
+    """Return our work, and the work of MLX that it would replace."""
+    codec = replace(stock, bits=TIMED_BITS, turn=_turn(kind.dim))  # most models rotate keys, which takes longer
     x = _normal((TIMED_HEADS, TIMED_TOKENS, kind.dim), 1, kind.dtype)
     if what == "encode":
         return lambda: _encoded(x, 0, codec), lambda: codec.encode_by_mlx(x, 0)
@@ -204,7 +204,7 @@ def _timed(what: What, kind: Kind, stock: Any) -> tuple[Callable[[], object], Ca
 
 
 def _in_turn(stretches: Sequence[Stretch], decode: Callable[[Planes], mx.array]) -> mx.array:
-    """One by one, then joined."""
+    """Decode stretches one by one, then concatenate."""
     dense = [
         held[:, start:end] if isinstance(held, mx.array) else decode(held.view(start, end))
         for held, start, end in stretches
@@ -218,7 +218,8 @@ def _by_mlx(planes: Planes, dtype: mx.Dtype) -> mx.array:
 
 
 def _join_error(kind: Kind, stock: Any) -> float:
-    """Of launches of each shape, and of more parts than one takes: planes of all bits, cut and whole, and raw."""
+    """Return the largest error for launches of each shape, and for more stretches than a launch takes: planes of all
+    bits, cut and whole, and raw vectors."""
     turn = _turn(kind.dim)
     coded = []
     for number, bits in enumerate((8, 4, 2, 8, 8, 4)):
@@ -236,7 +237,7 @@ def _join_error(kind: Kind, stock: Any) -> float:
 
 
 def _error(what: What, kind: Kind, stock: Any) -> float:
-    """The largest one: of every number of bits, with means that turn and plain ones."""
+    """Return the largest error over every number of bits, with RoPE-aware and plain means."""
     errors = []
     for bits in BITS:
         for turn in (None, _turn(kind.dim)):
@@ -266,7 +267,7 @@ def _planes(codec: Any, arrays: dict[str, mx.array], x: mx.array, position: int)
 
 
 def _milliseconds(work: Callable[[], Any]) -> float:
-    """The best of some, the first apart."""
+    """Return the best time of several runs after the first."""
     found = []
     for _ in range(1 + ROUNDS):
         mx.synchronize()
@@ -285,5 +286,5 @@ def _normal(shape: tuple[int, ...], seed: int, dtype: mx.Dtype) -> mx.array:
 
 @cache
 def _complain(what: str) -> None:
-    """Once for each."""
+    """Log each fault once."""
     logger.warning("Planes are made by MLX's operations, which is slower: a kernel could not be launched: %s", what)

@@ -1,9 +1,9 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-"""What the loops of this room and of layers/ are made of: a few tokens unpacked, rotated, multiplied. For numba only.
+"""Building blocks of the loops here and in attention/cpu: unpack, rotate and multiply a few tokens. For numba only.
 
-A crumb plane is read as bytes and the nibble plane as 16-bit words, so that entry j holds dims 4j to 4j + 3 in all of
-them. Unpacked, a vector lies as [4, dim / 4]: first the dims 0, 4, 8, ..., then 1, 5, 9, ...; that is the order of
-codes. Every loop then runs over memory without gaps.
+A crumb plane is read as bytes and the nibble plane as 16-bit words, so that entry j holds dims 4j to 4j + 3 in every
+plane. An unpacked vector is [4, dim / 4]: first the dims 0, 4, 8, ..., then 1, 5, 9, ...; this is the order of codes.
+Every loop then runs over memory without gaps.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from kvstrata.codecs.mean_runs import GROUP_TOKENS as GROUP
 
 CHUNK = 256  # tokens of one piece of parallel work
 
-BLOCK = 32  # tokens that are unpacked at once: their values stay in the first cache
+BLOCK = 32  # tokens that are unpacked at once: their values stay in the L1 cache
 
 
 @njit
 def unpack_block(top, following, low, first, num_tokens, width, bits, target):
-    """Codes less their middle, as float32 [num_tokens, 4 * width].
+    """Unpack codes, less their middle, to float32 [num_tokens, 4 * width].
 
-    All arrays are taken as flat: `first` counts tokens over the leading axes too. The last step of a token overlaps
-    the one before where 16 does not divide the width.
+    All arrays are treated as flat: `first` counts tokens over the leading axes too. The last step of a token overlaps
+    the step before where 16 does not divide the width.
     """
     if width < LANES:
         _unpack_few(top, following, low, first, num_tokens, width, bits, target)
@@ -57,7 +57,7 @@ def unpack_block(top, following, low, first, num_tokens, width, bits, target):
 
 @njit
 def _unpack_few(top, following, low, first, num_tokens, width, bits, target):
-    """For a dim below 64."""
+    """Unpack codes of a dim below 64."""
     for j in range(num_tokens):
         for i in range(4 * width):
             at, shift = (first + j) * width + i % width, i // width * 2
@@ -71,13 +71,13 @@ def _unpack_few(top, following, low, first, num_tokens, width, bits, target):
 
 @njit(inline="always")
 def step_of(bits):
-    """What a step of a code is worth, in units of the scale."""
+    """The size of a code's step, in units of the scale."""
     return np.float32(1 / 128) if bits == 8 else np.float32(1 / 8) if bits == 4 else np.float32(1 / 2)
 
 
 @njit(fastmath=True)
 def _quads(source, target):
-    """The butterflies of the Hadamard transform within four neighbours, on a vector in the order above."""
+    """The butterflies of the Hadamard transform within four neighbours, on a vector in the order of codes."""
     width = len(source) // 4
     for half in range(0, len(source), 2 * width):
         for j in range(width):
@@ -88,10 +88,10 @@ def _quads(source, target):
         source[2 * width + j] = target[j] - target[2 * width + j]
 
 
-# The other butterflies are done as one long loop each. A stage that takes neighbours apart into two halves moves the
-# lowest digit of the index to the top; a stage that weaves halves together moves it back. So the transform of a vector
-# in the order above ends, after all its stages, in the natural one, and the other way round. These are calls: inlined
-# by numba instead of by the compiler behind it, they count references to arrays, which takes longer than the work.
+# Each other stage of butterflies is one long loop. A stage that takes neighbours apart into two halves moves the lowest
+# digit of the index to the top; a stage that weaves halves together moves the digit back. After all stages a vector in
+# the order of codes is therefore in the natural order, and the reverse. The stages are calls: inlined by numba instead
+# of LLVM, they would count references to arrays, which takes longer than the work.
 
 
 @njit(fastmath=True)
@@ -112,7 +112,8 @@ def _weave(source, target):
 
 @njit(inline="always")
 def stages_of(block):
-    """Those that `_quads` leaves, two by two: swapping the arrays instead would cost more than a stage."""
+    """Return the pairs of stages that `_quads` leaves, and whether a single one is left: swapping the arrays after one
+    stage would cost more than a stage."""
     stages = 0
     while 4 << stages < block:
         stages += 1
@@ -121,7 +122,7 @@ def stages_of(block):
 
 @njit
 def to_codes(y, other, pairs, odd):
-    """In place, from the natural order to that of codes."""
+    """Transform in place, from the natural order to the order of codes."""
     for _ in range(pairs):
         _weave(y, other)
         _weave(other, y)
@@ -146,7 +147,7 @@ def from_codes(y, other, pairs, odd):
 
 @njit(fastmath=True)
 def rotate(x, signs, block, y, other):
-    """x [dim] -> y [dim], in the order of codes; `other` is scratch"""
+    """Rotate (Hadamard) x [dim] to y [dim], in the order of codes; `other` is scratch."""
     blocks, shrink = len(x) // block, np.float32(1 / np.sqrt(block))
     for d in range(len(x)):
         y[d % block * blocks + d // block] = x[d] * signs[d] * shrink
@@ -155,20 +156,20 @@ def rotate(x, signs, block, y, other):
 
 @njit(fastmath=True)
 def rotate_back(y, signs, block, out, other):
-    """The reverse, added to out [dim]; y is overwritten."""
+    """Add the reverse rotation of y to out [dim]; y is overwritten."""
     blocks, shrink = len(out) // block, np.float32(1 / np.sqrt(block))
     from_codes(y, other, *stages_of(block))
     for d in range(len(out)):
         out[d] += y[d % block * blocks + d // block] * signs[d] * shrink
 
 
-# Means that turn: see turns.py. `angles` are cos and sin [GROUP, pairs], the first dim that turns, the way from a pair
-# to the next and that from the first dim of a pair to its second; no pairs: nothing turns.
+# RoPE-aware means: see rope.py. `angles` are cos and sin [GROUP, pairs], the first rotated dim, the distance from a
+# pair to the next and from the first dim of a pair to its second; without pairs there is no rotation.
 
 
 @njit(fastmath=True)
 def turn_mean(mean, offset, angles, out):
-    """-> out [dim], the mean at an offset into its group"""
+    """Rotate (RoPE) a mean to an offset into its group -> out [dim]."""
     cos, sin, first, step, gap = angles
     for d in range(len(out)):
         out[d] = mean[d]
@@ -181,7 +182,7 @@ def turn_mean(mean, offset, angles, out):
 
 @njit(fastmath=True)
 def add_turned_back(x, at, offset, angles, sums):
-    """sums [dim] += x[at : at + dim], turned back to the start of its group"""
+    """sums [dim] += x[at : at + dim], rotated back (RoPE) to the start of its group"""
     cos, sin, first, step, gap = angles
     for d in range(first):
         sums[d] += load_one(x, at + d)
@@ -227,8 +228,8 @@ def turned_shares(factors, columns, offset, shares):
         row += 2
 
 
-# Products over a block of tokens that fits the first cache, for all queries at once. Arrays but `scores` and `weights`
-# are taken as flat: query r starts at q_at + r * dim, token j at k_at + j * dim.
+# Products over a block of tokens that fits the L1 cache, for all queries at once. All arrays but `scores` and `weights`
+# are treated as flat: query r starts at q_at + r * dim, token j at k_at + j * dim.
 
 
 @njit(fastmath=True)
@@ -260,7 +261,7 @@ def score_block(queries, q_at, keys, k_at, num_tokens, dim, scores, at):
 
 @njit(fastmath=True)
 def _score_rest(queries, q_at, keys, k_at, num_tokens, dim, scores, at):
-    """What 16 lanes leave of each vector."""
+    """Add the products of the dims that 16 lanes leave of each vector."""
     for j in range(num_tokens):
         for r in range(scores.shape[0]):
             for d in range(dim - dim % LANES, dim):
@@ -272,7 +273,7 @@ def mix_block(weights, at, values, v_at, num_tokens, dim, sums, s_at):
     """sums[s_at + r * dim ...] += weights[r, at + j] * value j"""
     whole = dim - dim % LANES
     fours = num_tokens - num_tokens % 4
-    # Four tokens after four: what comes from memory then comes in the order in which it lies there.
+    # Four tokens after four, so that memory is read in order.
     for first in range(0, fours, 4):
         v, w = v_at + first * dim, at + first
         for r in range(weights.shape[0]):

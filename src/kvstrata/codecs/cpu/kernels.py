@@ -1,7 +1,7 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-"""The loops over whole arrays, compiled by numba when first called and kept on disk after that.
+"""Loops over whole arrays, compiled by numba at the first call and cached on disk.
 
-Arrays have one leading axis (layers and heads); see blocks.py for how planes lie.
+Arrays have one leading axis (layers and heads); see blocks.py for the layout of planes.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from kvstrata.codecs.cpu.vectors import (
     zeros,
 )
 
-# Numba keeps what it compiled by the text of this file alone. This names the text of the modules that it is made of, so
-# that a change there is one here; a test says what it has to be.
+# Numba caches compiled code by the text of this file alone. The digest of the inlined modules makes a change in them a
+# change in this file; a test says what the digest has to be.
 BUILT_ON = "ee231aca2d4bcba7"
 
 
 @njit(fastmath=True, nogil=True, cache=True, parallel=True, error_model="numpy")
 def decode_planes(top, following, low, scales, centres, signs, block, bits, out):
-    """-> out [rows, tokens, dim]; `centres`: means, each token's segment, the offset of the first token, angles"""
+    """Decode to out [rows, tokens, dim]; `centres`: means, each token's mean run, offset of the first token, angles."""
     means, segment, offset, angles = centres
     rows, tokens, dim = out.shape
     chunks = (tokens + CHUNK - 1) // CHUNK
@@ -74,7 +74,7 @@ def decode_planes(top, following, low, scales, centres, signs, block, bits, out)
 
 @njit(fastmath=True, nogil=True, cache=True, parallel=True, error_model="numpy")
 def score_planes(q, top, following, low, scales, bits, out):
-    """q [rows, queries, dim], rotated, in the order above -> out [rows, queries, tokens]"""
+    """q [rows, queries, dim], rotated (Hadamard), in the order of codes -> out [rows, queries, tokens]"""
     rows, queries, tokens = out.shape
     dim = q.shape[2]
     width, step = dim // 4, step_of(bits)
@@ -94,7 +94,7 @@ def score_planes(q, top, following, low, scales, bits, out):
 
 @njit(fastmath=True, nogil=True, cache=True, parallel=True, error_model="numpy")
 def mix_planes(p, top, following, low, scales, bits, partial):
-    """p [rows, queries, tokens]; partial [rows, chunks, queries, dim], in the order above, is zero before"""
+    """p [rows, queries, tokens] -> partial [rows, chunks, queries, dim], in the order of codes, zero before the call"""
     rows, queries, tokens = p.shape
     chunks, dim = partial.shape[1], partial.shape[3]
     width, step = dim // 4, step_of(bits)
@@ -128,7 +128,7 @@ def _floats_at(_context, _address):
 
 @njit(error_model="numpy")
 def _round_mean(sums, tokens):
-    """In place, to the mean as float16 has it."""
+    """Divide sums in place to the mean, rounded to float16."""
     for d in range(len(sums)):
         value = sums[d] / np.float32(tokens)
         sums[d] = _to_half(value) if value >= 0 else -_to_half(-value)
@@ -136,7 +136,7 @@ def _round_mean(sums, tokens):
 
 @njit(error_model="numpy")
 def _mean(x, at, tokens, mean):
-    """-> mean [dim], as float16 has it; tells the largest magnitude"""
+    """Write mean [dim], rounded to float16, and return the largest magnitude."""
     dim = len(mean)
     most = zeros()
     for d in range(0, dim, LANES):
@@ -152,7 +152,7 @@ def _mean(x, at, tokens, mean):
 
 @njit(error_model="numpy")
 def _encode_64(x, at, tokens, mean, signs, top, following, low, scales, vector):
-    """Vectors from `at` on -> those of the planes from `vector` on"""
+    """Encode vectors from `at` on to vectors of the planes from `vector` on."""
     for t in range(vector, vector + tokens):
         store_one(scales, t, encode_64(x, at, mean, signs, top, following, low, t * 16))
         at += 64
@@ -175,7 +175,7 @@ def _largest_of(y, dim):
 
 @njit(fastmath=True, error_model="numpy")
 def _encode_plain(x, at, tokens, mean, signs, block, top, following, low, scales, vector):
-    """The same for every dim."""
+    """Encode vectors as `_encode_64` does, for every dim."""
     dim = len(mean)
     blocks, width = dim // block, dim // 4
     pairs, odd = stages_of(block)
@@ -207,7 +207,7 @@ def _pack(codes, at, top, following, low):
 
 @njit(fastmath=True, error_model="numpy")
 def _turning_mean(x, at, tokens, offset, angles, mean):
-    """As `_mean`, of vectors turned back to the start of their group"""
+    """Do the same as `_mean`, for vectors rotated back (RoPE) to the start of their group."""
     dim = len(mean)
     mean[:] = 0
     most = zeros()
@@ -221,7 +221,7 @@ def _turning_mean(x, at, tokens, offset, angles, mean):
 
 @njit(fastmath=True, error_model="numpy")
 def _centred(x, at, tokens, offset, angles, mean):
-    """-> vectors less the mean turned to their place, [tokens * dim]"""
+    """Return vectors less the mean rotated (RoPE) to their place, [tokens * dim]."""
     dim = len(mean)
     out, centre = np.empty(tokens * dim, np.float32), np.empty(dim, np.float32)
     for t in range(tokens):
@@ -244,7 +244,7 @@ def _encode_vectors(x, at, tokens, mean, signs, block, out, vector):
 
 @njit(error_model="numpy")
 def _encode_segment(piece, x, where, has_means, means, angles, signs, block, out):
-    """Tells whether it was plain."""
+    """Encode a mean run. Return whether every value that moved a mean was finite and within float16's range."""
     _, stride, position, bounds = where
     segments, dim = means.shape[1:]
     row, segment = piece // segments, piece % segments
@@ -270,11 +270,12 @@ def _values_at(where, means):
 
 @njit(nogil=True, cache=True, parallel=True, error_model="numpy")
 def encode_planes(where, has_means, means, angles, signs, block, out):
-    """Vectors -> the planes top, next, low and scales of `out`, and means [rows, segments, dim] unless it has them.
+    """Encode vectors to the planes top, next, low and scales of `out`, and to means [rows, segments, dim] unless
+    `has_means`.
 
-    `where`: row r of float32 [rows, tokens, dim] lies at an address, r * stride values further; its first token is at a
-    position; bounds [segments + 1] are the segments' first tokens. `angles`: see blocks.py. Tells whether all was
-    plain: if not, nothing of it is to be used.
+    `where`: address of float32 [rows, tokens, dim], values from a row to the next, position of the first token, and
+    bounds [segments + 1], the first tokens of the mean runs. `angles`: see blocks.py. Return whether every value that
+    moved a mean was finite and within float16's range: if not, the result must not be used.
     """
     x, turned = _values_at(where, means), signs * np.float32(1 / np.sqrt(block))
     is_plain = np.empty(means.shape[0] * means.shape[1], np.bool_)

@@ -1,7 +1,7 @@
-"""Planes on a CPU: kernels of our own on MLX's memory, where MLX's quantized ones are slow.
+"""Planes on a CPU: kernels of our own on MLX's memory, where MLX's quantized kernels are slow.
 
-Needs numba (the extra `cpu`); `paths.active()` says whether it is there. Arrays are evaluated here: on a CPU nothing is
-lost by that. Results are float32.
+The kernels need numba (the extra `cpu`); `backends.active()` is "cpu" only with numba. Arrays are evaluated here, which
+costs nothing on a CPU. Results are float32.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from kvstrata.codecs.base import LARGEST, finite
 from kvstrata.codecs.hadamard import block_of, rotate, rotate_back, sign_values
 from kvstrata.codecs.rope import Turn
 
-# More queries than this (a prefill) are better served by decoding once and BLAS.
+# For more queries (a prefill) decoding once and BLAS are faster.
 FUSED_QUERIES = 16
 
-# From so many on it pays to wake other threads: below, one that comes late costs more than it saves.
+# Values from which on it pays to wake other threads: below, a thread that wakes late costs more than it saves.
 PARALLEL_VALUES = 1 << 18
 
 Codes = tuple[np.ndarray, np.ndarray, np.ndarray]  # top, next, low
@@ -34,7 +34,7 @@ _NO_NIBBLES = np.empty((0, 0, 0), np.uint16)
 
 
 def warm_up() -> None:
-    """Have every kernel compiled now: the first one that is not on disk yet takes seconds."""
+    """Compile every kernel now: the first one that is not cached on disk takes seconds."""
     if backends.active() != "cpu":
         return
     x, weights, segments = mx.zeros((1, 1, 64)), mx.zeros((1, 1, 1)), (1,)
@@ -45,8 +45,8 @@ def warm_up() -> None:
 
 
 def are_computed(arrays: Sequence[mx.array]) -> bool:
-    """Has them computed: loops of ours see memory. False while MLX traces a function to compile it, where there is
-    nothing to compute yet."""
+    """Evaluate the arrays, because our loops read memory. Return False while MLX traces a function to compile it, when
+    there is nothing to evaluate yet."""
     try:
         mx.eval(arrays)
     except ValueError:
@@ -56,7 +56,7 @@ def are_computed(arrays: Sequence[mx.array]) -> bool:
 
 @contextmanager
 def threads_for(*, is_large: bool) -> Iterator[None]:
-    """Small work stays on this thread: the others would come too late."""
+    """Keep small work on this thread: the others would wake too late."""
     import numba
 
     if is_large:
@@ -72,12 +72,12 @@ def threads_for(*, is_large: bool) -> Iterator[None]:
 
 @cache
 def rotation_of(dim: int) -> tuple[np.ndarray, int]:
-    """Signs and block. A copy of the signs: numba takes 10 us to recognise an array that is read-only."""
+    """Signs and block of the Hadamard rotation. Signs are copied: numba takes 10 us to recognise a read-only array."""
     return sign_values(dim).copy(), block_of(dim)
 
 
-# How means turn, as the kernels read it: cos and sin [256, pairs], the first dim that turns, the way from a pair to the
-# next, and from the first dim of a pair to its second. Without pairs they do not turn.
+# RoPE rotation of means, as the kernels read it: cos and sin [256, pairs], the first rotated dim, the distance from a
+# pair to the next, and from the first dim of a pair to its second. Without pairs there is no rotation.
 Angles = tuple[np.ndarray, np.ndarray, int, int, int]
 
 _NO_ANGLES: Angles = (np.empty((0, 0), np.float32), np.empty((0, 0), np.float32), 0, 1, 0)
@@ -91,11 +91,11 @@ def _angles(turn: Turn | None, dim: int) -> Angles:
 
 
 def encode_planes(x: mx.array, position: int, turn: Turn | None) -> dict[str, mx.array]:
-    """float32 [..., tokens, dim] -> all three code planes, scales and means"""
+    """Encode float32 [..., tokens, dim] to all three code planes, scales and means."""
     codes, is_plain = _encoded(x, position, turn)
     if is_plain:
         return codes
-    # A vector with something odd in it must not move the mean of the others.
+    # NaN, infinities and values beyond float16's range must not move the mean.
     means = rope.means_of(mx.where(mx.abs(x) <= LARGEST, x, 0.0), position, turn)
     return _encoded(finite(x), position, turn, means.astype(mx.float16))[0]
 
@@ -103,7 +103,8 @@ def encode_planes(x: mx.array, position: int, turn: Turn | None) -> dict[str, mx
 def _encoded(
     x: mx.array, position: int, turn: Turn | None, given: mx.array | None = None
 ) -> tuple[dict[str, mx.array], bool]:
-    """Under the means that are given, or its own. Tells, too, whether it can be used: nothing odd moved a mean."""
+    """Encode around given means, or the vectors' own. Return also whether the result may be used: every value that
+    moved a mean was finite and within float16's range."""
     from kvstrata.codecs.cpu import kernels as cpu_kernels
 
     source, stride = _rows(x)
@@ -129,8 +130,8 @@ def _encoded(
 
 
 def _rows(x: mx.array) -> tuple[np.ndarray, int]:
-    """[..., tokens, dim] as rows of tokens that have no gaps, and how far they lie apart, in values. A range of a
-    buffer is read where it lies."""
+    """Return [..., tokens, dim] as rows of tokens without gaps, and the distance between rows in values. A range of a
+    buffer is not copied."""
     view = np.asarray(x)
     *outer, token_bytes, value_bytes = view.strides
     tokens, dim = view.shape[-2:]
@@ -140,7 +141,7 @@ def _rows(x: mx.array) -> tuple[np.ndarray, int]:
 
 
 def decode_planes(arrays: Mapping[str, mx.array], bits: int, means: rope.Means) -> mx.array:
-    """float32 [..., tokens, dim]"""
+    """Decode to float32 [..., tokens, dim]."""
     from kvstrata.codecs.cpu import kernels as cpu_kernels
 
     codes, scales = _views(arrays, bits)
@@ -154,7 +155,7 @@ def decode_planes(arrays: Mapping[str, mx.array], bits: int, means: rope.Means) 
 
 
 def score_planes(q: mx.array, arrays: Mapping[str, mx.array], bits: int) -> mx.array:
-    """q [..., queries, dim] -> [..., queries, tokens], without what the means add"""
+    """q [..., queries, dim] -> [..., queries, tokens], without the contribution of the means"""
     from kvstrata.codecs.cpu import kernels as cpu_kernels
 
     # The kernels unpack four values of each word at a time: dims 0, 4, 8 ... come first, then 1, 5, 9 ...
@@ -185,7 +186,7 @@ def mix_planes(p: mx.array, arrays: Mapping[str, mx.array], bits: int, segments:
 
 
 def _views(arrays: Mapping[str, mx.array], bits: int) -> tuple[Codes, np.ndarray]:
-    """(top, next, low), and scales; all with one leading axis, planes that are not held empty."""
+    """Return (top, next, low), and scales: all with one leading axis, and planes that are not held as empty arrays."""
     mx.eval(list(arrays.values()))
     top = _flat(np.asarray(arrays["top"])).view(np.uint8)
     following = _flat(np.asarray(arrays["next"])).view(np.uint8) if bits > 2 else _NO_CRUMBS

@@ -1,8 +1,8 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-"""Vector instructions inside numba: a value of 16 float32, and operations that the compiler left to itself gets wrong.
+"""Vector instructions inside numba: a value of 16 float32, and operations that the compiler alone vectorizes badly.
 
-LLVM cuts 16 lanes into what the machine has (4 registers of NEON, 2 of AVX2). Offsets count elements from the first of
-an array without gaps, whatever its shape. Nothing here checks them.
+LLVM splits 16 lanes into the machine's registers (4 of NEON, 2 of AVX2). Offsets count elements from the first element
+of an array without gaps, whatever its shape. No function here checks offsets.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LARGEST = np.float32(65504)  # of float16
 
 _SMALLEST_NORMAL = np.float32(2.0**-14)
 
-_STEPS_DOWN = np.float32(2.0**24)  # its subnormal numbers are multiples of 2**-24
+_STEPS_DOWN = np.float32(2.0**24)  # subnormal float16 numbers are multiples of 2**-24
 
 _WORDS = ir.VectorType(ir.IntType(32), LANES)
 
@@ -48,7 +48,7 @@ class _VectorModel(models.PrimitiveModel):
 
 
 def place_of(context, builder, kind, array, offset, vector):
-    """Where `vector` lies in the array, as a pointer to it."""
+    """Return a pointer to the `vector` at an offset of the array."""
     first = context.make_array(kind)(context, builder, value=array).data
     return builder.bitcast(builder.gep(first, [offset]), vector.as_pointer())
 
@@ -143,7 +143,7 @@ def add(_context, _a, _b):
 
 @intrinsic
 def larger(_context, _a, _b):
-    """The larger magnitude of each lane. By its bits, so that NaN is larger than all."""
+    """The larger magnitude of each lane, compared by bits, so that NaN is larger than all numbers."""
 
     def code(_context, builder, _signature, arguments):
         return builder.bitcast(_larger(builder, *(_magnitude(builder, each) for each in arguments)), _VECTOR)
@@ -224,7 +224,7 @@ def shuffled(builder, a, b, lanes):
 
 
 def _unpacker(bits: int):
-    """Codes of `planes` less their middle, as float32. See kernels.py for how they lie."""
+    """Make an intrinsic that unpacks codes of `planes` to float32, less their middle. See blocks.py for the layout."""
     middle = 2.0 ** (bits - 1) - 0.5
 
     @intrinsic
@@ -271,14 +271,14 @@ unpack_8, unpack_4, unpack_2 = _unpacker(8), _unpacker(4), _unpacker(2)
 
 
 def _encoder(dim: int, to_scale):
-    """A vector, centred and rotated, -> its codes under `planes:8`, without a detour over memory.
+    """Make an intrinsic from a vector, centred and rotated, to its codes of `planes:8`, without a detour over memory.
 
-    `to_scale` makes of the largest magnitude the scale that is stored. See blocks.py for the order of codes.
+    `to_scale` rounds the largest magnitude to the stored scale. See blocks.py for the order of codes.
     """
 
     @intrinsic
     def encode(_context, x, _at, mean, signs, top, following, low, _into):
-        """x[at : at + dim] -> dim / 4 entries of the planes from `into` on; tells the scale"""
+        """x[at : at + dim] -> dim / 4 entries of the planes from `into` on; returns the scale"""
 
         def code(context, builder, signature, arguments):
             x, at, mean, signs, *planes, into = arguments
@@ -308,13 +308,13 @@ def _encoder(dim: int, to_scale):
 
 
 def _steps_by(scale):
-    """What a value is multiplied by to count in steps of its code."""
+    """The factor from a value to steps of its code."""
     return np.float32(128) / scale if scale > 0 else np.float32(0)
 
 
 def _rotated(builder, vectors):
-    """All stages of a Hadamard transform, from the natural order to that of codes. Two stages at once; each weaves what
-    lay far apart together, the last two leave it where it is."""
+    """All stages of a Hadamard transform, from the natural order to that of codes. Stages run in pairs, which weave
+    distant elements together; the last pair keeps the order."""
     num_stages = (len(vectors) * LANES).bit_length() - 3
     for _ in range(num_stages // 2):
         vectors = [v for four in _quarters(vectors) for v in _woven(builder, _butterflies(builder, *four))]
@@ -327,7 +327,7 @@ def _rotated(builder, vectors):
 
 
 def _quarters(vectors):
-    """The first of each quarter, then the second of each ..."""
+    """The first vector of each quarter, then the second of each ..."""
     quarter = len(vectors) // 4
     return [vectors[k::quarter] for k in range(quarter)]
 
@@ -339,7 +339,7 @@ def _butterflies(builder, a, b, c, d):
 
 
 def _woven(builder, values):
-    """Four values of 16 lanes -> the same lanes, 0 of all four first, then 1 of all four ..."""
+    """Interleave four values of 16 lanes: lane 0 of all four first, then lane 1 of all four ..."""
     a, b, c, d = values
     pairs = zip(_zipped(builder, a, c), _zipped(builder, b, d), strict=True)
     return [each for even, odd in pairs for each in _zipped(builder, even, odd)]
@@ -352,7 +352,7 @@ def _zipped(builder, a, b):
 
 
 def _store_packed(context, builder, kinds, planes, into, codes):
-    """Of four values the codes of 16 entries."""
+    """Store 16 entries of each plane, packed from four values of codes."""
     crumbs = (_joined(builder, [_field(builder, code, shift, 2) for code in codes], 2) for shift in (6, 4))
     nibbles = [builder.zext(_field(builder, code, 0, 4), _PAIRS) for code in codes]
     for kind, plane, values in zip(kinds, planes, (*crumbs, _joined(builder, nibbles, 4)), strict=True):
@@ -361,7 +361,7 @@ def _store_packed(context, builder, kinds, planes, into, codes):
 
 
 def _codes(builder, values, factor):
-    """value * factor + 128, cut off to a whole number from 0 to 255"""
+    """value * factor + 128, truncated to a whole number and clamped to 0..255"""
     scaled = builder.fmul(values, factor, flags=("contract",))
     shifted = builder.fadd(scaled, constant(_VECTOR, 128), flags=("contract",))
     whole = builder.fptosi(shifted, _WORDS)
@@ -372,7 +372,7 @@ def _codes(builder, values, factor):
 
 
 def _joined(builder, fields, bits: int):
-    """The first field in the lowest bits."""
+    """Join bit fields, the first field in the lowest bits."""
     joined = fields[0]
     for i, field in enumerate(fields[1:], 1):
         joined = builder.or_(joined, builder.shl(field, constant(field.type, i * bits)))
@@ -380,7 +380,7 @@ def _joined(builder, fields, bits: int):
 
 
 def to_half(a):
-    """The nearest float16 number of a >= 0, kept as float32."""
+    """Round a >= 0 to the nearest float16 number, as float32."""
     if a >= _LARGEST:
         return _LARGEST
     if a < _SMALLEST_NORMAL:
@@ -392,7 +392,7 @@ def to_half(a):
 
 _LOG2_E = np.float32(1.4426950408889634)
 
-# A weight of 1e-30 is none. Much less, and products with it are no normal numbers any more, which are slow.
+# A weight of 1e-30 has no effect. Products with much smaller weights would be subnormal numbers, which are slow.
 _SMALLEST, _LARGEST_POWER = np.float32(-100.0), np.float32(126.0)
 
 # 2**f on [0, 1), a least-squares polynomial; relative error below 1e-6 in float32.

@@ -1,7 +1,8 @@
-"""Where arrays lie on a GPU, as arrays that kernels read: so a launch takes any number of parts in one argument.
+"""Addresses of arrays on a GPU, as arrays: a launch takes any number of attention segments in one argument.
 
-The host never learns an address, and MLX does not know what is read through one. So the plan of a step holds the arrays
-that its addresses point to until the launch has ended, and what `cuda_joined` makes depends on them.
+The host never learns an address, and MLX does not know what is read through one. The plan of a step therefore holds the
+arrays that its addresses point to until the launch has ended, and the results of `attention/cuda/join.py` depend on
+these arrays.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ import mlx.core as mx
 from kvstrata.codecs.cuda import kernels as cuda_kernels
 from kvstrata.codecs.cuda.kernels import ADDRESSES
 
-# Places in a row of addresses: of keys and values that are raw; of planes, which end with the table of a turn.
+# Places in a row of addresses: of raw keys and values; of planes, which end with the table of a RoPE rotation.
 RAW_PLACES = (0, 5)
 
 PLANES_PLACES = tuple(range(11))
 
-COLLECTED = 16  # rows of addresses that one launch puts together
+COLLECTED = 16  # rows of addresses that one launch collects
 
 
 class Whereabouts:
-    """Of one part's arrays. Taken when first asked for, and again after `forget`."""
+    """Addresses of one attention segment's arrays, taken at the first use and again after `forget`."""
 
     def __init__(self) -> None:
         self._taken: mx.array | None = None
@@ -34,13 +35,13 @@ class Whereabouts:
         return self._taken
 
     def forget(self) -> None:
-        """The arrays are written by MLX: whether in place is not known."""
+        """Forget the addresses, because MLX writes the arrays: whether in place is not known."""
         self._taken = None
         self.version += 1
 
 
 def take(arrays: Sequence[mx.array], places: tuple[int, ...]) -> mx.array:
-    """uint64 [12]: where arrays without gaps lie."""
+    """uint64 [12]: addresses of arrays without gaps."""
     (out,) = cuda_kernels.addresses(places).run(
         (),
         inputs=list(arrays),
@@ -53,7 +54,7 @@ def take(arrays: Sequence[mx.array], places: tuple[int, ...]) -> mx.array:
 
 
 def collect(rows: Sequence[mx.array], length: int) -> mx.array:
-    """uint64 [length, 12]: those that are too many are the last one again."""
+    """uint64 [length, 12]: the rows, then the last row repeated."""
     padded = [*rows, *[rows[-1]] * (-len(rows) % COLLECTED)]
     groups = [padded[i : i + COLLECTED] for i in range(0, len(padded), COLLECTED)]
     lengths = [COLLECTED] * (len(groups) - 1)

@@ -1,10 +1,10 @@
 """CUDA kernels that we compile ourselves and MLX runs.
 
-What MLX compiles it compiles at every start, behind headers of its own that take two seconds to read: half a minute for
-the kernels of one model. Ours take tenths of a second each, and a start after the first only loads them.
+MLX compiles its kernels at every start, behind headers of its own that take two seconds to read: half a minute for the
+kernels of one model. Ours take tenths of a second each, and a start after the first only loads them.
 
-MLX gives such a kernel its inputs, its outputs, then whole numbers: here sizes of inputs, as the source asks for them,
-and whether it is to do anything.
+MLX gives such a kernel its inputs, its outputs, then whole numbers: here the sizes of inputs that the source reads, and
+whether the kernel is to do anything.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Array(NamedTuple):
 
 
 class Size(NamedTuple):
-    """Of an input along an axis."""
+    """Size of an input along an axis."""
 
     number: int
     axis: int
 
 
 class Text(NamedTuple):
-    name: str  # of the kernel; no other text has it
+    name: str  # of the kernel, unique to this text
     text: str
     inputs: tuple[Array, ...]
     outputs: tuple[Array, ...]
@@ -61,7 +61,7 @@ class Text(NamedTuple):
 
 
 def text_of(name: str, header: str, source: str, inputs: Sequence[Array], outputs: Sequence[Array]) -> Text:
-    """`source` is the body; `x_shape[1]` in it is a size of the input x."""
+    """Return the text of a kernel. `source` is the body; `x_shape[1]` in it is a size of the input x."""
     numbers = {array.name: number for number, array in enumerate(inputs)}
     sizes: list[Size] = []
 
@@ -86,9 +86,10 @@ def text_of(name: str, header: str, source: str, inputs: Sequence[Array], output
 
 
 class Compiled:
-    """A kernel, called as MLX's kernels are. MLX knows a kernel by its name and by a hash of its code, which it takes
-    anew at every launch: 54 us for 289 kB, and a decode step's is larger. So the code is given an end with which it
-    has the hash of no code at all. The first call, made here, does nothing, and the others give no code."""
+    """A compiled kernel, which takes the arguments of MLX's kernels. MLX finds a kernel by its name and by a hash of
+    its code, which MLX computes anew at every launch: 54 us for 289 kB, and the code of a decode step is larger. The
+    code therefore gets an ending that gives it the hash of empty code. The first call, in `__init__`, passes the code
+    and does nothing; the others pass no code."""
 
     def __init__(self, text: Text, *, views: bool) -> None:
         self._name = text.name
@@ -137,7 +138,7 @@ class Compiled:
 
 @cache
 def works(header: str) -> bool:
-    """Whether MLX runs what we compile here behind this header: tried once."""
+    """Whether MLX runs kernels that we compile here behind this header; tried once."""
     try:
         if _tried(header):
             return True
@@ -149,7 +150,7 @@ def works(header: str) -> bool:
 
 
 def _tried(header: str) -> bool:
-    """With a view, which MLX copies first, and sizes that differ."""
+    """Try a kernel with a view, which MLX copies first, and with sizes that differ."""
     source = """
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= x_shape[0] * x_shape[1]) return;

@@ -1,8 +1,8 @@
-"""The bytes of arrays that lie on an NVIDIA GPU, for the host.
+"""Copies of arrays' bytes from an NVIDIA GPU to the host.
 
-MLX moves an array that the host looks at into memory that both share. The addresses that launches were given then point
-to memory that is free, and the GPU waits for every page of the shared one when it gets it again, for whatever array. So
-the host looks at no array that is stored: the driver copies its bytes, from a copy that no launch reads.
+MLX moves an array that the host reads into memory that host and GPU share. Addresses in earlier launches then point to
+freed memory, and the GPU waits for every page of the shared memory when MLX reuses it, for whatever array. The host
+therefore reads no cached array: the driver copies the bytes, from a copy of the array that no launch reads.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 _TRIED = 3000
 
 
-def copy_octets(arrays: Sequence[mx.array], into: Sequence[np.ndarray]) -> None:  # of each: uint8 [bytes]
-    """The bytes of each array, without gaps, to where they are to lie."""
+def copy_octets(arrays: Sequence[mx.array], into: Sequence[np.ndarray]) -> None:  # for each array uint8 [bytes]
+    """Copy the bytes of each array to its destination, both without gaps."""
     for array, octets in zip(arrays, into, strict=True):
         if octets.nbytes != array.nbytes or not octets.flags.c_contiguous:
             raise ValueError(f"{array.nbytes} bytes do not fit into {octets.nbytes}, or not without gaps")
@@ -41,13 +41,13 @@ def copy_octets(arrays: Sequence[mx.array], into: Sequence[np.ndarray]) -> None:
 
 
 def copied(array: mx.array) -> mx.array:
-    """Its bits, in memory of their own."""
+    """Copy the bits of an array to memory of their own."""
     return array.reshape(-1).view(_BITS[array.itemsize]) | 0
 
 
 @cache
 def works() -> bool:
-    """Whether the driver copies what MLX has computed: tried once."""
+    """Whether the driver copies arrays that MLX has computed; tried once."""
     tried = mx.arange(_TRIED, dtype=mx.uint32) * 2654435761
     wanted = np.arange(_TRIED, dtype=np.uint32) * np.uint32(2654435761)
     found = np.empty(tried.nbytes, np.uint8)
@@ -77,14 +77,14 @@ def _numbers(addresses: mx.array) -> list[int]:
 
 
 class Driver:
-    """NVIDIA's, which MLX has loaded. What it does is about the context of the thread that calls it."""
+    """NVIDIA's driver, which MLX has loaded. Calls act on the context of the calling thread."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")
         self._library.cuMemcpyDtoH_v2.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t)
 
     def make_current(self) -> None:
-        """The context that MLX computes in, where the thread has none yet."""
+        """Set the context that MLX computes in, where the thread has none yet."""
         context = ctypes.c_void_p()
         self._call("cuCtxGetCurrent", ctypes.byref(context))
         if not context.value:

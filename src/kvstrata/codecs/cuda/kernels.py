@@ -1,7 +1,7 @@
 """The CUDA kernels: their sources put together, one kernel for each name.
 
-A kernel is compiled when it is first run (`compile.py`). Numbers that change from call to call are read from
-arrays or from their shapes; those that are few (bits, dims) are compiled in, and so are the types of arrays.
+A kernel is compiled when it is first run (`compile.py`). Numbers that change from call to call are read from arrays or
+from their shapes; numbers with few values (bits, dims) are compiled in, and so are the types of arrays.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _PLANES = ("top", "next", "low", "scales", "means")
 
-# Where the planes of a head and the mean of a segment begin.
+# Addresses of a head's planes and of the mean of a mean run.
 _SOURCE = """
     const long {x}_row = long(head) * {x}_scales_shape[1];
     const kvstrata::Source {x}_source{{{x}_top + {x}_row * ({dim} / 16), {x}_next + {x}_row * ({dim} / 16),
@@ -49,8 +49,9 @@ _QUERIES = """
   const int total_queries = {x}_shape[1], num_queries = min(4 * TILES, total_queries - first_query);
 """
 
-# In these, @ is the number of the part. pieces [n, 5]: first token, how many, segment of keys, segment of values, and
-# where the first token is in the group that shares a mean. A warp that has no piece still helps with the queries.
+# In this and the next two texts @ is the number of the attention segment. pieces [n, 5]: first token, number of tokens,
+# mean run of keys, mean run of values, and offset of the first token in the group that shares a mean. A warp without a
+# piece still helps with the queries.
 _PIECE = """
     const int piece = block * kvstrata::WARPS + lane.warp;
     const int* place = pieces@ + 5 * min(piece, num_pieces@ - 1);
@@ -89,7 +90,7 @@ _ATTEND_PLANES = f"""{_PIECE}
     }}
 """
 
-# k and v [1, heads, tokens, dim], maybe views of something longer.
+# k and v [1, heads, tokens, dim] may be views of longer arrays.
 _ATTEND_RAW = """
     const int piece = block * kvstrata::WARPS + lane.warp;
     const int start = min(piece, num_pieces@ - 1) * SIZE@, count = min(SIZE@, k@_shape[2] - start);
@@ -113,13 +114,13 @@ _ATTEND_RAW = """
     }
 """
 
-# Where MLX compiles a kernel it writes its first line, so what belongs there comes with the word that it begins with.
+# MLX writes the first line of a kernel that it compiles, so launch bounds are added by redefining a word of that line.
 _BOUNDS = """
 #undef __global__
 #define __global__ __attribute__((global)) __launch_bounds__({threads}, {blocks})
 """
 
-# A step over addresses: see step.cuh. `facts`: the scale, whether there are sinks, signs of keys and of values.
+# A decode step over addresses: see step.cuh. `facts`: the scale, whether there are sinks, signs of keys and of values.
 _STEP = """
   __shared__ kvstrata::Shared<K_DIM, V_DIM, TILES> shared;
   __shared__ bool is_last;
@@ -221,8 +222,8 @@ _MIX = f"""{_PLACE}{_QUERIES.format(x="p")}
       v_source, weights, num_tokens, v_signs, start, count, num_queries, out, lane);
 """
 
-# starts: the first token and the number of tokens to decode, where token 0 is in its group, the bits; then where each
-# segment begins, and the end.
+# starts: first token and number of tokens to decode, offset of token 0 in its group, bits; then the first token of each
+# mean run, and the end.
 _DECODE = """
   using Turn = kvstrata::Turn<PAIRS, FIRST, INTERLEAVED>;
   const int num_tokens = k_scales_shape[1], num_segments = k_means_shape[1], start = starts[0], count = starts[1];
@@ -232,8 +233,8 @@ _DECODE = """
       long(blockIdx.x) * blockDim.x + threadIdx.x, num_units, num_tokens, start, count, out);
 """
 
-# spans: the number of tokens and of parts in the first row, then as in decode.cuh. PLACE: of keys or of values in a row
-# of addresses.
+# spans: the number of tokens and of attention segments in the first row, then as in decode.cuh. PLACE: place of keys or
+# of values in a row of addresses.
 _DECODE_PARTS = """
   using Turn = kvstrata::Turn<PAIRS, FIRST, INTERLEAVED>;
   const int total = spans[0];
@@ -242,7 +243,7 @@ _DECODE_PARTS = """
       long(blockIdx.x) * blockDim.x + threadIdx.x, long(own_shape[1]) * total * (DIM / 16), total, out);
 """
 
-# Blocks: segments, heads.
+# Blocks: mean runs, heads.
 _ENCODE = """
   __shared__ float sums[kvstrata::ENCODE_THREADS];
   __shared__ float mean[DIM];
@@ -257,9 +258,9 @@ _ENCODE = """
       next + (BITS >= 4 ? row * (DIM / 16) : 0), low + (BITS == 8 ? row * (DIM / 8) : 0), scales + row);
 """
 
-Constant = tuple[str, mx.Dtype | int]  # a bool is one, too
+Constant = tuple[str, mx.Dtype | int]  # or a bool, which is an int
 
-Run = Callable[..., list[mx.array]]  # called as MLX's kernels are
+Run = Callable[..., list[mx.array]]  # takes the arguments of MLX's kernels
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,12 +270,12 @@ class Kernel:
     outputs: tuple[str, ...]
     body: str
     header: str
-    views: bool  # inputs may be views of something larger
+    views: bool  # inputs may be views of larger arrays
     _ready: dict[tuple[Constant, ...], Run] = field(default_factory=dict, init=False, repr=False)
 
     def run(self, constants: tuple[Constant, ...], inputs: Sequence[mx.array], **launch: Any) -> list[mx.array]:
-        """`launch`: what MLX's kernels are called with. MLX's own templates would cost regular expressions a call.
-        `constants` tell the types of all arrays that are not only pointed to."""
+        """Run the kernel; `launch` has arguments of MLX's kernels. `constants` determine the types of all arrays but
+        those whose address alone is used. MLX's own templates would cost regular expressions at each call."""
         run = self._ready.get(constants)
         if run is None:
             dtypes = [array.dtype for array in inputs], launch["output_dtypes"]
@@ -286,13 +287,13 @@ class Kernel:
 
     @property
     def needs_strides(self) -> bool:
-        """MLX tells them only to kernels that it compiles itself."""
+        """Whether the kernel reads strides, which MLX passes only to kernels that it compiles itself."""
         return "_strides" in self.body
 
     def text(
         self, constants: tuple[Constant, ...], inputs: Sequence[mx.Dtype], outputs: Sequence[mx.Dtype]
     ) -> cuda_compile.Text:
-        """For arrays of these types."""
+        """Return the kernel's text for arrays of these types."""
         arrays = [
             [cuda_compile.Array(*array) for array in zip(names, dtypes, strict=True)]
             for names, dtypes in ((self.inputs, inputs), (self.outputs, outputs))
@@ -327,14 +328,14 @@ def _declared(name: str, value: mx.Dtype | int) -> str:
 
 @cache
 def attend(kinds: tuple[Kind, ...]) -> Kernel:
-    """Several parts in one launch; what each block found is left to `combine`."""
+    """Attention over several segments in one launch; `combine` merges the results of the blocks."""
     body = _PLACE + _QUERIES.format(x="q") + _parts(kinds)
     return _make(f"attend_{_letters(kinds)}", attend_inputs(kinds), ("sums", "stats"), body, ATTENTION, views=True)
 
 
 @cache
 def step(blocks: int) -> Kernel:
-    """A step of a batch, over addresses. A multiprocessor has registers for so many `blocks` at once."""
+    """Decode step of a batch, over addresses. A multiprocessor has registers for `blocks` blocks at once."""
     tables = ("places", "pieces", "kinds", "addresses", "counters", "sinks", "facts")
     inputs, outputs = ("q", "k_new", "v_new", *tables), ("out", "sums", "stats")
     kernel = _make(f"step{blocks}", inputs, outputs, _STEP, (*ATTENTION, "step"))
@@ -343,8 +344,8 @@ def step(blocks: int) -> Kernel:
 
 @cache
 def addresses(places: tuple[int, ...]) -> Kernel:
-    """Where its inputs lie: of each at its place in a row of addresses, 0 at the others. They are read where they are:
-    a copy would be gone by the time that it is read."""
+    """Kernel that writes a row of addresses: each input's at its place, 0 at the others. Inputs are not copied first: a
+    copy would be freed before a kernel reads it."""
     inputs = tuple(f"array{i}" for i in range(len(places)))
     at = dict(zip(places, inputs, strict=True))
     lines = [f"  out[{i}] = {f'(unsigned long long){at[i]}' if i in at else 0};" for i in range(ADDRESSES)]
@@ -354,7 +355,7 @@ def addresses(places: tuple[int, ...]) -> Kernel:
 
 @cache
 def collect(num_rows: int) -> Kernel:
-    """Rows of addresses in one array, then the last one again: a copy for each would cost a launch each."""
+    """Kernel that collects rows of addresses, then repeats the last row: separate copies would cost a launch each."""
     inputs = tuple(f"row{i}" for i in range(num_rows))
     pointers = ", ".join(f"(const unsigned long long*){name}" for name in inputs)
     body = f"""
@@ -373,7 +374,7 @@ def attend_inputs(kinds: tuple[Kind, ...]) -> tuple[str, ...]:
 
 
 def _parts(kinds: tuple[Kind, ...]) -> str:
-    """A block works on one part, and its warps each on a piece of it."""
+    """Code for attention segments: a block works on one segment, and each of its warps on a piece of it."""
     counts = {"planes": "pieces{i}_shape[0]", "raw": "(k{i}_shape[2] + SIZE{i} - 1) / SIZE{i}"}
     code = {"planes": _ATTEND_PLANES, "raw": _ATTEND_RAW}
     body = """
@@ -448,7 +449,7 @@ def combine(num_parts: int) -> Kernel:
 
 
 def without_comments(file: Path) -> str:
-    """Where MLX compiles a kernel it copies the source at every call."""
+    """Return a source without comments: MLX copies the source of a kernel that it compiles at every call."""
     lines = file.read_text(encoding="utf-8").splitlines()
     code = (line.partition("//")[0].strip() for line in lines)
     return "\n".join(line for line in code if line)

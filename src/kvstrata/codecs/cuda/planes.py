@@ -1,7 +1,7 @@
 """Planes on CUDA: encode, decode, scores and sums, with kernels of our own.
 
-MLX has no quantized product there for the broadcast shapes of attention, and what it has runs at a few per cent of the
-memory's speed. Leading axes are any. Attention itself is in cuda.py.
+MLX has no quantized product on CUDA for the broadcast shapes of attention, and its others run at a few per cent of the
+memory's bandwidth. Arrays have any leading axes. Attention itself is in `attention/cuda`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from kvstrata.codecs.hadamard import sign_values
 from kvstrata.codecs.mean_runs import GROUP_TOKENS, Segments, segments_of
 from kvstrata.codecs.rope import Turn, tables
 
-# A lane of a warp holds 16 dims of a key, so that a head_dim is shared out in units of 64.
+# A lane of a warp holds 16 dims of a key, so a head_dim is divided in units of 64.
 FUSED_DIMS = (64, 128, 192, 256)
 
-# More queries than this (a prefill) are better served by decoding once.
+# For more queries (a prefill) decoding once is faster.
 FUSED_QUERIES = 16
 
-# A vector is 16 dims to a lane, and its lanes are of one warp.
+# A lane has 16 dims of a vector, and the lanes of a vector belong to one warp.
 MAX_DIM = 512
 
 THREADS = 32 * WARPS
 
-_LONGEST_PIECE = GROUP_TOKENS  # tokens of a warp: it has memory for the shares of no more
+_LONGEST_PIECE = GROUP_TOKENS  # tokens; a warp has memory for the mean's share of no more scores
 
 _SHORTEST_PIECE = 64
 
@@ -40,13 +40,13 @@ _ENCODE_THREADS = 256  # as in encode.cuh
 
 DECODE_THREADS = 256
 
-RAW_BITS = 16  # how tables say that vectors are raw
+RAW_BITS = 16  # marks raw vectors in tables
 
 _TABLE_ROWS, _LOWER = 32, 2048  # as in turned.cuh and queries.cuh
 
 
 def pays(num_queries: int, dim: int) -> bool:
-    """Whether scores and sums are better computed from the codes than from decoded vectors."""
+    """Whether scores and sums are computed faster from the codes than from decoded vectors."""
     return num_queries <= FUSED_QUERIES and dim in FUSED_DIMS
 
 
@@ -55,7 +55,7 @@ def turn_of(planes: Planes) -> Turn | None:
 
 
 def turn_constants(turn: Turn | None, prefix: str = "", suffix: str = "") -> list[Constant]:
-    """As kernels know it: no pairs, and it does not turn."""
+    """Constants of the RoPE rotation for kernels; without pairs there is no rotation."""
     numbers = (turn.num_pairs, turn.first, turn.is_interleaved) if turn else (0, 0, False)
     return [(f"{prefix}{name}{suffix}", n) for name, n in zip(("PAIRS", "FIRST", "INTERLEAVED"), numbers, strict=True)]
 
@@ -71,7 +71,7 @@ def angles_of(turn: Turn | None) -> mx.array:
 
 @lru_cache(maxsize=8)
 def table_of(turn: Turn | None, dim: int) -> mx.array:
-    """float32, and then float16 by twos as the bits of one: see turned.cuh"""
+    """float32, then pairs of float16 as the bits of one float32: see turned.cuh"""
     if turn is None:
         return mx.zeros((1,))
     cos, sin, columns = tables(turn, dim)
@@ -82,9 +82,9 @@ def table_of(turn: Turn | None, dim: int) -> mx.array:
     wide = columns.T[:_TABLE_ROWS]
     upper = wide.astype(np.float16)
     rows = np.stack([upper, ((wide - upper.astype(np.float32)) * _LOWER).astype(np.float16)])
-    # Upper or lower; of rows: half, 8 of them, group; of dims: 32 of them, quarter, product, pair, place.
+    # Axes: upper or lower; of rows: half, block of 8, group; of dims: block of 32, quarter, product, pair, place.
     cut = rows.reshape(2, 2, 2, 8, dim // 32, 4, 2, 2, 2)
-    # Upper or lower, 32 dims, product, half; the lane's group and quarter; in it pair, 8 rows, place.
+    # Axes: upper or lower, block of 32 dims, product, half; group and quarter of a lane; pair, block of 8 rows, place.
     rows = np.ascontiguousarray(cut.transpose(0, 4, 6, 1, 3, 5, 7, 2, 8))
     return mx.array(np.concatenate([turns.ravel(), rows.view(np.float32).ravel()]))
 
@@ -111,12 +111,12 @@ def decode_planes(planes: Planes, dtype: mx.Dtype, start: int = 0, end: int | No
 
 
 def encode_planes(x: mx.array, bits: int, position: int, turn: Turn | None) -> dict[str, mx.array]:
-    """[..., tokens, dim] -> the planes that a code of `bits` has, scales and means"""
+    """Encode [..., tokens, dim] to the planes of a code of `bits`, scales and means."""
     rows = x.reshape(-1, *x.shape[-2:])
     heads, num_tokens, dim = rows.shape
     segments = segments_of(position, num_tokens)
     widths = {"top": dim // 16, "next": dim // 16 if bits >= 4 else 0, "low": dim // 8 if bits == 8 else 0}
-    # An output that is not written still needs room for something.
+    # An output that is not written still needs an entry.
     shapes = [(heads, num_tokens, width) if width else (1, 1, 1) for width in widths.values()]
     planes = cuda_kernels.encode_planes().run(
         inputs=[
@@ -181,12 +181,14 @@ def _blocks(num_pieces: int, heads: int, queries: int, tiles: int) -> dict[str, 
 
 
 def tiles_for(queries: int, dim: int) -> int:
-    """Four queries fill a tile. Two tiles read the planes once for eight; beyond 128 dims registers do not suffice."""
+    """Return the tiles of a block. Four queries fill a tile; two tiles read the planes once for eight queries. Beyond
+    128 dims registers do not suffice for two."""
     return 2 if queries > 4 and dim <= 128 else 1
 
 
 def blocks_for(tiles: int, dim: int) -> int:
-    """That a multiprocessor should run at once. With more tiles or dims a block needs the registers of several."""
+    """Return the blocks that a multiprocessor should run at once. With more tiles or dims a block needs the registers
+    of several."""
     return 3 if tiles == 1 and dim <= 128 else 1
 
 
@@ -210,7 +212,7 @@ def bits_of(planes: Planes) -> int:
 
 
 def arrays_of(planes: Planes) -> list[mx.array]:
-    """A plane that is not held is never read: the top one stands in for it."""
+    """Return the arrays that kernels take. The top plane stands in for a plane that is not held, and is not read."""
     held = planes.arrays
     if "values" in held:
         return [held["values"]] * 5
@@ -240,8 +242,8 @@ def pieces_of(segments: tuple[Segments, Segments], offset: int, start: int, end:
 
 @lru_cache(maxsize=256)
 def piece_rows(segments: tuple[Segments, Segments], offset: int, start: int, end: int, size: int) -> np.ndarray:
-    """int32 [pieces, 5]: first token, how many, segment of keys, segment of values, where in its group the first token
-    is. No piece crosses a segment. `segments` of keys and values; `offset`: where in its group token 0 is."""
+    """int32 [pieces, 5]: first token, number of tokens, mean run of keys, mean run of values, offset of the first token
+    in its group. No piece crosses a mean run. `segments` of keys and values; `offset` of token 0 in its group."""
     k_starts, v_starts = (np.cumsum((0, *each)) for each in segments)
     bounds = np.unique(np.clip(np.concatenate([k_starts, v_starts, [start, end]]), start, end))
     runs = zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)

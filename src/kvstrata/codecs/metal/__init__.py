@@ -1,1 +1,1 @@
-"""Codecs with portable kernels: one text for Metal, CUDA and the tests."""
+"""Codecs with portable kernels: one source text for Metal, CUDA and the tests."""

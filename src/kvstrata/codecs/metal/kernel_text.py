@@ -1,7 +1,7 @@
-"""Kernels that are written once, as text for a compiler: CUDA's, Metal's, or a plain C++ one in tests.
+"""Texts of the portable kernels, written once for three compilers: CUDA's, Metal's, and a plain C++ one in tests.
 
-`source/` has the body, in what the three languages have in common, and a prelude for each of them. Here the two
-are put together for given sizes. Knows no arrays' contents, no parts and no tokens.
+`source/` has the bodies, in the common subset of the three languages, and a prelude for each language. This module puts
+both together for given sizes. It knows no contents of arrays, no attention segments and no tokens.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import mlx.core as mx
 
 FOLDER = Path(__file__).parent / "source"
 
-LANES = 32  # of a group
+LANES = 32  # of a threadgroup
 
-MOST_TILE = 4  # queries that share what is read; more need more registers than there are
+MOST_TILE = 4  # queries that share the KV that is read; more would exceed the registers
 
 LARGEST_DIM = 256
 
 Dialect = Literal["metal", "cuda", "plain"]
 
-# By the numbers that the kernels know them by.
+# Numbers of raw dtypes in the kernels.
 RAW_KINDS = {mx.float32: 32, mx.float16: 16, mx.bfloat16: 17}
 
 _RAW_BITS = {mx.float32: 1, mx.float16: 2, mx.bfloat16: 4}
@@ -38,7 +38,7 @@ _TYPES: dict[Dialect, dict[mx.Dtype, str]] = {
 
 _CODES = {8: ("top", "next", "low"), 4: ("top", "next"), 2: ("top",)}
 
-# MLX looks for these names in the text of a kernel, and passes what is asked for.
+# MLX searches the text of a kernel for the names of Metal's indices, and passes each index that it finds.
 _PLACES: dict[Dialect, str] = {
     "metal": """  const int kv_lane = int(thread_index_in_simdgroup);
   const uint3 kv_groups = threadgroup_position_in_grid;
@@ -53,7 +53,7 @@ _PLACES: dict[Dialect, str] = {
 
 
 class Slots(NamedTuple):
-    """Arrays that a launch takes of each sort: words of codes, float16 numbers, raw vectors."""
+    """Number of arrays that a launch takes of each kind: words of codes, float16 numbers, raw vectors."""
 
     words: int
     halves: int
@@ -68,7 +68,7 @@ class Slots(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What is compiled in."""
+    """Sizes that are compiled in."""
 
     k_dim: int
     v_dim: int
@@ -99,7 +99,7 @@ class Text:
 
 @cache
 def attend_text(dialect: Dialect, sizes: Sizes, slots: Slots, raw: tuple[mx.Dtype, ...]) -> Text:
-    """Partial results of attention. `raw`: the dtypes of the vectors that are not codes."""
+    """Text of the kernel for partial results of attention. `raw`: the dtypes of vectors that are not codes."""
     constants = {
         "KV_K_DIM": sizes.k_dim,
         "KV_V_DIM": sizes.v_dim,
@@ -134,7 +134,7 @@ def combine_text(
 
 @cache
 def mean_text(dialect: Dialect, dim: int) -> Text:
-    """Means of segments, float16."""
+    """Text of the kernel for the means of mean runs, float16."""
     header = _planes_header(dialect, {"KV_DIM": dim})
     inputs, body = ("table", "angles", "x"), _PLACES[dialect] + _read("mean_body")
     return Text(dialect, "means_of_planes", inputs, ("means",), header, body)
@@ -142,7 +142,7 @@ def mean_text(dialect: Dialect, dim: int) -> Text:
 
 @cache
 def encode_text(dialect: Dialect, dim: int, bits: int) -> Text:
-    """Codes of vectors, and their scales, around means that are known."""
+    """Text of the kernel for codes and scales of vectors, given the means."""
     header = _planes_header(dialect, {"KV_DIM": dim, "KV_BITS": bits})
     inputs, outputs = ("table", "angles", "x", "means"), (*_CODES[bits], "scales")
     return Text(dialect, "encode_planes", inputs, outputs, header, _PLACES[dialect] + _read("encode_body"))
@@ -150,7 +150,7 @@ def encode_text(dialect: Dialect, dim: int, bits: int) -> Text:
 
 @cache
 def decode_text(dialect: Dialect, dim: int, slots: Slots, dtype: mx.Dtype) -> Text:
-    """Vectors of one part or of several, as one array. Raw ones have its dtype."""
+    """Text of the kernel that decodes one or several stretches to one array. Raw stretches have the array's dtype."""
     constants = {"KV_DIM": dim, "KV_RAW_KIND": RAW_KINDS[dtype]}
     body = _PLACES[dialect] + _picks(slots) + _read("decode_body")
     inputs = ("table", "angles", *slots.names)
@@ -165,7 +165,7 @@ class Launch(NamedTuple):
     text: Text
     inputs: list[mx.array]
     groups: tuple[int, int, int]
-    shapes: list[tuple[int, ...]]  # of what it returns
+    shapes: list[tuple[int, ...]]  # of the outputs
     dtypes: list[mx.Dtype]
 
 
@@ -186,7 +186,7 @@ def run_on_gpu(launch: Launch) -> Sequence[mx.array]:
 
 @cache
 def _compiled(text: Text, dtypes: tuple[tuple[mx.Dtype, ...], ...]) -> Callable[..., Sequence[mx.array]]:
-    """MLX compiles a kernel when it is first run, and keeps it under its name: with the types of its arrays."""
+    """Make a kernel. MLX compiles it at its first run and caches it by name, which must include the arrays' types."""
     make: Any = mx.fast.metal_kernel if text.dialect == "metal" else mx.fast.cuda_kernel
     types = hashlib.blake2s(repr(dtypes).encode(), digest_size=4).hexdigest()
     return make(
@@ -208,7 +208,7 @@ def _word(name: str) -> str:
 
 
 def _picks(slots: Slots) -> str:
-    """Each sort of arrays by their numbers."""
+    """Return the macros that select an array of each kind by its number."""
     names = {letter: [name for name in slots.names if name[3] == letter] for letter in "whr"}
     return (
         _pick("KV_WORDS", "kv_uint", names["w"])
@@ -218,9 +218,9 @@ def _picks(slots: Slots) -> str:
 
 
 def _pick(macro: str, type_name: str, names: Sequence[str]) -> str:
-    """Slot numbers to addresses: a table of addresses would not stay in registers."""
+    """Return the macro from slot numbers to addresses: a table of addresses would not stay in registers."""
     pointer = f"(const KV_DEVICE {type_name}*)"
-    first, *others = names or ["table"]  # never asked for where there are none
+    first, *others = names or ["table"]  # never read where there are no names
     chain = "".join(f"(i) == {number} ? {pointer}{name} : " for number, name in enumerate(others, 1))
     return f"#define {macro}(i) ({chain}{pointer}{first})\n"
 

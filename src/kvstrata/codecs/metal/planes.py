@@ -18,16 +18,16 @@ from kvstrata.codecs.metal import kernel_text as metal_kernel_text
 from kvstrata.codecs.metal.kernel_text import LARGEST_DIM, RAW_KINDS, Dialect, Launch, Run, Slots
 from kvstrata.codecs.rope import Turn, tables
 
-PIECE_TOKENS = 32  # of a group
+PIECE_TOKENS = 32  # of a threadgroup
 
-# MLX passes arrays of fewer entries to Metal in another kind of memory, for which the kernels are not written.
+# MLX passes arrays of fewer entries to Metal in another address space, for which the kernels are not written.
 FEWEST_ENTRIES = 8
 
-HEAD_NUMBERS = 16  # of a table, before its pieces
+HEAD_NUMBERS = 16  # numbers of a table before its pieces
 
 
 def takes(x: mx.array) -> bool:
-    """Whether vectors [..., tokens, dim] are encoded."""
+    """Whether the kernel encodes vectors [..., tokens, dim]."""
     return takes_vectors(x.dtype, x.shape[-1]) and x.size // x.shape[-1] >= FEWEST_ENTRIES
 
 
@@ -38,7 +38,7 @@ def takes_vectors(dtype: mx.Dtype, dim: int) -> bool:
 def encode(
     x: mx.array, bits: int, position: int, turn: Turn | None, dialect: Dialect, run: Run = metal_kernel_text.run_on_gpu
 ) -> dict[str, mx.array]:
-    """[..., tokens, dim] -> the planes that a code of `bits` has, scales and means"""
+    """Encode [..., tokens, dim] to the planes of a code of `bits`, scales and means."""
     rows = x.reshape(-1, *x.shape[-2:])
     heads, num_tokens, dim = rows.shape
     segments = segments_of(position, num_tokens)
@@ -64,7 +64,7 @@ def _num_pieces(table: mx.array) -> int:
 
 @lru_cache(maxsize=64)
 def _piece_table(segments: Segments, offset: int, turn: Turn | None, size: int) -> mx.array:
-    """int32, as planes.h reads it"""
+    """int32 table that planes.h reads"""
     head = head_numbers(turn)
     head[4:6] = sum(segments), len(segments)
     pieces = np.asarray(pieces_of((segments, segments), offset, 0, sum(segments), size))
@@ -72,7 +72,7 @@ def _piece_table(segments: Segments, offset: int, turn: Turn | None, size: int) 
 
 
 def head_numbers(turn: Turn | None) -> np.ndarray:
-    """int32 [16]: the first four tell how keys turn, the last eight the signs of the rotation."""
+    """int32 [16]: the first four describe the RoPE rotation, the last eight are signs of the Hadamard rotation."""
     numbers = np.zeros(HEAD_NUMBERS, np.int32)
     if turn is not None:
         numbers[:4] = (turn.first, *turn.strides, turn.num_pairs)
@@ -83,7 +83,7 @@ def head_numbers(turn: Turn | None) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def angles_of(turn: Turn | None, dim: int) -> mx.array:
-    """float32 [256, dim / 16, 16]: for each of the lanes that share a vector 8 cosines and 8 sines"""
+    """float32 [256, dim / 16, 16]: 8 cosines and 8 sines for each of the lanes that share a vector"""
     if turn is None:
         return mx.array(np.zeros(FEWEST_ENTRIES, np.float32))
     found = tables(turn, dim)
@@ -92,7 +92,7 @@ def angles_of(turn: Turn | None, dim: int) -> mx.array:
     return mx.array(both.reshape(2, GROUP_TOKENS, dim // 16, 8).transpose(1, 2, 0, 3).copy())
 
 
-# The shapes that launches have: one prefix and what follows it, or as many arrays as Metal has places for.
+# Array counts of launches: for one prefix and the tokens after it, or all arrays that Metal has buffers for.
 SHAPES = (Slots(3, 2, 1), Slots(15, 10, 3))
 
 OTHER_BUFFERS = 3  # table, angles, result
@@ -128,7 +128,7 @@ def takes_planes(planes: Planes) -> bool:
 
 
 def takes_stretches(stretches: Sequence[Stretch], dtype: mx.Dtype) -> bool:
-    """Whether they become one array of this dtype."""
+    """Whether the kernel joins the stretches to one array of this dtype."""
     dims, turns = {stretch.dim for stretch in stretches}, {stretch.turn for stretch in stretches}
     if dtype not in RAW_KINDS or len(dims) != 1 or dims.pop() % 16 or len(turns - {None}) > 1:
         return False
@@ -147,8 +147,8 @@ def decode(planes: Planes, dtype: mx.Dtype, dialect: Dialect, run: Run = metal_k
 def join(
     stretches: Sequence[Stretch], dtype: mx.Dtype, dialect: Dialect, run: Run = metal_kernel_text.run_on_gpu
 ) -> mx.array:
-    """One after the other -> [heads, tokens, dim]. What does not fit one launch is concatenated, and then only codes go
-    through launches."""
+    """Join stretches in order -> [heads, tokens, dim]. If they do not fit one launch, only planes go through launches,
+    and the results are concatenated with raw stretches."""
     kind = (stretches[0].heads, stretches[0].dim, dtype)
     load = _Load(dtype)
     if all(load.add(stretch) for stretch in stretches):
@@ -164,7 +164,7 @@ def join(
 
 
 class Stored(NamedTuple):
-    """How a stretch lies in arrays."""
+    """Layout of a stretch in its arrays."""
 
     bits: int  # 0: raw
     size: int  # tokens of the arrays
@@ -176,7 +176,7 @@ class Stored(NamedTuple):
 
 
 class _Load:
-    """What one launch decodes to vectors of `dtype`."""
+    """Stretches that one launch decodes to vectors of `dtype`."""
 
     def __init__(self, dtype: mx.Dtype, *stretches: Stretch) -> None:
         self.turn: Turn | None = None
@@ -189,7 +189,7 @@ class _Load:
             self.add(stretch)
 
     def add(self, stretch: Stretch) -> bool:
-        """Whether there was room."""
+        """Add a stretch. Return whether there were slots for its arrays."""
         held, start, end = stretch
         if isinstance(held, mx.array):
             words, halves, raw = [], [], [held]
@@ -216,7 +216,7 @@ class _Load:
         return next(shape for shape in SHAPES if shape.holds(slots))
 
     def arrays(self) -> list[mx.array]:
-        """Places that are left get something small of the same type: a kernel is compiled for types."""
+        """Return an array for each slot. Unused slots get a small array of the type: a kernel is compiled for types."""
         sorts = ((self._words, mx.uint32), (self._halves, mx.float16), (self._raw, self._dtype))
         found: list[mx.array] = []
         for (held, dtype), count in zip(sorts, self.shape, strict=True):
@@ -241,10 +241,10 @@ def _decoded(load: _Load, heads: int, dim: int, dtype: mx.Dtype, dialect: Dialec
     return out
 
 
-# Of some chunks, for keys and for values; layers that are stored alike share one.
+# Tables of a few chunks, for keys and for values; layers that are stored alike share one.
 @lru_cache(maxsize=32)
 def _stretch_table(parts: tuple[Stored, ...], turn: Turn | None) -> mx.array:
-    """int32, as decode_body.h reads it"""
+    """int32 table that decode_body.h reads"""
     rows, total, words, halves, raw = [], 0, 0, 0, 0
     for bits, size, start, end, segments, offset, turns in parts:
         pieces = piece_rows((segments, segments), offset, start, end, PIECE_TOKENS)
