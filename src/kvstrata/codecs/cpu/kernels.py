@@ -41,7 +41,7 @@ from kvstrata.codecs.cpu.vectors import (
 
 # Numba caches compiled code by the text of this file alone. The digest of the inlined modules makes a change in them a
 # change in this file; a test says what the digest has to be.
-BUILT_ON = "ee231aca2d4bcba7"
+BUILT_ON = "1384cdc6e2e6e54d"
 
 
 @njit(fastmath=True, nogil=True, cache=True, parallel=True, error_model="numpy")

@@ -14,7 +14,7 @@ from kvstrata.packed.cpu.rows import gate, heads, norm
 from kvstrata.packed.quantized import TILE_COLUMNS
 
 # As in attention/cpu/kernels.py.
-BUILT_ON = "9eb1cd573aa07e51"
+BUILT_ON = "13e93fb722bc3752"
 
 
 @njit(nogil=True)

@@ -47,7 +47,7 @@ from kvstrata.packed.cpu.tiles import (
 from kvstrata.packed.quantized import TILE_COLUMNS, TILE_ROWS
 
 # As in attention/cpu/kernels.py.
-BUILT_ON = "a7de1a19d1648141"
+BUILT_ON = "406bc8903ba714ae"
 
 TASK_ROWS = 12  # eights of rows that a thread takes at a time
 

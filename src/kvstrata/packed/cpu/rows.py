@@ -14,7 +14,7 @@ from numba import njit, prange
 from kvstrata.codecs.cpu.vectors import exp
 
 # As in attention/cpu/kernels.py.
-BUILT_ON = "45298f43d1e2360c"
+BUILT_ON = "09883c0552c9d44e"
 
 # Sums in any order; NaN and infinity stay what they are.
 FAST = {"contract", "reassoc", "nsz", "arcp"}
