@@ -33,7 +33,7 @@ WRONG = (
 def run(directory: Path, mode: str, count: int, seed: int) -> dict[str, int]:
     command = [sys.executable, "-m", "tests.tiers.disk.killing", str(directory), mode, str(count), str(seed)]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=500, cwd=Path(__file__).parents[2], check=False
+        command, capture_output=True, text=True, timeout=500, cwd=Path(__file__).parents[3], check=False
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
