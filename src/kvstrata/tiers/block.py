@@ -1,4 +1,4 @@
-"""A block: the bytes of a run of tokens, and what it takes to trust them. Knows no files and no arrays."""
+"""A block: the bytes of at most 256 tokens, and their identity. Knows no files and no MLX arrays."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ TOKEN_BYTES = 4
 
 BLOCK_TOKENS = 256  # at most
 
-# The parts of a block: the K and V of its tokens, and the mark at its end, of models that are resumed at marks.
+# The parts of a block: the KV of its tokens and, for models that resume at checkpoints, the checkpoint at its end.
 BASE = "base"
 
 MARK = "mark"
 
 PART_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 
-# The names of the safetensors format, with the bytes of one element.
+# Dtype names of the safetensors format, with the bytes of one element.
 ITEM_BYTES: Mapping[str, int] = {
     "BOOL": 1,
     "U8": 1,
@@ -45,10 +45,10 @@ ITEM_BYTES: Mapping[str, int] = {
     "C64": 8,
 }
 
-# (parent key, int32 token ids) -> key. The one definition is index.keys.chain; the builder of a tier hands it in.
+# (parent key, int32 token ids) -> key. `prefix_cache.keys.chain` is the only definition; it is passed to each tier.
 Chain = Callable[[bytes, NDArray[np.int32]], bytes]
 
-# (a block's description, bytes by tensor) -> bytes by label, for people to read. What labels mean is known outside.
+# (a block's description, bytes by tensor) -> bytes by label, for people to read. Tiers do not interpret labels.
 Tally = Callable[[Mapping[str, Any], Mapping[str, int]], Mapping[str, int]]
 
 
@@ -58,7 +58,7 @@ def no_tally(_description: Mapping[str, Any], _tensor_bytes: Mapping[str, int]) 
 
 @dataclass(frozen=True, slots=True)
 class BlockId:
-    """One part of a block: its base, or the mark at its end. Each is written, read and removed by itself."""
+    """A part of a block: its base, or the checkpoint at its end. Each part is written, read and removed by itself."""
 
     key: bytes
     part: str = BASE
@@ -72,7 +72,7 @@ class BlockId:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """`data` is anything with the buffer protocol, C-contiguous, little-endian; no code writes to it any more."""
+    """A tensor. `data` has the buffer protocol, is C-contiguous and little-endian; no code writes to it any more."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -91,7 +91,7 @@ class Tensor:
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def view(self) -> memoryview:
-        # A view of nothing cannot be cast.
+        # A memoryview without bytes cannot be cast.
         return memoryview(self.data).cast("B") if self.nbytes else memoryview(b"")
 
 
@@ -103,9 +103,9 @@ class Block:
     start: int  # position of the first token in its sequence
     token_ids: bytes  # int32, little-endian
     tensors: Mapping[str, Tensor]
-    description: Mapping[str, Any]  # JSON; means nothing here
+    description: Mapping[str, Any]  # JSON; tiers do not interpret it
     part: str = BASE
-    # When a request last had its tokens, as far as who puts it knows. Not in the file.
+    # When a request last used its tokens, as far as the caller of `put` knows. Not in the file.
     last_use: float = field(default=math.inf, compare=False)
 
     def __post_init__(self) -> None:

@@ -30,7 +30,7 @@ class Checksum(StrEnum):
     BLAKE3 = "blake3"
 
     def of(self, content: memoryview, take: Take = at_once) -> str:
-        """Both release the interpreter's lock for all but the smallest input."""
+        """Return the digest with its name. Both algorithms release the GIL for all but the smallest input."""
         digest = hashlib.sha256() if self is Checksum.SHA256 else blake3()
         for stride in strides_of(content):
             take(partial(digest.update, stride))
@@ -76,7 +76,7 @@ CHECKSUM_ENDS = CHECKSUM_AT + NUM_DIGITS
 
 
 class DamagedBlock(KvstrataError):
-    """Raised and caught inside disk/: outside it is a miss with `reason`."""
+    """A block failed verification. The disk tier answers with a miss with `reason`, a bundle with UnusableFile."""
 
     def __init__(self, reason: Damage, what: str) -> None:
         super().__init__(what)
@@ -109,7 +109,7 @@ class Header:
         return len(self.token_ids) // 4
 
     def block(self, tensors: Mapping[str, Tensor]) -> Block:
-        """What it describes, with the tensors that stand behind it."""
+        """Return the block that the header describes, with these tensors."""
         return Block(
             key=self.id.key,
             parent=self.parent,
@@ -147,7 +147,7 @@ def encode(block: Block, checksum: Checksum, take: Take = at_once) -> EncodedBlo
 
 
 def _in_file_order(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-    # Wide elements first: then every tensor begins at a multiple of its own element.
+    # Wide elements first: every tensor then begins at a multiple of its element size.
     return tuple(sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name].dtype], name)))
 
 
@@ -173,7 +173,7 @@ def _seal(metadata: Mapping[str, str], table: Mapping[str, object]) -> bytes:
 
 
 def header_bytes_of(beginning: bytes) -> int:
-    """How long the header is that begins like this, verified as far as the beginning tells."""
+    """Return the length of the header that begins with these bytes; DamagedBlock where no header does."""
     if len(beginning) < CHECKSUM_ENDS:
         raise DamagedBlock(Damage.LENGTH, "shorter than any header")
     if not beginning.startswith(MAGIC, LENGTH_BYTES):
@@ -192,7 +192,7 @@ def _version_of(beginning: bytes) -> str:
 
 
 def parse_header(header: bytes) -> Header:
-    """`header` is exactly `header_bytes_of(...)` bytes."""
+    """Parse and verify a header of exactly `header_bytes_of(...)` bytes."""
     stored = header[CHECKSUM_AT:CHECKSUM_ENDS]
     blank = header[:CHECKSUM_AT] + b"0" * NUM_DIGITS + header[CHECKSUM_ENDS:]
     if blake3(blank).hexdigest().encode() != stored:
@@ -200,7 +200,7 @@ def parse_header(header: bytes) -> Header:
     try:
         return _read_header(json.loads(header[LENGTH_BYTES:]), len(header))
     except (KeyError, TypeError, ValueError) as error:
-        # Under a right checksum: written by something else that calls itself this version.
+        # The checksum is right: another program wrote the header under this format version.
         raise DamagedBlock(Damage.HEADER, f"the header makes no sense: {error!r}") from error
 
 
@@ -229,7 +229,7 @@ def _place(entry: Mapping[str, Any], checksum: str, header_bytes: int) -> Tensor
 
 
 def verify_header(header: Header, *, wanted: BlockId, root: bytes | None, chain: Chain, size_bytes: int) -> None:
-    """`root` None: the caller (a check of the whole folder) has no model in mind."""
+    """Verify that a header is that of the wanted block. `root` None: any root, for a check of the whole folder."""
     if header.id != wanted:
         raise DamagedBlock(Damage.KEY, "the file holds another block than its name says")
     if root is not None and header.root != root:

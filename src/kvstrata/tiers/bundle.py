@@ -36,7 +36,7 @@ DIGEST_BYTES = 32
 
 MAX_HEADER_BYTES = 32 << 20
 
-# Commas, lists and objects of a header: what it becomes in memory, and how long its parsing holds up others.
+# Commas, lists and objects of a header: bounds its memory, and the time for which parsing holds up other threads.
 MAX_HEADER_VALUES = 1 << 20
 
 MAX_SESSION_FIELDS, MAX_SESSION_CHARS = 8, 512
@@ -49,12 +49,12 @@ AGAIN = "Export it again, or copy it again."
 
 Kind = Literal["conversation", "prompt_cache"]
 
-Section = Sequence[Mapping[str, Any]]  # JSON objects that mean nothing here
+Section = Sequence[Mapping[str, Any]]  # JSON objects, not interpreted here
 
 
 @dataclass(frozen=True)
 class ModelNamed:
-    """The model that a conversation was computed by: what `prefix_cache/keys.py` makes roots of."""
+    """The model that computed a conversation: the fields from which `prefix_cache/keys.py` makes roots."""
 
     fingerprint: str
     dtype: str
@@ -64,11 +64,11 @@ class ModelNamed:
 
 @dataclass(frozen=True)
 class Header:
-    """`session`: what it is called, and by what it is recognised. `sections`: what others keep with a conversation, by
-    name; `replies` is one. `prompt`: of a prompt cache, what it was made of."""
+    """The header of a bundle. `session`: the name of the session, and how it was recognised. `sections`: data of
+    other packages about the conversation, by name, such as `replies`. `prompt`: the source of a prompt cache."""
 
     kind: Kind
-    model: ModelNamed | None = None  # of a conversation
+    model: ModelNamed | None = None  # that computed a conversation
     num_tokens: int = 0
     session: Mapping[str, str] = field(default_factory=dict)
     sections: Mapping[str, Section] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Header:
 
 
 def encode_header(header: Header) -> bytes:
-    """The beginning of a file, with its digest."""
+    """Return the beginning of a file: preamble, header and their digest."""
     fields: dict[str, Any] = {"kind": header.kind}
     if header.model is not None:
         model = header.model
@@ -101,7 +101,7 @@ def encode_header(header: Header) -> bytes:
 
 
 def header_bytes_of(preamble: bytes) -> int:
-    """Of the JSON, verified as far as the preamble tells."""
+    """Return the length of the JSON header; UnusableFile where the preamble is not one of ours."""
     if len(preamble) < PREAMBLE.size or not preamble.startswith(MAGIC):
         raise UnusableFile("This is no file that kvstrata exported.")
     _, version, length = PREAMBLE.unpack(preamble)
@@ -158,7 +158,7 @@ def _require(holds: bool) -> None:
 
 
 def require_same_model(theirs: ModelNamed, ours: ModelNamed) -> None:
-    """Refuse what was computed by another, and say what differs."""
+    """Raise UnusableFile if another model computed the file; the message says what differs."""
     differ = [
         f"{name}: {_short(getattr(theirs, field_name))} in the file, {_short(getattr(ours, field_name))} here"
         for name, field_name in (
@@ -182,7 +182,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# Of what is handed on at once.
+# Most bytes of a piece that the writer yields.
 PIECE_BYTES = 1 << 20
 
 
@@ -213,7 +213,7 @@ class BundleWriter:
                 yield stride
 
 
-HASHED_BYTES = 4 << 20  # at once
+HASHED_BYTES = 4 << 20  # read and hashed at once
 
 CHANGED = "Nothing was changed."
 
@@ -226,7 +226,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Bundle:
-    """A file whose checksum is right."""
+    """A file whose checksum was verified."""
 
     file: BinaryIO
     header: Header
@@ -235,7 +235,7 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Lineage:
-    """What keys are chained from. `max_bytes`: of one record."""
+    """The root and the hash of chained keys. `max_bytes`: most bytes of one record."""
 
     root: bytes
     chain: Chain
@@ -243,7 +243,7 @@ class Lineage:
 
 
 def open_bundle(file: BinaryIO, size_bytes: int, on_hashed: Callable[[], None] = lambda: None) -> Bundle:
-    """Raises UnusableFile. `on_hashed` is called now and then: it may raise, to end a long reading."""
+    """Verify a whole file, or raise UnusableFile. `on_hashed` is called now and then; it may raise to end the read."""
     file.seek(0)
     preamble = file.read(PREAMBLE.size)
     header_end = PREAMBLE.size + header_bytes_of(preamble)
@@ -291,8 +291,8 @@ def _records(file: BinaryIO, offset: int, end: int) -> Iterator[Record]:
 
 
 def blocks(bundle: Bundle, lineage: Lineage) -> Iterator[Block]:
-    """All blocks in order, each verified: they follow each other from the first token to the last. A mark comes after
-    the block at whose end it is."""
+    """Yield all blocks in order, each verified: they follow each other from the first token to the last. A checkpoint
+    comes after the block that ends at it."""
     parent, at, last = lineage.root, 0, None
     for record in bundle.records:
         block = _block(bundle.file, record, lineage)

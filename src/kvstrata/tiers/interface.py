@@ -21,12 +21,12 @@ from kvstrata.tiers.removals import RemovalLog
 
 T = TypeVar("T")
 
-# Of a queue. A tier's writer may hurry where more waits.
+# Share of the queue's limit. With more bytes queued, a tier's writer may hurry.
 CALM_SHARE = 1 / 8
 
 
 class Refusal(StrEnum):
-    """`put` did not take a block."""
+    """The reasons for which `put` refuses a block."""
 
     PRESENT = "present"
     QUEUE_FULL = "queue_full"
@@ -39,7 +39,7 @@ class Refusal(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """On its way; `find` tells whether it still is, or arrived."""
+    """The block is queued. `find` tells whether the tier still has it, queued or written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Flushed:
-    """`is_empty`: all that was queued has been written, dropped or failed."""
+    """The result of a flush. `is_empty`: every queued block has been written, dropped or failed."""
 
     is_empty: bool = True
     num_left: int = 0
@@ -66,26 +66,26 @@ class Flushed:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """How writing stands at one moment."""
+    """The state of writing at one moment."""
 
     queue_bytes: int = 0
     limit_bytes: int = 0  # of the queue
-    budget_bytes: float = math.inf  # that may still be written today, what is queued included
-    unmoved_s: float = 0.0  # how long no block has left the queue; 0 where it is empty
-    is_failing: bool = False  # the last attempt failed, or no more will be made
-    paused_because: str = ""  # empty where blocks are taken
-    is_full: bool = False  # that is why it is paused: there is no room
-    # How often a block was not taken, or lost: a block that was put may not be there. Blocks that find no room do not
-    # count, they would find none the next time either.
+    budget_bytes: float = math.inf  # that may still be written today, queued blocks included
+    unmoved_s: float = 0.0  # since a block last left the queue; 0 where it is empty
+    is_failing: bool = False  # the last attempt failed, or there will be no further one
+    paused_because: str = ""  # empty where blocks are accepted
+    is_full: bool = False  # writing is paused because there is no free space
+    # How often a block was not written, or lost: a block that was accepted may be missing. Blocks that do not fit the
+    # limit do not count, because they would not fit the next time either.
     num_faults: int = 0
 
     def would_take(self, refused: Refused) -> bool:
-        """Whether a block that was refused may be taken now, where the reason did not lie in the block itself."""
+        """Whether a refused block may be accepted now. False for reasons that time does not change."""
         match refused.reason:
             case Refusal.PAUSED:
                 return not self.paused_because
             case Refusal.QUEUE_FULL:
-                # Not just for this one: half of the queue is empty.
+                # Wait until half of the queue is free, not just the bytes of this block.
                 needed_bytes = max(refused.nbytes, self.limit_bytes // 2)
                 return not self.queue_bytes or self.queue_bytes + needed_bytes <= self.limit_bytes
             case Refusal.WRITE_BUDGET:
@@ -95,28 +95,28 @@ class Writing:
 
     @property
     def is_calm(self) -> bool:
-        """Whether so little waits to be written that writing may take its time."""
+        """Whether the queue is short enough for the writer to take its time."""
         return self.queue_bytes <= CALM_SHARE * self.limit_bytes
 
     def is_working(self, within_s: float) -> bool:
-        """Whether it is worth waiting for room in the queue: the last attempt did not fail, and a block left the queue
-        no longer ago than this. A disk that hangs says nothing."""
+        """Whether it is worth waiting for the queue: the last attempt did not fail, and a block left the queue at most
+        `within_s` ago. A disk that hangs reports no fault."""
         return not self.is_failing and (not self.queue_bytes or self.unmoved_s < within_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
     limit_bytes: int = 0
-    allowed_bytes: int = 0  # the most that it can come to: less than the limit where the volume has no room for that
-    disk_bytes: int = 0  # blocks, catalogue, quarantine and folders: what the volume gives up for the cache
-    leaving_bytes: int = 0  # of blocks that were cleared and whose files are not deleted yet; part of disk_bytes
+    allowed_bytes: int = 0  # the most that the tier can grow to: less than the limit where the volume is too full
+    disk_bytes: int = 0  # space that the cache takes on the volume: blocks, catalogue, quarantine and folders
+    leaving_bytes: int = 0  # of cleared blocks whose files are not deleted yet; part of disk_bytes
     quarantine_bytes: int = 0
-    # Of the blocks that were asked about:
+    # Of the blocks under the requested roots:
     block_bytes: int = 0
     num_blocks: int = 0
     num_tokens: int = 0
-    labels: Mapping[str, int] = field(default_factory=dict)  # bytes of tensors by what `tally` calls them
-    # Of all, on the way:
+    labels: Mapping[str, int] = field(default_factory=dict)  # bytes of tensors by label of `tally`
+    # Of the whole tier, in flight:
     queue_bytes: int = 0
     num_queued: int = 0
     num_pending_reads: int = 0
@@ -125,23 +125,23 @@ class Usage:
     written_bytes: int = 0
     written_today_bytes: int = 0
     read_bytes: int = 0
-    paused_because: str = ""  # empty where blocks are taken
+    paused_because: str = ""  # empty where blocks are accepted
     counters: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # event -> reason -> how often
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a shared tier has not of a conversation."""
+    """The blocks and checkpoints of a conversation that a shared tier lacks."""
 
-    root: bytes = b""  # of its chain there
+    root: bytes = b""  # of the conversation's chain on the tier
     links: tuple[Link, ...] = ()  # blocks, each after its parent
-    marks: tuple[Link, ...] = ()  # the blocks at whose ends it has no mark
-    is_known: bool = False  # False: the tier could not say
+    marks: tuple[Link, ...] = ()  # blocks without their checkpoint on the tier
+    is_known: bool = False  # False: the tier could not answer
 
 
 @dataclass(frozen=True, slots=True)
 class SharedUsage:
-    """Of a tier that others write too, since the start of this server. What it holds is not known here."""
+    """Usage of a tier that other servers write too, since the start of this server. The full content is unknown."""
 
     place: str  # without a password
     precision: str
@@ -153,121 +153,122 @@ class SharedUsage:
 
 
 class Blocks(Protocol):
-    """What a tier has, or has taken. Asked from any thread; a walk yields after each step that takes some time, so that
-    its caller can pace it."""
+    """The blocks that a tier has or has accepted. Callable from any thread; a walk yields after each longer step, so
+    that its caller can pace it."""
 
     def find(self, key: bytes, part: str = BASE) -> int:
-        """The bytes that reading it takes; 0 where it is not there, or left alone for a while."""
+        """Return the bytes that reading a block takes; 0: it is absent, or avoided for a while after a fault."""
         ...
 
     def contents(self, block: BlockId) -> Mapping[str, int]:
-        """Bytes of its tensors by label; nothing where it is not there."""
+        """Return the bytes of a block's tensors by label; nothing where the block is absent."""
         ...
 
     def num_after(self, key: bytes) -> int:
-        """How many blocks come right after it, at most; 0: it ends its chain."""
+        """Return the number of blocks that directly follow a block, at most; 0: the block ends its chain."""
         ...
 
     def longest(self, parent: bytes, start: int, ids: TokenIds, *, at_marks: bool = False) -> Walk[TierMatch]:
-        """The longest chain after a parent that begins these tokens from `start` on. `at_marks`: that ends where the
-        tier has a mark, so that a model that needs one can go on from it."""
+        """Return the longest chain after a parent that matches `ids` from `start` on. `at_marks`: the longest that ends
+        at a checkpoint of the tier, for models that can resume only there."""
         ...
 
     def about(self, root: bytes, ids: TokenIds, *, at_marks: bool) -> Walk[OnDisk]:
-        """For people who ask why not more of a prompt is found."""
+        """Describe a prompt on the tier, for people who ask why no more of it is found."""
         ...
 
 
 class Tier(Protocol):
     limit_bytes: int  # 0: it can hold nothing
     read_ahead_bytes: int  # read and not yet used, at most
-    on_room: Callable[[], None]  # called on a thread of the tier when the queue may have room again
+    on_room: Callable[[], None]  # called on a thread of the tier when the queue may accept blocks again
 
     @property
     def blocks(self) -> Blocks: ...
 
     @property
     def removals(self) -> RemovalLog:
-        """The blocks that have left, or were accepted and given up. What `clear` or `close` takes away need not be
-        reported, and a tier that servers share reports nothing."""
+        """The blocks that have left, or were accepted and given up. Removals by `clear` or `close` need not be
+        reported, and a shared tier reports nothing."""
         ...
 
     @property
     def rates(self) -> Rates: ...
 
     def look(self, walk: Walk[T], otherwise: T, on_answer: Callable[[], None]) -> Lookup[T]:
-        """Have a walk done on a thread of the tier. `on_answer` is called there."""
+        """Run a walk on a thread of the tier, which then calls `on_answer`. `otherwise`: the answer if it fails."""
         ...
 
     def put(
         self, block: Block, *, asked_twice: bool = False, replace: bool = False, unused_s: float = 0.0
     ) -> Accepted | Refused:
-        """The block's bytes must not change any more. `replace`: also where the tier has this id. `asked_twice`: two
-        requests had its tokens; under second touch nothing else is taken. `unused_s`: so long ago was the last."""
+        """Queue a block, whose bytes must not change any more. `replace`: also where the tier has this id.
+        `asked_twice`: two requests used its tokens; with second touch the tier refuses all other blocks. `unused_s`:
+        seconds since the last use."""
         ...
 
     def read(
         self, blocks: Sequence[BlockId], deliver: Deliver, *, root: bytes, sizes: Sequence[int] | None = None
     ) -> BlockReading:
-        """Each block in order to `deliver`, on a thread of the tier, as soon as it is verified. Past `read_ahead_bytes`
-        reading waits until blocks that were delivered are released. `sizes`: of the blocks; asked for if not given."""
+        """Deliver each block in order, on a thread of the tier, as soon as it is verified. Past `read_ahead_bytes`
+        reading waits until delivered blocks are released. `sizes`: bytes of the blocks; looked up if not given."""
         ...
 
     def touch(self, blocks: Iterable[BlockId]) -> None:
-        """These count as used now, though not read here. Nothing happens to those that are not here."""
+        """Count blocks as used now without reading them. Absent blocks are ignored."""
         ...
 
     def remove(self, blocks: Sequence[BlockId]) -> Removed:
-        """Not found any more when this returns, whatever hangs on them."""
+        """Remove blocks: when this returns they are not found any more, even if other blocks follow them."""
         ...
 
     def clear(self, under: bytes = b"") -> Removed:
-        """The same for all blocks under the roots that begin so."""
+        """Remove all blocks under roots with the prefix `under`."""
         ...
 
     def writing(self) -> Writing: ...
 
     def end_pause(self) -> None:
-        """After a fault: take blocks again now."""
+        """End the pause after a fault: accept blocks again now."""
         ...
 
     def flush(self, timeout_s: float) -> Flushed:
-        """Waits until the queue is empty, or for so long."""
+        """Wait until the queue is empty, at most `timeout_s`."""
         ...
 
     def usage(self, under: bytes = b"") -> Usage:
-        """`under`: counts the blocks whose roots begin so; the rest is of the whole tier."""
+        """Return the usage: the blocks under roots with the prefix `under`, and figures of the whole tier."""
         ...
 
     def close(self) -> None:
-        """What is queued is dropped: `flush` first to keep it."""
+        """Close the tier. Queued blocks are dropped: `flush` first to keep them."""
         ...
 
 
 class SharedBlocks(Blocks, Protocol):
     def wanted(self, root: bytes, ids: TokenIds, marks: Sequence[int]) -> Walk[Wanted]:
-        """The blocks of all whole runs of 256 tokens that are not there; `marks`: where the asker has some."""
+        """Return the absent blocks of all whole runs of 256 tokens. `marks`: positions of the caller's checkpoints."""
         ...
 
 
 class SharedTier(Tier, Protocol):
-    """A tier that several servers write: blocks of exactly 256 tokens, in one precision, named by what they hold."""
+    """A tier that several servers write: blocks of exactly 256 tokens, in one precision, named by their tokens."""
 
     @property
     def blocks(self) -> SharedBlocks: ...
 
     @property
     def expected_latency_s(self) -> float:
-        """Seconds that a question is expected to take; 0: none was asked. Slow answers fade with time."""
+        """Seconds that a query is expected to take; 0: none was made. Slow answers fade with time."""
         ...
 
     @property
     def is_paused(self) -> bool:
-        """After a fault: it is not asked."""
+        """Whether the tier is not queried for a while after a fault."""
         ...
 
     def skipped(self, num_tokens: int) -> None:
-        """Counted: a block was not offered, because it has fewer bits than blocks have there."""
+        """Count a block that was not offered, because it has fewer bits than blocks of the tier."""
         ...
 
     def shared_usage(self) -> SharedUsage: ...
@@ -278,58 +279,58 @@ TokenIds = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Link:
-    """One block of a chain."""
+    """A block of a chain."""
 
     key: bytes
     parent: bytes
     start: int
     end: int
-    nbytes: int = 0  # on the tier, or on its way there; 0: it is not there yet
-    is_queued: bool = False  # it is on its way
+    nbytes: int = 0  # on the tier, or queued for it; 0: it is not there yet
+    is_queued: bool = False  # accepted, and not written yet
 
 
 @dataclass(frozen=True)
 class TierMatch:
     links: tuple[Link, ...] = ()
-    mark_bytes: int = 0  # of the mark at the end; 0: there need not be one
+    mark_bytes: int = 0  # of the checkpoint at the end; 0: none is needed
 
     @property
     def num_tokens(self) -> int:
         return self.links[-1].end if self.links else 0
 
     def after(self, known_tokens: int) -> TierMatch:
-        """The blocks that have more than the first tokens."""
+        """Return the blocks that end after the first `known_tokens` tokens."""
         return replace(self, links=tuple(link for link in self.links if link.end > known_tokens))
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each block, and of the mark."""
+        """Bytes of each block, and of the checkpoint."""
         blocks = tuple(link.nbytes for link in self.links)
         return (*blocks, self.mark_bytes) if self.mark_bytes else blocks
 
 
 @dataclass(frozen=True)
 class OnDisk:
-    """What a tier can say about a prompt."""
+    """The description of a prompt on a tier."""
 
-    num_tokens: int = 0  # that a sequence can go on from
-    is_damaged_next: bool = False  # a block that goes on where the chain ends was found damaged, and put aside
-    has_others_only: bool = False  # there are blocks, and none under this root
+    num_tokens: int = 0  # that a sequence can resume from
+    is_damaged_next: bool = False  # the block after the end of the chain was damaged and is quarantined
+    has_others_only: bool = False  # the tier has blocks, and none under this root
 
 
 class Event(StrEnum):
     WRITTEN = "written"  # published and on the disk
-    REFUSED = "refused"  # not taken by put
-    DROPPED = "dropped"  # taken, then given up
-    FAILED = "failed"  # the disk did not do it: writes, reads and the catalogue, by fault
+    REFUSED = "refused"  # not accepted by put
+    DROPPED = "dropped"  # accepted, then given up
+    FAILED = "failed"  # a fault of the disk in writes, reads or the catalogue
     READ = "read"
-    MISSED = "missed"  # asked for, not delivered
+    MISSED = "missed"  # requested, not delivered
     QUARANTINED = "quarantined"
     EVICTED = "evicted"
 
 
 class Counters:
-    """Counted on every thread of the tier."""
+    """Event counters, updated on every thread of the tier."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

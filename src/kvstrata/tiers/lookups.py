@@ -1,7 +1,7 @@
-"""Questions that go through many blocks, answered one after the other on a thread of the tier. Knows no files.
+"""A thread of a tier that walks chains of blocks for the engine, one lookup after the other. Knows no files.
 
-The engine's thread asks and goes on. What is asked is a generator that yields now and then: a question that was
-withdrawn ends soon, and others get their turn at the interpreter.
+The engine thread does not wait. A walk is a generator that yields now and then: a withdrawn lookup ends soon, and other
+threads get the GIL.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ T = TypeVar("T")
 
 Walk = Generator[None, None, T]  # yields now and then, and returns the answer
 
-# The engine's thread waits for the interpreter's lock for no longer than this, beside us,
+# The engine thread waits for the GIL at most this long while a walk runs.
 STRIDE_S = 0.0005
 
-# and gets it while we rest. Without a rest we would mostly have it back before the other thread wakes up.
+# The engine thread gets the GIL in this rest. Without one, this thread would mostly have it back before others wake.
 REST_S = 0.00005
 
 
 class Lookup(Generic[T]):
-    """One question. `answer` is `otherwise` until it is answered, and for good where it was withdrawn or failed."""
+    """A lookup. `answer` is `otherwise` until the walk ends, and for good if it was withdrawn or failed."""
 
     def __init__(self, walk: Walk[T], otherwise: T, asked_s: float, on_answer: Callable[[], None]) -> None:
         self.answer = otherwise
@@ -42,18 +42,18 @@ class Lookup(Generic[T]):
         return self._is_done.is_set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it was answered in time."""
+        """Wait for the answer. Return whether it came in time."""
         return self._is_done.wait(timeout_s)
 
     def withdraw(self) -> None:
-        """The answer is of no use any more."""
+        """End the walk soon: its answer is not needed any more."""
         self._is_withdrawn = True
 
     def run(self) -> None:
-        """On the thread."""
+        """Run the walk, on the lookup thread."""
         try:
             self._run()
-        except Exception:  # The thread must outlive a mistake of ours, and say it.
+        except Exception:  # A bug is logged and must not end the thread.
             log.exception("A lookup of blocks failed in a way that it should not")
         finally:
             self.end()
@@ -77,7 +77,7 @@ class Lookup(Generic[T]):
 
 
 def answered(answer: T) -> Lookup[T]:
-    """A question that needs no thread."""
+    """Return a lookup that has its answer already."""
     lookup = Lookup(_no_steps(answer), answer, time.monotonic(), lambda: None)
     lookup.end()
     return lookup
@@ -89,7 +89,7 @@ def _no_steps(answer: T) -> Walk[T]:
 
 
 def finish(walk: Walk[T]) -> T:
-    """All of it at once, on the caller's thread."""
+    """Run a whole walk on the caller's thread, and return its answer."""
     while True:
         try:
             next(walk)
@@ -106,7 +106,7 @@ class Lookups:
         self._thread.start()
 
     def ask(self, walk: Walk[T], otherwise: T, on_answer: Callable[[], None]) -> Lookup[T]:
-        """Never waits. `on_answer` is called on our thread."""
+        """Queue a walk without waiting. `on_answer` is called on the lookup thread."""
         lookup = Lookup(walk, otherwise, time.monotonic(), on_answer)
         with self._lock:
             if not self._is_closing:
@@ -116,7 +116,7 @@ class Lookups:
         return lookup
 
     def close(self, timeout_s: float) -> bool:
-        """What was not begun is answered with what it is otherwise. False: the thread has not ended in time."""
+        """End lookups that have not begun with their `otherwise`. False: the thread has not ended in time."""
         with self._lock:
             self._is_closing = True
             self._asked.put(None)

@@ -1,5 +1,5 @@
 # ruff: noqa: ARG002
-"""The tier of a server that has none: nothing is there, and nothing is taken."""
+"""The tier of a server without one: it has no blocks and refuses all."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class NoTier:
         self.removals = RemovalLog()
 
     def look(self, walk: Walk[T], otherwise: T, on_answer: Callable[[], None]) -> Lookup[T]:
-        """Answered already: no thread has to be told."""
+        """Return a lookup that has its answer: there is no thread."""
         return answered(otherwise)
 
     def put(

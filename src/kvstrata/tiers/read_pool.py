@@ -1,6 +1,6 @@
-"""Read blocks ahead of need, on threads, in the order asked for. Knows how to call, not where blocks rest.
+"""Threads that read blocks ahead of need, in order, within a bound of bytes. Knows no files and no stores.
 
-No more is read ahead than a bound: the receiver of a block says when it has used its bytes.
+A block counts towards the bound until its receiver has used its bytes and releases it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class MissReason(StrEnum):
-    """A block was asked for and did not come. Faults and damage are reasons too, under the tier's names."""
+    """The reasons for which a block was not delivered. A tier adds its own names of faults and damage."""
 
     ABSENT = "absent"
     CLOSED = "closed"
@@ -34,7 +34,7 @@ def _nothing() -> None:
 @dataclass(frozen=True, slots=True)
 class Loaded:
     block: Block
-    # Its bytes have been used: as many may be read in their place. A second call does nothing.
+    # To be called when the bytes have been used: others may be read in their place. A second call does nothing.
     release: Callable[[], None] = field(default=_nothing, compare=False, repr=False)
 
     @property
@@ -45,10 +45,10 @@ class Loaded:
 @dataclass(frozen=True, slots=True)
 class Missing:
     id: BlockId
-    reason: str  # a MissReason, or what the tier calls damage and faults
+    reason: str  # a MissReason, or a tier's name of a fault or damage
 
     def release(self) -> None:
-        """There are no bytes."""
+        """Do nothing: there are no bytes."""
 
 
 Deliver = Callable[[Loaded | Missing], None]
@@ -57,11 +57,11 @@ LoadBlock = Callable[[BlockId, bytes], Loaded | Missing]
 
 
 class BlockReading:
-    """One call of `read`. Results are delivered one at a time, in the order of the ids, on a thread of the reader."""
+    """A call of `read`. Results are delivered one at a time, in the order of the ids, on a thread of the reader."""
 
     def __init__(self, blocks: Sequence[BlockId], root: bytes, deliver: Deliver, sizes: Sequence[int]) -> None:
         self.blocks = tuple(blocks)
-        self.sizes = tuple(sizes)  # in bytes, as far as they are known before
+        self.sizes = tuple(sizes)  # in bytes; 0 where not known before the read
         self.root = root
         self._deliver = deliver
         self._lock = threading.Lock()
@@ -74,7 +74,7 @@ class BlockReading:
             self._finished.set()
 
     def cancel(self) -> None:
-        """No delivery begins after this returns; one that is under way on another thread may still end."""
+        """Cancel: no delivery begins after this returns; one in progress on another thread may still end."""
         with self._lock:
             self._is_cancelled = True
             dropped = list(self._ready.values())
@@ -89,7 +89,7 @@ class BlockReading:
             return self._is_cancelled
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether all was delivered, or cancelled, in time."""
+        """Wait until all blocks are delivered or cancelled. Return whether that was in time."""
         return self._finished.wait(timeout_s)
 
     def give(self, index: int, result: Loaded | Missing) -> None:
@@ -98,7 +98,7 @@ class BlockReading:
             if not is_dropped:
                 self._ready[index] = result
                 if self._is_delivering:
-                    return  # the thread that delivers now takes it along
+                    return  # the thread that delivers at present delivers this one too
                 self._is_delivering = True
         if is_dropped:
             result.release()
@@ -117,7 +117,7 @@ class BlockReading:
             self._next += 1
         try:
             self._deliver(result)
-        except Exception:  # The caller's mistake must not end the thread that others wait for
+        except Exception:  # A bug of the caller must not end a thread that other readings need
             log.exception("Delivering a block of the tier failed")
             result.release()
         return True
@@ -156,12 +156,12 @@ class Reader:
 
     @property
     def ahead_bytes(self) -> int:
-        """Read, or being read, and not used yet."""
+        """Bytes of blocks that are read, or being read, and not used yet."""
         with self._changed:
             return sum(self._ahead.values())
 
     def close(self, timeout_s: float) -> bool:
-        """What was not begun is answered as a miss. False: a thread still waits for the tier."""
+        """End the threads; reads that have not begun are misses. False: a thread still waits for the tier."""
         with self._changed:
             self._is_closing = True
             left = list(self._jobs)
@@ -186,7 +186,7 @@ class Reader:
             reading.give(index, self._read(reading, index, number))
 
     def _may_begin(self) -> bool:
-        """Whether the next block fits beside what is not used yet. One that never would is read alone."""
+        """Whether the next block fits beside the blocks not used yet. A block above the bound is read alone."""
         while self._jobs and self._jobs[0][0].is_cancelled:
             self._jobs.popleft()
         if not self._jobs:
@@ -211,6 +211,6 @@ class Reader:
     def _attempt(self, block: BlockId, root: bytes) -> Loaded | Missing:
         try:
             return self._load(block, root)
-        except Exception:  # The thread must outlive a mistake of ours, and say it
+        except Exception:  # A bug is logged and must not end the thread
             log.exception("Reading a block of the tier failed in a way that it should not")
             return Missing(block, MissReason.OTHER)

@@ -1,8 +1,8 @@
-"""How fast blocks come back, measured while they do. Knows no files.
+"""Expected read time of blocks, measured while they are read. Knows no files.
 
-Reading blocks is expected to take so long for each of them and so long for each byte: a line through what was measured.
-What was measured fades, with every block that comes after it and with the time in which none does: a disk that was slow
-once is tried again, the later the slower it was.
+The expected time is a line through the measurements: seconds for each block plus seconds for each byte. A measurement
+fades with every block after it and with the time in which none is read: a disk that was slow once is tried again, the
+later the slower it was.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-# Each block counts this much less for every block that comes after it.
+# Factor on the weight of a measurement for each block after it.
 MEMORY = 0.98
 
-# While nothing is read: after so long the same blocks are expected to take half the time.
+# While nothing is read, the expected time of the same blocks halves in this time.
 HALF_LIFE_S = 60.0
 
-# Sizes that differ by less than this, of their mean, do not tell what a block takes from what its bytes take.
+# Sizes with a smaller spread, as a share of their mean, cannot separate time for each block from time for each byte.
 LEAST_SPREAD = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Measured as reads really ran, several at a time where they did. All 0 before the first."""
+    """Rates of reads as they ran, in parallel or not. All 0 before the first measurement."""
 
-    read_bytes_per_s: float = 0.0  # as it was lately, for people
+    read_bytes_per_s: float = 0.0  # of recent reads, for people
     block_s: float = 0.0  # expected for each block, whatever its size
     byte_s: float = 0.0  # expected for each byte
-    num_blocks: int = 0  # how many this rests on
-    under_way_s: float = 0.0  # how long the tier has been reading and no block came
+    num_blocks: int = 0  # number of measurements
+    under_way_s: float = 0.0  # of the running reads since the last block; 0 without a running read
 
     def seconds_for(self, nbytes: int, num_blocks: int) -> float:
-        """What blocks are expected to take. Before anything was measured only what is under way counts: then the first
-        block is the measurement."""
+        """Return the expected seconds for blocks. Before the first measurement only the running read counts: its block
+        becomes the measurement."""
         return self.under_way_s + num_blocks * self.block_s + nbytes * self.byte_s
 
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Over blocks, each with its weight."""
+    """Weighted sums over blocks."""
 
     weight: float = 0.0
     nbytes: float = 0.0
@@ -63,7 +63,7 @@ class _Sums:
         )
 
     def line(self) -> tuple[float, float]:
-        """Seconds for each block and for each byte, neither below 0."""
+        """Return the seconds for each block and for each byte, neither below 0."""
         mean_bytes, mean_s = self.nbytes / self.weight, self.seconds / self.weight
         by_bytes_alone = (0.0, mean_s / max(1.0, mean_bytes))
         spread = self.squared / self.weight - mean_bytes**2
@@ -77,21 +77,21 @@ class _Sums:
 
 
 class RateMeter:
-    """Blocks by the time in which at least one read was under way: reads that overlap are not counted twice."""
+    """Measures blocks by the time in which at least one read runs: reads that overlap are not counted twice."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._num_active = 0
-        self._since = 0.0  # the last block came, or the first of those under way was begun
+        self._since = 0.0  # when the last block came, or the first running read began
         self._sums = _Sums()
-        self._idle_s = 0.0  # without a read under way, since the last block came and before `_ended`
+        self._idle_s = 0.0  # without a running read, since the last block came and before `_ended`
         self._ended = 0.0  # when the last read ended
         self._num_blocks = 0
 
     @contextmanager
     def reading(self) -> Iterator[Callable[[int], None]]:
-        """Call what it yields with the number of bytes once they are there; a read that failed counts for nothing."""
+        """Measure a read. Call the yielded function with the number of bytes read; a failed read does not count."""
         with self._lock:
             if self._num_active == 0:
                 self._since = self._clock()
@@ -114,7 +114,7 @@ class RateMeter:
             self._num_blocks += 1
 
     def _idle_until(self, now: float) -> float:
-        """Seconds in which no read was under way, since the last block came; while a read is, none are added."""
+        """Return the seconds without a running read since the last block came; while a read runs, none are added."""
         is_idle = self._num_blocks and not self._num_active
         return self._idle_s + (now - self._ended if is_idle else 0.0)
 

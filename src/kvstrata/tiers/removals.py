@@ -1,7 +1,7 @@
 """Removal log of a tier: the blocks that have left it, or never arrived.
 
 The tier's threads append; the thread that owns MLX takes some entries at a time. The log is bounded: where blocks leave
-faster than they are taken, it forgets the newest of them and says that any block may have left.
+faster than they are taken, it drops the newest removals and reports that any block may have left.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ MAX_REMOVALS = 1 << 14
 
 
 class RemovalCause(StrEnum):
-    EVICTED = "evicted"  # other blocks needed the room, or no request asked for it in time
+    EVICTED = "evicted"  # other blocks needed the space, or no request used it in time
     CLEARED = "cleared"  # a caller asked for it
     LOST = "lost"  # damaged, or its file vanished
     # Accepted, then given up before they were written:
     NO_ROOM = "no_room"
-    VOLUME_FULL = "volume_full"  # may have room again
+    VOLUME_FULL = "volume_full"  # may have free space again
     WRITE_BUDGET = "write_budget"  # is renewed tomorrow
     UNWRITABLE = "unwritable"
     FAILED = "failed"
-    REPLACEMENT = "replacement"  # in more bits, of a block that stays
+    REPLACEMENT = "replacement"  # a copy in more bits; the block itself stays
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class BlockRemoval:
 
 
 class RemovalLog:
-    """Appended to and read from any thread."""
+    """A bounded log of removals, used from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,7 +55,7 @@ class RemovalLog:
                     self._is_incomplete = True
 
     def set_incomplete(self) -> None:
-        """Any block may have left, or cannot be reached any more."""
+        """Record that any block may have left, or cannot be reached any more."""
         self._is_incomplete = True
 
     @property
@@ -63,7 +63,7 @@ class RemovalLog:
         return not self._removals and not self._is_incomplete
 
     def take(self, max_removals: int | None = None) -> list[BlockRemoval]:
-        """The oldest ones, or all. The log has them no longer."""
+        """Take the oldest removals, or all, out of the log."""
         if not self._removals:
             return []
         with self._lock:
@@ -71,7 +71,7 @@ class RemovalLog:
             return [self._removals.popleft() for _ in range(num_removals)]
 
     def take_incomplete(self) -> bool:
-        """Whether any block may have left since this was last asked."""
+        """Whether any block may have left since the last call."""
         if not self._is_incomplete:
             return False
         with self._lock:

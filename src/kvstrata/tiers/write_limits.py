@@ -15,7 +15,7 @@ from kvstrata.tiers.interface import Refusal
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """One offer of a block: the same block, offered again after it was withdrawn, is another."""
+    """An offer of a block. The same block, offered again after it was withdrawn, is another offer."""
 
     block: Block
     replaces: bool = False  # the disk has the block in another form, which stays until this one is written
@@ -23,7 +23,7 @@ class Offer:
 
 
 class BlockQueue:
-    """`changed` guards it, and is told when a block comes. The writer tells when blocks have left."""
+    """Blocks to be written. `changed` guards the queue; the queue notifies of new blocks, the writer of removals."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.changed = threading.Condition()
@@ -31,17 +31,17 @@ class BlockQueue:
         self.num_bytes = 0
         self.moved_s = 0.0  # when a block last left, or came to an empty queue
         self._offers: dict[BlockId, Offer] = {}
-        self._lengths: dict[bytes, dict[BlockId, int]] = {}  # of the bases in it, by parent
+        self._lengths: dict[bytes, dict[BlockId, int]] = {}  # in tokens, of the queued bases, by parent
 
     def __len__(self) -> int:
         return len(self._offers)
 
     def add(self, block: Block, *, replaces: bool = False) -> Refusal | None:
-        """None: taken."""
+        """Queue a block. None: accepted."""
         with self.changed:
             if block.id in self._offers:
                 return Refusal.PRESENT
-            # A block that is larger than the whole queue goes alone: otherwise it could never be written.
+            # A block that is larger than the whole queue is queued alone: otherwise it could never be written.
             if self._offers and self.num_bytes + block.nbytes > self.limit_bytes:
                 return Refusal.QUEUE_FULL
             if not self._offers:
@@ -74,13 +74,13 @@ class BlockQueue:
             return self._offers.get(offer.block.id) is offer
 
     def needed_keys(self) -> frozenset[bytes]:
-        """Parents stay on the disk while their children are on the way; a base stays for its mark."""
+        """Return keys that must stay on the disk: parents of queued blocks, and bases of queued checkpoints."""
         with self.changed:
             return frozenset(key for each in self._offers.values() for key in (each.block.parent, each.block.key))
 
     def hanging_on(self, offer: Offer) -> list[Offer]:
-        """This one, and all that no lookup could reach without it. Parents are queued before their children, a base
-        before its mark."""
+        """Return this offer and all that no lookup could reach without it. Parents are queued before their children, a
+        base before its checkpoint."""
         gone = {offer.block.key} if offer.block.part == BASE else set[bytes]()
         found: list[Offer] = []
         for other in self.offers():
@@ -107,12 +107,12 @@ T = TypeVar("T")
 
 STRIDE_BYTES = 1 << 20
 
-# Shorter ones are put together: to sleep and wake has its price too.
+# Shorter rests are added up: to sleep and wake has a cost too.
 SHORTEST_REST_S = 0.005
 
 
 class Take(Protocol):
-    """Runs a stride, and rests if it is time to."""
+    """Run a stride, and rest if it is time to."""
 
     def __call__(self, stride: Callable[[], T], /) -> T: ...
 
@@ -122,13 +122,13 @@ def at_once(stride: Callable[[], T], /) -> T:
 
 
 def strides_of(content: memoryview) -> Iterator[memoryview]:
-    """`content` is of bytes."""
+    """Split a view of bytes into strides."""
     for begin in range(0, content.nbytes, STRIDE_BYTES):
         yield content[begin : begin + STRIDE_BYTES]
 
 
 class Strides:
-    """`clock` tells the time that the thread has computed: while it waits for a disk it takes no core."""
+    """Throttle to a share of a core. `clock` is the CPU time of the thread: waiting for a disk takes no core."""
 
     def __init__(
         self, rest: Callable[[float], None], *, share: float, clock: Callable[[], float] = time.thread_time
@@ -154,7 +154,7 @@ SECONDS_OF_A_DAY = 86_400
 
 
 class DailyBudget:
-    """Bytes written since midnight UTC. What is queued counts: otherwise a burst could pass the limit."""
+    """Bytes written since midnight UTC. Callers count queued bytes too: otherwise a burst could pass the limit."""
 
     def __init__(self, limit_bytes: int, *, day: int = 0, written_bytes: int = 0) -> None:
         self._limit_bytes = limit_bytes  # 0: no limit
@@ -164,15 +164,15 @@ class DailyBudget:
         self._is_spent = False
 
     def left_bytes(self, now: float) -> float:
-        """Infinite without a limit. The headers of blocks that are encoded later come on top."""
+        """Return the bytes left today; infinite without a limit. The headers of queued blocks come on top."""
         if not self._limit_bytes:
             return math.inf
         written_bytes = self.written_bytes(now)
         return -math.inf if self._is_spent else self._limit_bytes - written_bytes
 
     def take(self, nbytes: int, now: float) -> bool:
-        """Count so many bytes as written, unless that would be too many. After the first that is too many none are
-        taken until tomorrow: what follows could hang on it."""
+        """Count bytes as written, and return whether they fit. After the first block that does not fit, none is
+        accepted until tomorrow: it could be a child of that block."""
         with self._lock:
             self._turn(now)
             if self._limit_bytes and self._written_bytes + nbytes > self._limit_bytes:
@@ -182,7 +182,7 @@ class DailyBudget:
             return not self._is_spent
 
     def give_back(self, nbytes: int, now: float) -> None:
-        """They were taken, and could not be written."""
+        """Give back bytes that were taken and could not be written."""
         with self._lock:
             self._turn(now)
             self._written_bytes = max(0, self._written_bytes - nbytes)

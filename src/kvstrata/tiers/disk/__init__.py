@@ -1,12 +1,12 @@
-"""The disk as a tier: blocks in a folder. Knows keys, bytes and files; no MLX arrays, codecs, layers or models.
+"""The disk tier: blocks in a folder. Knows keys, bytes and files; no MLX arrays, codecs, layers or models.
 
-`tier.py` is the door: `DiskTier`, with the settings of `options.py`.
+`tier.py` has the entry point, `DiskTier`; its settings are in `tiers/options.py`.
 
-    queue, writer, publish   a block becomes a file
-    loading, blockfile       and comes back, verified
-    blocks                   what is there, or on its way, and chains of it
-    holdings                 files and rows kept in step: records (row_index, catalogue), compare, quarantine
-    space, victims           bytes that it takes, and who goes first
-    format, folder, files    a block's bytes, the names in the folder, every call of the system
-    inspect                  the same folder without a server
+    writer, block_store      write a block to a file, keep files and rows in step
+    loading, reader          read a block back, verified
+    chains                   blocks on the disk or in the queue, and chains of them
+    index, catalogue, scan   rows in memory, rows in SQLite, rows compared with files
+    space                    space that the cache takes on the volume, and evictions
+    folder, filesystem       names in the folder and quarantine, every file operation
+    errors, inspect          reasons that are counted, the folder without a server
 """

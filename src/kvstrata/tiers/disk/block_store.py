@@ -1,4 +1,4 @@
-"""The one object that changes the folder."""
+"""The block store: publishes blocks and keeps files and rows in step. All changes of the folder go through it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WRITTEN_BYTES = "written_bytes"
 @dataclass(frozen=True, slots=True)
 class Written:
     file_bytes: int
-    expires_in_s: float = math.inf  # if no request asks for its tokens until then
+    expires_in_s: float = math.inf  # unless a request uses its tokens before
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,13 @@ class WriteFailed:
 
 @dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """`is_done`: nothing is left to delete. Otherwise it is to be called again, and a block may go between."""
+    """The result of `catch_up`. `is_done`: nothing is left to delete. Otherwise it must be called again."""
 
     is_done: bool = True
 
 
 class Publisher:
-    """All that the writer's thread does to the disk."""
+    """The disk operations of the writer thread."""
 
     def __init__(
         self, holdings: Holdings, options: DiskOptions, counters: Counters, clock: Callable[[], float]
@@ -76,7 +76,7 @@ class Publisher:
         self._without_room: OrderedDict[bytes, None] = OrderedDict()
 
     def catch_up(self) -> CaughtUp | WriteFailed:
-        """Catalogue, folder and limit in step, after a start; and some of what was cleared deleted."""
+        """Bring catalogue, folder and limit in step after a start, and delete some of the cleared blocks."""
         try:
             self._get_in_step()
             self._holdings.space.keep_to_limit()
@@ -87,7 +87,7 @@ class Publisher:
     def publish(
         self, block: Block, kept: Callable[[], frozenset[bytes]], is_wanted: Callable[[], bool], take: Take
     ) -> Written | Dropped | WriteFailed:
-        """`kept`: keys that must stay on disk, asked for when this makes room. `take` paces what is long."""
+        """Write a block. `kept` returns the keys that evictions must keep. `take` paces long work."""
         try:
             return self._publish(block, kept, is_wanted, take)
         except GivenUp as given_up:
@@ -95,7 +95,7 @@ class Publisher:
                 self._remember_drop(block.key)
             return Dropped(given_up.reason)
         except (TypeError, ValueError, IsADirectoryError) as error:
-            # In itself, or because a folder has its name: the next one may well be.
+            # The block itself is unfit, or a folder has its name: the next block may well be writable.
             log.warning("A block cannot be written: %s", error)
             return Dropped(DropReason.UNWRITABLE)
         except (OSError, CatalogueFault, ConfigError) as error:
@@ -109,7 +109,7 @@ class Publisher:
             case OSError():
                 return WriteFailed(fault_of(error), str(error))
             case _:
-                # The folder vanished, and another program made it anew before we did.
+                # The folder vanished, and another program recreated it before this tier did.
                 return WriteFailed(Fault.VANISHED, str(error))
 
     def _get_in_step(self) -> None:
@@ -122,7 +122,7 @@ class Publisher:
     ) -> Written:
         self._get_in_step()
         encoded = encode(block, self._checksum, take)
-        # After a parent that found no room, room for its children would come from the chain that they hang on.
+        # After a parent that did not fit, space for its children would come from evicting their own chain.
         self._holdings.space.make(encoded.nbytes, kept(), may_evict=block.parent not in self._without_room)
         if not self.budget.take(encoded.nbytes, self._clock()):
             raise GivenUp(DropReason.WRITE_BUDGET)
@@ -154,7 +154,7 @@ class Publisher:
             log.debug("The bytes written today were not noted: %s", fault)
 
     def expire(self, kept: frozenset[bytes]) -> float:
-        """The oldest first, and leaves before what they hang on."""
+        """Delete expired blocks, oldest first, children before parents. Return the seconds until the next expires."""
         if self._ttl_s == math.inf:
             return math.inf
         now = self._clock()
@@ -166,7 +166,7 @@ class Publisher:
         return self._ttl_s
 
     def _require_folder(self) -> None:
-        """A folder that vanished is a fault once; the next attempt makes it anew. One in it is made anew at once."""
+        """Raise once if the folder vanished; the next attempt recreates it. Recreate a missing subfolder at once."""
         folder = self._holdings.folder
         if folder.is_intact():
             self._has_vanished = False
@@ -182,7 +182,7 @@ class Publisher:
         self._has_vanished = False
 
     def _write(self, temporary: Path, encoded: EncodedBlock, take: Take) -> int:
-        """Real bytes on disk, known once they are there."""
+        """Write and sync a file. Return the bytes that it takes on the volume, which are known only afterwards."""
         files = self._holdings.folder.files
         fd = files.create(temporary)
         try:
@@ -224,7 +224,7 @@ class Holdings:
         self.tally = tally
         self._counters = counters
         self._is_compared = False
-        self.num_losses = 0  # how often blocks were gone that we had not removed
+        self.num_losses = 0  # how often blocks were gone that the tier had not removed
         self.quarantine = Quarantine(folder.quarantine, folder.files, options.limit_bytes)
         self.records = Records(folder, counters)
         self.space = Space(folder, self.records, self.quarantine, counters, options, is_pinned)
@@ -237,7 +237,7 @@ class Holdings:
     # Changes, on the tier's threads.
 
     def publish(self, temporary: Path, row: BlockRow, is_wanted: Callable[[], bool]) -> None:
-        """When this returns the block is on the disk under its name. GivenUp where it is not wanted any more."""
+        """Publish a file: when this returns, it has its name on the disk. GivenUp if the block is unwanted by now."""
         path = self.folder.path(row.id)
         files = self.folder.files
         with self.records.lock:
@@ -257,7 +257,7 @@ class Holdings:
             raise GivenUp(DropReason.CLEARED)
 
     def _rename(self, temporary: Path, path: Path, row: BlockRow) -> None:
-        """The row first. What has this name already is counted until the new file has it."""
+        """Add the row, then rename the file. An older file of this name is counted until the new one replaces it."""
         self.records.catalogue.add([row])
         try:
             self.folder.files.rename(temporary, path)
@@ -266,7 +266,7 @@ class Holdings:
             raise
 
     def forget(self, block: BlockId) -> None:
-        """A row whose file turned out not to be there, or not to be a file: unless it is by now."""
+        """Remove the row of a block whose file is missing or not a plain file, unless the file is there by now."""
         with self.records.lock:
             try:
                 is_there = self.folder.files.status(self.folder.path(block)).is_plain
@@ -280,7 +280,7 @@ class Holdings:
                 self._strike([row])
 
     def isolate(self, block: BlockId, reason: Damage) -> None:
-        """A damaged file leaves; never raises, because it is a reader that finds one."""
+        """Quarantine a damaged file. Never raises, because readers call it."""
         self._counters.add(Event.QUARANTINED, reason)
         log.warning("Quarantined a damaged block of the disk cache (%s): %s", reason, file_name(block))
         known = self.index.row(block)
@@ -288,7 +288,7 @@ class Holdings:
         self.records.report_removed([] if known is None else [known], RemovalCause.LOST)
         with self.records.lock:
             if self.index.row(block) is not None:
-                return  # it was written again meanwhile
+                return  # the block was written again meanwhile
             try:
                 self.quarantine.take(self.folder.path(block), reason)
             except OSError as error:
@@ -307,7 +307,7 @@ class Holdings:
         self._account.look_at_catalogue()
 
     def reopen(self) -> None:
-        """The folder is another than before."""
+        """Read catalogue and quarantine again, because the folder is another than before."""
         with self.records.lock:
             self.records.close_catalogue()
             self.quarantine.reload()
@@ -318,20 +318,20 @@ class Holdings:
             self.records.removals.set_incomplete()
 
     def rewrite_if_needed(self) -> None:
-        """The catalogue turned out to be damaged."""
+        """Rewrite the catalogue if it turned out to be damaged."""
         with self.records.lock:
             if self.records.needs_rewrite:
                 self.records.rewrite()
                 self._account.look_at_catalogue()
 
     def recheck(self) -> None:
-        """Some of the folder was taken away: what is left is compared again."""
+        """Require another comparison, because a part of the folder was removed."""
         with self.records.lock:
             self.quarantine.reload()
             self._is_compared = False
 
     def compare_once(self) -> None:
-        """Names against rows: what only one side knows is added or removed."""
+        """Compare file names with rows: add rows for unknown files, remove rows without a file."""
         if self._is_compared:
             return
         compared = compare(self.folder, self.records, self.quarantine, self._counters, self.tally)

@@ -1,4 +1,4 @@
-"""The catalogue of the folder in SQLite."""
+"""The catalogue of the folder in SQLite, and the records that keep it in step with the index."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGES_BEFORE_CHECKPOINT = 64
 
 TIMEOUT_S = 5.0
 
-FORMAT = "format"  # the note that says for which version of the blocks' format the rows were checked
+FORMAT = "format"  # name of the note: the version of the block format for which the rows were checked
 
 PRIMARY_CODE = 0xFF
 
@@ -54,7 +54,7 @@ CREATE TABLE leaving (key BLOB NOT NULL, part TEXT NOT NULL, PRIMARY KEY (key, p
 CREATE TABLE notes (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 """
 
-# From an older version to the next: its rows stay. Version 2 came with format 1 of the blocks and noted none.
+# From an older schema to the next: the rows stay. Version 2 came with block format 1 and did not note it.
 MIGRATIONS = {
     2: f"""
 DROP INDEX by_parent;
@@ -68,12 +68,12 @@ COLUMNS = "key, part, parent, root, start, num_tokens, disk_bytes, last_use, use
 
 
 class CatalogueFault(Exception):
-    """Raised and caught inside disk/. `damaged`: rebuild it; otherwise the volume has a problem."""
+    """A fault of the catalogue, inside disk/. `damaged`: it must be rebuilt; otherwise the volume has a problem."""
 
     def __init__(self, cause: sqlite3.Error) -> None:
         super().__init__(str(cause))
         code = getattr(cause, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
-        is_misuse = isinstance(cause, sqlite3.ProgrammingError)  # closed
+        is_misuse = isinstance(cause, sqlite3.ProgrammingError)  # the connection is closed
         self.damaged = not is_misuse and code & PRIMARY_CODE not in VOLUME_PROBLEMS
 
 
@@ -97,7 +97,7 @@ class Catalogue:
                 raise
 
     def _prepare(self) -> bool:
-        """True where there was nothing."""
+        """Create or migrate the tables. Return whether they were created."""
         version = self._version()
         if version == 0 and not self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             self._connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
@@ -113,16 +113,16 @@ class Catalogue:
         return int(self._connection.execute("PRAGMA user_version").fetchone()[0])
 
     def newest(self, count: int) -> list[BlockRow]:
-        """Those that were used last."""
+        """Return the rows that were used last."""
         return self._rows("ORDER BY last_use DESC LIMIT ?", (count,))
 
     def after(self, block: BlockId | None, count: int) -> list[BlockRow]:
-        """Every row, some at a time: those that follow the last of those before."""
+        """Return the rows that follow a block in key order, to read every row, some at a time."""
         key, part = (b"", "") if block is None else (block.key, block.part)
         return self._rows("WHERE (key, part) > (?, ?) ORDER BY key, part LIMIT ?", (key, part, count))
 
     def leaving(self) -> list[BlockRow]:
-        """Those whose files are to be deleted."""
+        """Return the rows whose files are to be deleted."""
         return self._rows("NATURAL JOIN leaving", ())
 
     def _rows(self, which: str, values: tuple[object, ...]) -> list[BlockRow]:
@@ -130,7 +130,7 @@ class Catalogue:
             return [_row(fields) for fields in self._ask(f"SELECT {COLUMNS} FROM blocks {which}", values)]
 
     def add(self, rows: Iterable[BlockRow]) -> None:
-        """In place of those with the same id, which do not leave any more."""
+        """Add rows in place of those with the same id, and cancel pending deletes of these ids."""
         rows = list(rows)
         with self.changing() as connection:
             connection.executemany(
@@ -158,7 +158,7 @@ class Catalogue:
             )
 
     def note(self, name: str) -> int:
-        """A number kept under a name; 0 where there is none."""
+        """Return the number kept under a name; 0 if there is none."""
         with self._lock, faults():
             found = self._ask("SELECT value FROM notes WHERE name = ?", (name,))
             return found[0][0] if found else 0
@@ -169,7 +169,7 @@ class Catalogue:
 
     @contextmanager
     def changing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction; changes inside it join it."""
+        """Open a transaction; changes inside it join it."""
         with self._lock, faults():
             if self._connection.in_transaction:
                 yield self._connection
@@ -206,7 +206,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=TIMEOUT_S, isolation_level=None, check_same_thread=False)
     try:
         connection.execute("PRAGMA journal_mode = WAL")
-        # A crash of the machine may lose the newest rows: they are found again by their files' names.
+        # A crash of the machine may lose the newest rows: the scan finds them again by their file names.
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute(f"PRAGMA wal_autocheckpoint = {PAGES_BEFORE_CHECKPOINT}")
     except BaseException:
@@ -234,12 +234,12 @@ log = logging.getLogger(__name__)
 
 NUM_ROWS_AT_ONCE = 512
 
-# Some tenths of a second. The rest follow on the tier's thread, while the server answers.
+# Takes some tenths of a second. The tier's thread loads the other rows, while the server answers.
 NUM_ROWS_AT_START = 8_192
 
 
 class Touches:
-    """Uses of blocks, written down later: a lookup must not wait for the disk."""
+    """Uses of blocks, written to the catalogue later: a lookup must not wait for the disk."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -268,7 +268,7 @@ class Records:
         self.open()
 
     def open(self) -> None:
-        """The rows of the catalogue that is there. CatalogueFault where the volume is why there is none."""
+        """Open the catalogue and load its newest rows; replace a damaged one. CatalogueFault if the volume fails."""
         try:
             self._open()
         except CatalogueFault as fault:
@@ -299,7 +299,7 @@ class Records:
         self.victims = Victims(self.index)
 
     def load_rest(self) -> None:
-        """What was too much for the start, or was written for another format of the blocks."""
+        """Load the rows that were too many for the start, or were written for another format of the blocks."""
         last: BlockId | None = None
         self.index.begin_comparing()
         try:
@@ -310,7 +310,7 @@ class Records:
                     self._load(new)
                     self.victims.added(new)
                 else:
-                    # They count when their files turn out to be readable.
+                    # These rows count when their files turn out to be readable.
                     self.doubted.update({row.id: row for row in new})
         except CatalogueFault as fault:
             if not fault.damaged:
@@ -327,7 +327,7 @@ class Records:
             self.index.add_found([row])
 
     def rewrite(self) -> None:
-        """A new catalogue, from what is in memory."""
+        """Write a new catalogue from memory."""
         self.close_catalogue()
         self._remove_catalogue()
         self.catalogue = Catalogue(self._folder.catalogue)
@@ -367,16 +367,16 @@ class Records:
             self.index.touch(touched)
             self.catalogue.touch(touched)
 
-    # Files that are there, and files that are gone.
+    # Files that were found or published, and files that are gone.
 
     def found(self, rows: Sequence[BlockRow]) -> None:
-        """Files without a row, as a comparison meets them."""
+        """Add rows of files that had none, as a comparison finds them."""
         self.catalogue.add(rows)
         self.index.add_found(rows)
         self.victims.added(rows)
 
     def finish_comparing(self) -> None:
-        """Every file has its row."""
+        """End the comparison: every file has its row, and doubted rows without a readable file are removed."""
         self.catalogue.remove(self.doubted.keys() - {row.id for row in self.index.rows()})
         self.catalogue.set_note(FORMAT, FORMAT_VERSION)
         self.doubted = {}
@@ -384,13 +384,13 @@ class Records:
         self.index.finish_comparing()
 
     def publish(self, row: BlockRow, is_wanted: Callable[[], bool]) -> bool:
-        """A file that has its name now. False: it is not wanted any more, and leaves."""
+        """Add the row of a file that has its name now. False: the block is unwanted, and its delete is pending."""
         is_kept = self.index.add_if(row, is_wanted)
         self.victims.added([row])
         return is_kept
 
     def restore(self, block: BlockId) -> None:
-        """The catalogue has a row for a file that did not come: put back what it had."""
+        """Put back the former row of the catalogue, because the file of the new row could not be renamed."""
         try:
             with self.catalogue.changing():
                 leaving = self.index.leaving.row(block)
@@ -402,30 +402,30 @@ class Records:
             self.needs_rewrite = True
 
     def forget(self, rows: Sequence[BlockRow], cause: RemovalCause) -> None:
-        """Their files are gone: in memory, where it counts at once."""
+        """Remove the rows of deleted files from memory, where the removal counts at once."""
         self.index.discard(row.id for row in rows)
         self.victims.removed(rows)
         self.report_removed(rows, cause)
 
     def report_removed(self, rows: Iterable[BlockRow], cause: RemovalCause) -> None:
-        """Rows that the index has no longer. What follows a lost block cannot be reached without it."""
+        """Report rows that left the index. Loss of a base with children makes the log incomplete."""
         rows = list(rows)
         self.removals.add(BlockRemoval(row.id, row.start, row.start + row.num_tokens, cause) for row in rows)
         if cause is RemovalCause.LOST and any(row.id.part == BASE and self.index.num_after(row.id.key) for row in rows):
             self.removals.set_incomplete()
 
     def strike(self, rows: Sequence[BlockRow]) -> None:
-        """And in the catalogue. CatalogueFault: it has rows too many, which the next start takes out."""
+        """Remove rows from the catalogue. CatalogueFault: it keeps extra rows, which the next start removes."""
         self.catalogue.remove(row.id for row in rows)
 
     def left(self, rows: Sequence[BlockRow]) -> None:
-        """Files of rows that were taken away before are gone."""
+        """Forget hidden rows whose files are gone."""
         self.index.left(rows)
         self.victims.removed(rows)
         self.strike(rows)
 
     def note_leaving(self) -> None:
-        """So that what was cleared stays so, whenever the process ends."""
+        """Write pending deletes to the catalogue, so that cleared blocks stay cleared whenever the process ends."""
         blocks = self.index.leaving.note()
         if not blocks:
             return

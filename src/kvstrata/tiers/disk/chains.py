@@ -1,6 +1,6 @@
-"""What the disk has, or has taken: single blocks, and chains of them. Answers from memory; knows no files.
+"""Blocks on the disk or in its queue, and chains of them. Answers from memory; knows no files.
 
-A chain is walked from its first token on, in small steps that the caller paces: a walk yields after each block.
+A walk follows a chain from its first token on. It yields after each block, so that the caller can pace it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class DiskBlocks:
         return 0 if self._loader.avoided(block) else self.size(block)
 
     def size(self, block: BlockId) -> int:
-        """As `find`, whether or not the block is left alone for a while."""
-        # In this order: a block has its row before it leaves the queue.
+        """Return the bytes as `find` does, also for a block that is avoided for a while."""
+        # The queue first: a block has its row before it leaves the queue.
         for queued in self._queue.find(block):
             return max(1, queued.nbytes)
         row = self._holdings.index.row(block)
@@ -43,7 +43,7 @@ class DiskBlocks:
         return {} if row is None else read_tally(row.tally)
 
     def num_after(self, key: bytes) -> int:
-        """A block counts twice while it is written."""
+        """Return the number of blocks that directly follow a block. One counts twice while it is written."""
         return self._queue.num_after(key) + self._holdings.index.num_after(key)
 
     def lengths(self, parent: bytes) -> tuple[int, ...]:
@@ -69,7 +69,7 @@ class DiskBlocks:
         return OnDisk(
             match.num_tokens,
             is_damaged_next=(yield from self._is_damaged_next(root, ids)),
-            # A caller must not learn whose the other blocks are: we do not even look whether they have these tokens.
+            # A caller must not learn whose the other blocks are: their tokens are not even compared.
             has_others_only=self._holdings.index.totals().num_blocks > 0 and not self.lengths(root),
         )
 
@@ -83,8 +83,8 @@ class DiskBlocks:
         return any(self._chain(parent, ids[start:end]) in damaged for end in ends)
 
     def _trails(self, parent: bytes, start: int, ids: TokenIds) -> Iterator[list[Link]]:
-        """All chains of blocks after a parent that these tokens go on with, each as long as any of its beginnings; long
-        blocks first. It is the same list each time."""
+        """Yield all chains of blocks after a parent that match `ids`, and each beginning of a chain before the chain;
+        long blocks first. The yielded list is the same object each time."""
         trail: list[Link] = []
         waiting = [self._following(parent, start, ids)]
         while waiting:

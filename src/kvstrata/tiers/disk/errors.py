@@ -1,4 +1,4 @@
-"""Why something did not happen: the names under which the disk tier counts. Knows nothing else."""
+"""Reasons that the disk tier counts: drops, damage, faults and removals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstrata.tiers.removals import RemovalCause
 
 
 class DropReason(StrEnum):
-    """A block was taken and then given up without a fault of the disk."""
+    """The reasons for giving up an accepted block without a fault of the disk."""
 
     NO_ROOM = "no_room"
     RESERVE = "reserve"
@@ -21,7 +21,7 @@ class DropReason(StrEnum):
 
 
 class Damage(StrEnum):
-    """A file is not what its name and its headers say."""
+    """The ways in which a file differs from its name and its header."""
 
     LENGTH = "length"
     HEADER = "header"
@@ -33,7 +33,7 @@ class Damage(StrEnum):
 
 
 class Fault(StrEnum):
-    """What the operating system said."""
+    """The faults that the operating system or the catalogue reports."""
 
     NO_SPACE = "no_space"
     IO_ERROR = "io_error"
@@ -52,7 +52,7 @@ class RemovalReason(StrEnum):
     OUTDATED = "outdated"
 
 
-# For the thread that put a block that was given up.
+# The cause that the removal log has for a block that was given up.
 CAUSES = {
     DropReason.NO_ROOM: RemovalCause.NO_ROOM,
     DropReason.RESERVE: RemovalCause.VOLUME_FULL,

@@ -26,7 +26,7 @@ SECTOR_BYTES = 512  # the unit of st_blocks, whatever the volume's own
 @dataclass(frozen=True, slots=True)
 class FileStatus:
     size_bytes: int
-    disk_bytes: int  # what the file really takes
+    disk_bytes: int  # space that the file takes on the volume
     modified: float
     inode: int
     owner: int  # a user's id
@@ -67,10 +67,10 @@ class Files:
             os.close(fd)
 
     def open(self, path: Path) -> int:
-        """A plain file. NotAFile where it is something else: a link could lead anywhere, a pipe waits for a writer."""
+        """Open a plain file. NotAFile for anything else: a link could lead anywhere, a pipe waits for a writer."""
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise NotAFile(path)
-        # It may have changed since.
+        # Another file may have this name by now.
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
@@ -130,7 +130,7 @@ def write_all(files: Files, fd: int, pieces: Iterable[memoryview], take: Take = 
 
 
 def read_all(files: Files, fd: int, buffer: memoryview, offset: int) -> int:
-    """How many bytes the file had for `buffer`: fewer than it takes means that the file ends there."""
+    """Fill `buffer` from an offset. Return the bytes read: fewer than its size mean that the file ends there."""
     done = 0
     while done < buffer.nbytes:
         count = files.read_into(fd, buffer[done:], offset + done)
@@ -141,7 +141,7 @@ def read_all(files: Files, fd: int, buffer: memoryview, offset: int) -> int:
 
 
 def plain_files(files: Files, folder: Path) -> Iterator[tuple[Path, FileStatus]]:
-    """Those in a folder, by name; none where there is no folder. What else lies there is not ours."""
+    """Yield the plain files of a folder, by name; none if there is no folder. Anything else in it is not ours."""
     try:
         names = sorted(files.names(folder))
     except FileNotFoundError:
@@ -163,7 +163,7 @@ def unlink_if_there(files: Files, path: Path) -> None:
 
 
 def make_folder_if_missing(files: Files, path: Path) -> bool:
-    """True where it was made now."""
+    """Create a folder if it is missing. Return whether it was created."""
     try:
         files.make_folder(path)
     except FileExistsError:

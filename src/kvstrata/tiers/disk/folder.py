@@ -28,9 +28,9 @@ SUFFIX = ".safetensors"
 
 TEMPORARY_NAME = re.compile(r"[0-9]+\.tmp")
 
-OF_THE_SYSTEM = {"lost+found", ".DS_Store"}  # in folders that are empty to their user
+OF_THE_SYSTEM = {"lost+found", ".DS_Store"}  # in folders that look empty to users
 
-OF_OTHERS = 0o077  # what a mode lets them do
+OF_OTHERS = 0o077  # permission bits of group and others
 
 ROOT = 0
 
@@ -45,7 +45,7 @@ def file_name(block: BlockId) -> str:
 
 
 def parse_file_name(name: str) -> list[BlockId]:
-    """The block that a file of this name holds; none where the name is not one of ours."""
+    """Return the block that a file of this name holds; none if the name is not a block's."""
     key, _, part = name.removesuffix(SUFFIX).partition(".")
     if not name.endswith(SUFFIX) or len(key) != 2 * KEY_BYTES or not PART_NAME.fullmatch(part):
         return []
@@ -75,9 +75,9 @@ class CacheFolder:
         return self.catalogue, Path(f"{self.catalogue}-wal"), Path(f"{self.catalogue}-shm")
 
     def acquire(self) -> None:
-        """Take the lock and make what is missing. The parent of the folder must be there.
+        """Take the lock and create what is missing. The parent of the folder must exist.
 
-        ConfigError, and nothing is changed, where the folder is not ours.
+        Raises ConfigError, and changes nothing, if the folder is not a disk cache.
         """
         # The folder itself may be a link: the user chose where it leads.
         make_folder_if_missing(self.files, self.directory.resolve())
@@ -98,12 +98,12 @@ class CacheFolder:
         self._tighten()
 
     def _tighten(self) -> None:
-        """Conversations are for their owner alone, also where the folder was there before; said where that fails."""
+        """Close the folder to other users, also if it existed before: it holds conversations. Warn on failure."""
         is_closed = _tighten_one(self.files, self.directory.resolve(), FOLDER_MODE)
         inside = dict.fromkeys(self._folders, FOLDER_MODE)
         inside |= dict.fromkeys((self.lock_path, *self.catalogue_paths()), FILE_MODE)
         open_to_others = [path for path, mode in inside.items() if not _tighten_one(self.files, path, mode)]
-        # Either is enough: that the folder is closed to others, or all that is in it.
+        # It is enough if the folder is closed to others, or all that is in it.
         if open_to_others and not is_closed:
             log.warning(
                 "Others on this machine may read the disk cache, which holds conversations: the mode of %s cannot be "
@@ -112,7 +112,7 @@ class CacheFolder:
             )
 
     def check(self) -> None:
-        """ConfigError where this is no folder for a disk cache: it holds something else, or leads elsewhere."""
+        """Raise ConfigError if this is no folder for a disk cache: it holds other things or links."""
         for path in (self.lock_path, *self._folders, *self.catalogue_paths()):
             problem = self._problem_of(path)
             if problem:
@@ -124,7 +124,7 @@ class CacheFolder:
             )
 
     def _check_owners(self) -> None:
-        """ConfigError where another user can read and exchange what is in it: root can anyhow."""
+        """Raise ConfigError if another user can read and exchange the content; root can anyhow."""
         for path in (self.directory.resolve(), self.lock_path, *self._folders, *self.catalogue_paths()):
             try:
                 owner = self.files.status(path).owner
@@ -137,7 +137,7 @@ class CacheFolder:
                 )
 
     def make_missing(self) -> bool:
-        """True where one of the folders in it was made now."""
+        """Create missing subfolders. Return whether one was created."""
         made = [make_folder_if_missing(self.files, folder) for folder in self._folders]
         return any(made)
 
@@ -169,22 +169,22 @@ class CacheFolder:
         return [self.blocks / name for name in sorted(names) if len(name) == 2]
 
     def names(self) -> set[str]:
-        """The names of all files where blocks are, ours or not; nothing is opened."""
+        """Return the names of all files in the folders of blocks, ours or not; no file is opened."""
         return {name for shard in self.shards() for name in _names_in(self.files, shard)}
 
     def stored(self, names: Iterable[str]) -> Iterator[tuple[Path, BlockId]]:
-        """Those of `names` that are names of blocks, and their files."""
+        """Yield path and block for the names that are names of blocks."""
         for name in names:
             for block in parse_file_name(name):
                 yield self.path(block), block
 
     def _is_ours(self) -> bool:
-        """Empty, or with what we leave behind. The catalogue is no sign: it can be lost, and others use that name."""
+        """Whether the folder is empty or a disk cache. The catalogue proves neither: it can be lost or be foreign."""
         names = set(self.files.names(self.directory)) - OF_THE_SYSTEM
         return not names or self._has_our_lock(names) or any(map(parse_file_name, self.names()))
 
     def _has_our_lock(self, names: set[str]) -> bool:
-        """Our kind of lock, beside all of our folders or, where a start was cut short, nothing but what is ours."""
+        """Whether our kind of lock is there, with all of our folders or, after an aborted start, nothing foreign."""
         folders = {path.name for path in self._folders}
         own = {self.lock_path.name, *folders, *(path.name for path in self.catalogue_paths())}
         if self.lock_path.name not in names or not (folders <= names or names <= own):
@@ -194,7 +194,7 @@ class CacheFolder:
         return is_likely and bool(LOCK_TEXT.fullmatch(self.lock_path.read_bytes()))
 
     def _problem_of(self, path: Path) -> str:
-        """Why this cannot be one of our files or folders; empty where it can, or is not there."""
+        """Return why a path cannot be one of our files or folders; empty if it can, or is not there."""
         try:
             status = self.files.status(path)
         except FileNotFoundError:
@@ -207,7 +207,7 @@ class CacheFolder:
 
 
 def _tighten_one(files: Files, path: Path, mode: int) -> bool:
-    """Takes from others what they may do with it. Tells whether they can do nothing now."""
+    """Take all permissions from group and others. Return whether they have none now."""
     try:
         if files.status(path).mode & OF_OTHERS:
             files.set_mode(path, mode)
@@ -234,7 +234,7 @@ def _owner(lock_path: Path) -> str:
 
 
 def prepare(folder: CacheFolder) -> None:
-    """At start: a folder that cannot be used is a mistake in the settings, said at once."""
+    """Prepare the folder at the start. ConfigError: a folder that cannot be used is a mistake in the settings."""
     try:
         folder.directory.parent.mkdir(parents=True, exist_ok=True)
         folder.acquire()
@@ -248,7 +248,7 @@ def prepare(folder: CacheFolder) -> None:
 
 MOST_FILES = 32
 
-# Of the cache's limit, and at most so many bytes.
+# Limit of the quarantine: a share of the cache's limit, and at most LARGEST_BYTES.
 LARGEST_SHARE = 0.02
 
 LARGEST_BYTES = 256 << 20
@@ -262,13 +262,13 @@ class Quarantined:
 
 
 def parse_quarantined_name(name: str) -> list[BlockId]:
-    """The block whose file this was; none where the name is not one that `take` gives."""
+    """Return the block whose file this was; none if `take` gives no such name."""
     file_name, _, reason = name.rpartition(".")
     return parse_file_name(file_name) if reason in list(Damage) else []
 
 
 def list_quarantined(files: Files, folder: Path) -> list[Quarantined]:
-    """What `take` has put there, the oldest first. What else lies there is not ours to count or to delete."""
+    """List the files that `take` has moved there, oldest first. Other files are not ours to count or to delete."""
     held = [
         Quarantined(path.name, status.disk_bytes, status.modified)
         for path, status in plain_files(files, folder)
@@ -278,10 +278,10 @@ def list_quarantined(files: Files, folder: Path) -> list[Quarantined]:
 
 
 class Quarantine:
-    """Changed by one thread at a time, read from anywhere: its lock is never held over a file operation."""
+    """Damaged files. One thread at a time changes them, any thread reads: no file operation runs under the lock."""
 
     def __init__(self, folder: Path, files: Files, cache_bytes: int) -> None:
-        """`cache_bytes`: the limit of the whole cache."""
+        """Read the quarantine. `cache_bytes`: the limit of the whole cache."""
         self._folder = folder
         self._files = files
         self._limit_bytes = min(int(LARGEST_SHARE * cache_bytes), LARGEST_BYTES)
@@ -295,7 +295,7 @@ class Quarantine:
             return sum(held.disk_bytes for held in self._held.values())
 
     def keys(self) -> frozenset[bytes]:
-        """Of the blocks whose files these were."""
+        """Return the keys of the blocks in quarantine."""
         with self._lock:
             names = list(self._held)
         return frozenset(block.key for name in names for block in parse_quarantined_name(name))
@@ -307,7 +307,7 @@ class Quarantine:
         self._shrink()
 
     def take(self, path: Path, reason: Damage) -> None:
-        """Out of the way by a rename; where that cannot be done, or it is too large to keep, it is deleted."""
+        """Rename a damaged file into the quarantine; delete it if that fails, or if it is too large to keep."""
         name = f"{path.name}.{reason}"
         try:
             status = self._files.status(path)

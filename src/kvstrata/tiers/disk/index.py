@@ -70,7 +70,7 @@ def write_tally(labels: Mapping[str, int]) -> str:
 
 
 def read_tally(text: str) -> Counter[str]:
-    """Nothing where it makes no sense: at worst a block is written again."""
+    """Parse bytes by label; nothing where the text is invalid: at worst a block is written again."""
     try:
         return Counter({str(label): int(nbytes) for label, nbytes in json.loads(text).items()})
     except (ValueError, TypeError, AttributeError):
@@ -82,8 +82,8 @@ class Section:
 
     def __init__(self) -> None:
         self.rows: dict[BlockId, BlockRow] = {}
-        self.lengths: dict[bytes, dict[int, int]] = {}  # of the bases after a parent: how many have so many tokens
-        self.num_extras: dict[bytes, int] = {}  # parts beside the base (marks), by key
+        self.lengths: dict[bytes, dict[int, int]] = {}  # by parent: the number of its bases by length in tokens
+        self.num_extras: dict[bytes, int] = {}  # parts beside the base (checkpoints), by key
         self.sums = Sums()
 
     def count(self, row: BlockRow, labels: Mapping[str, int], sign: int) -> None:
@@ -97,7 +97,7 @@ class Section:
             del self.lengths[row.parent]
 
     def is_leaf(self, block: BlockId) -> bool:
-        """A base goes after its children and its other parts; another part can go at any time."""
+        """Whether a part can be removed: a base after its children and its other parts, another part at any time."""
         return block.part != BASE or (block.key not in self.lengths and block.key not in self.num_extras)
 
     def knows(self, key: bytes) -> bool:
@@ -107,13 +107,13 @@ class Section:
 class Sections:
     def __init__(self) -> None:
         self._by_root: dict[bytes, Section] = {}
-        # Of keys and of parents. A key is chained from its root, so it never belongs to another.
+        # By key and by parent. A key is chained from its root, so it never belongs to another root.
         self._root_of: dict[bytes, bytes] = {}
-        self._sums = Sums()  # of all rows: each write and each eviction asks for them
-        self._labels: dict[str, Mapping[str, int]] = {}  # what tallies say: most rows have one of a few
+        self._sums = Sums()  # of all rows: each write and each eviction reads them
+        self._labels: dict[str, Mapping[str, int]] = {}  # parsed tallies: most rows share a few texts
 
     def of(self, key: bytes) -> Section | None:
-        """The one that has a block, or blocks after it."""
+        """Return the section that has a block, or blocks after it."""
         root = self._root_of.get(key)
         return None if root is None else self._by_root.get(root)
 
@@ -125,7 +125,7 @@ class Sections:
         return [row for root in self.roots(under) for row in self._by_root[root].rows.values()]
 
     def roots(self, under: bytes) -> list[bytes]:
-        """Those that begin so."""
+        """Return the roots with the prefix `under`."""
         if under in self._by_root:
             return [under]
         return [root for root in self._by_root if root.startswith(under)]
@@ -136,11 +136,11 @@ class Sections:
         return self._sums.totals()
 
     def contradicts(self, row: BlockRow) -> bool:
-        """Whether another row says that one of its keys is of another root."""
+        """Whether another row has one of these keys under another root."""
         return any(self._root_of.get(key, row.root) != row.root for key in (row.id.key, row.parent))
 
     def add(self, row: BlockRow) -> None:
-        """In place of the one with the same id."""
+        """Add a row in place of one with the same id."""
         if row.id.key in self._root_of:
             self.discard(row.id)
         section = self._by_root.get(row.root)
@@ -151,7 +151,7 @@ class Sections:
         self._root_of[row.id.key] = self._root_of[row.parent] = row.root
 
     def set_used(self, row: BlockRow) -> None:
-        """In place of the one with the same id, which differs in its uses alone."""
+        """Replace the row with the same id, which differs in its uses alone."""
         self._by_root[row.root].rows[row.id] = row
 
     def discard(self, block: BlockId) -> BlockRow | None:
@@ -166,13 +166,13 @@ class Sections:
         return row
 
     def pop(self, root: bytes) -> Section:
-        """All of a root, whatever the number of rows; `forget_keys` is for later."""
+        """Remove a root at once, whatever its number of rows; the caller calls `forget_keys` later."""
         section = self._by_root.pop(root)
         self._sums.count_all(section.sums, -1)
         return section
 
     def forget_keys(self, row: BlockRow) -> None:
-        """Whose they are, unless a row still needs it."""
+        """Forget the root of a row's keys, unless another row still needs it."""
         section = self._by_root.get(row.root)
         for key in (row.id.key, row.parent):
             if section is None or not section.knows(key):
@@ -210,52 +210,53 @@ class RowIndex:
         self._lock = threading.Lock()
         self._sections = Sections()
         self._is_complete = False  # every file has its row
-        self._hidden: set[bytes] = set()  # cleared before that: what begins so
+        self._hidden: set[bytes] = set()  # prefixes of roots that were cleared before that
         self.leaving = Leaving()
 
-    # Looking.
+    # Queries.
 
     def row(self, block: BlockId) -> BlockRow | None:
         with self._lock:
             return self._sections.row(block)
 
     def lengths(self, parent: bytes) -> tuple[int, ...]:
-        """How many tokens the blocks after `parent` have, the longest first."""
+        """Return the lengths in tokens of the blocks after `parent`, the longest first."""
         with self._lock:
             section = self._sections.of(parent)
             return () if section is None else tuple(sorted(section.lengths.get(parent, ()), reverse=True))
 
     def num_after(self, parent: bytes) -> int:
-        """How many blocks come right after it."""
+        """Return the number of blocks that directly follow `parent`."""
         with self._lock:
             section = self._sections.of(parent)
             return 0 if section is None else sum(section.lengths.get(parent, {}).values())
 
     def is_leaf(self, block: BlockId) -> bool:
-        """Whether it is there, and nothing hangs on it."""
+        """Whether a block is there and nothing depends on it."""
         with self._lock:
             section = self._sections.of(block.key)
             return section is not None and block in section.rows and section.is_leaf(block)
 
     def contradicts(self, row: BlockRow) -> bool:
-        """Whether another row says that one of its keys is of another root: one of them is wrong."""
+        """Whether another row has one of these keys under another root: one of the two rows is wrong."""
         with self._lock:
             return self._sections.contradicts(row)
 
     def rows(self, under: bytes = b"") -> list[BlockRow]:
-        """In no order."""
+        """Return the rows under roots with the prefix `under`, in no order."""
         with self._lock:
             return self._sections.rows(under)
 
     def totals(self, under: bytes = b"") -> RowTotals:
-        """Of those whose roots begin so."""
+        """Return the totals of rows under roots with the prefix `under`."""
         with self._lock:
             return self._sections.totals(under)
 
-    # Coming. What was about to leave under the same id does not any more.
+    # Additions. An addition cancels the pending delete of the same id.
 
     def add_if(self, row: BlockRow, is_wanted: Callable[[], bool]) -> bool:
-        """A thread that takes blocks away says first that they are not wanted, then looks here: it misses none."""
+        """Add a row; hide it and return False if it is unwanted. A thread that removes blocks declares them unwanted
+        before it searches the index: it misses none."""
         with self._lock:
             self._add(row)
             if not is_wanted():
@@ -264,7 +265,7 @@ class RowIndex:
             return True
 
     def add_found(self, rows: Iterable[BlockRow]) -> None:
-        """Files that had no row. Those of a root that was cleared meanwhile leave."""
+        """Add rows of files that had none. Hide those of a root that was cleared meanwhile."""
         for row in rows:
             with self._lock:
                 self._add(row)
@@ -276,7 +277,7 @@ class RowIndex:
             self._is_complete = False
 
     def finish_comparing(self) -> None:
-        """No more will be found."""
+        """Record that all files have their rows."""
         with self._lock:
             self._is_complete = True
             self._hidden.clear()
@@ -289,16 +290,16 @@ class RowIndex:
                     used = replace(row, uses=row.uses + count, last_use=max(row.last_use, when))
                     self._sections.set_used(used)
 
-    # Going.
+    # Removals.
 
     def discard(self, blocks: Iterable[BlockId]) -> None:
-        """Their files are gone."""
+        """Remove rows whose files are gone."""
         with self._lock:
             for block in blocks:
                 self._sections.discard(block)
 
     def hide(self, blocks: Iterable[BlockId]) -> RowTotals:
-        """Not here any more from now on. Tells what leaves."""
+        """Hide rows from now on, until their files are deleted. Return their totals."""
         sums = Sums()
         with self._lock:
             for block in blocks:
@@ -308,7 +309,7 @@ class RowIndex:
         return sums.totals()
 
     def hide_under(self, under: bytes) -> RowTotals:
-        """All whose roots begin so. What could not be deleted before is tried again."""
+        """Hide all rows under roots with a prefix. Files that could not be deleted before are tried again."""
         sums = Sums()
         self.leaving.retry()
         with self._lock:
@@ -321,12 +322,12 @@ class RowIndex:
         return sums.totals()
 
     def forget_all(self) -> None:
-        """They cannot be believed. What was cleared stays so."""
+        """Drop all rows, because they cannot be trusted. Cleared rows stay cleared."""
         with self._lock:
             self._sections = Sections()
 
     def left(self, rows: Iterable[BlockRow]) -> None:
-        """The files of rows that were hidden are gone."""
+        """Forget hidden rows whose files are gone."""
         for row in rows:
             self.leaving.stay(row.id)
             with self._lock:
@@ -345,14 +346,14 @@ class RowIndex:
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """Rows that were taken away together."""
+    """Rows that were hidden together."""
 
     rows: dict[BlockId, BlockRow]
-    is_noted: bool = False  # the catalogue knows that they leave
+    is_noted: bool = False  # the catalogue knows of these pending deletes
 
 
 class Leaving:
-    """Of one id there is at most one: it is a file's name."""
+    """Pending deletes: rows whose files are still there. An id is a file's name, so each has at most one row here."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -369,12 +370,12 @@ class Leaving:
             self._bytes += nbytes
 
     def stay(self, block: BlockId) -> None:
-        """Another file has its name now, or none has."""
+        """Cancel a pending delete: another file has the name now, or none has."""
         with self._lock:
             self._drop(block)
 
     def set_stuck(self, row: BlockRow) -> None:
-        """Its file could not be deleted: it stays counted, and is tried again when others leave."""
+        """Keep a row whose file could not be deleted: the bytes stay counted; `retry` queues the file again."""
         with self._lock:
             self._drop(row.id)
             self._stuck[row.id] = row
@@ -404,7 +405,7 @@ class Leaving:
         return found
 
     def note(self) -> list[BlockId]:
-        """Those that the catalogue is to be told of, now."""
+        """Return the blocks that the catalogue does not know to be pending, and count them as noted."""
         with self._lock:
             blocks: list[BlockId] = []
             for group in self._groups:
@@ -413,7 +414,7 @@ class Leaving:
             return blocks
 
     def next_rows(self, count: int) -> list[BlockRow]:
-        """Some of those whose files are to be deleted, the last first; none where none are left."""
+        """Return some rows whose files are to be deleted, the last first; none if none are left."""
         with self._lock:
             while self._groups and not self._groups[0].rows:
                 self._groups.popleft()
@@ -431,7 +432,7 @@ class Leaving:
             self._bytes -= 0 if row is None else row.disk_bytes
 
 
-# Entries for each row that is there, and some, before those that are out of date are swept out.
+# Heap entries for each leaf, and some more, before outdated entries are swept out.
 LARGEST_SHARE = 4
 
 LARGEST_REST = 1024
@@ -440,7 +441,7 @@ Entry = tuple[float, int, int, BlockRow]
 
 
 class Leaves(Protocol):
-    """What this asks of the rows that there are, at every moment."""
+    """The queries of `Victims` about the current rows."""
 
     def row(self, block: BlockId) -> BlockRow | None: ...
 
@@ -450,7 +451,7 @@ class Leaves(Protocol):
 
 
 class Victims:
-    """Used by one thread at a time."""
+    """The leaves in LRU order. Used by one thread at a time."""
 
     def __init__(self, leaves: Leaves) -> None:
         self._leaves = leaves
@@ -466,14 +467,14 @@ class Victims:
         self._sweep()
 
     def removed(self, rows: Iterable[BlockRow]) -> None:
-        """What they hung on may be a leaf now."""
+        """Add the parents and bases of removed rows that are leaves now."""
         for row in rows:
             bases = (self._leaves.row(BlockId(key)) for key in (row.parent, row.id.key))
             self.added(base for base in bases if base is not None)
 
     def oldest(self, is_kept: Callable[[bytes], bool]) -> Generator[BlockRow, None, None]:
-        """The caller says `removed` of each that it removes before it asks for the next. Close this when done: what was
-        passed over takes its place again."""
+        """Yield leaves, least recently used first. The caller calls `removed` for each removed leaf before it asks for
+        the next, and closes the generator when done: leaves that stay take their places again."""
         passed: dict[BlockId, BlockRow] = {}
         try:
             while self._heap:
@@ -482,7 +483,7 @@ class Victims:
                 if current is None or row.id in passed or not self._leaves.is_leaf(row.id):
                     continue
                 if current.last_use != last_use:
-                    heapq.heappush(self._heap, self._entry(current))  # used since
+                    heapq.heappush(self._heap, self._entry(current))  # it was used since
                     continue
                 passed[row.id] = current
                 if not is_kept(row.id.key):

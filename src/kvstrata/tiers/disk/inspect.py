@@ -1,4 +1,4 @@
-"""Look at a cache folder without a server: list, verify, gc. Knows files, and the catalogue as far as it answers."""
+"""List, verify and clean a cache folder without a server. Knows files, and the catalogue if it is readable."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    num_blocks: int  # files that are all that they say
+    num_blocks: int  # files that passed every check
     num_bytes: int
     damaged: tuple[DamagedFile, ...]
     unread: tuple[UnreadFile, ...]
@@ -74,7 +74,7 @@ class _Sorted:
 
 
 def list_blocks(directory: Path, *, files: Files | None = None, progress: Progress = _no_progress) -> Listing:
-    """From the headers; last use and uses from the catalogue where it has them. A server may be running."""
+    """List blocks by their headers, with last use and uses if the catalogue has them. A server may be running."""
     folder = _existing(directory, files)
     found = _sort(folder, progress)
     uses = _recorded_uses(folder.catalogue)
@@ -84,7 +84,7 @@ def list_blocks(directory: Path, *, files: Files | None = None, progress: Progre
 
 
 def verify(directory: Path, *, chain: Chain, files: Files | None = None, progress: Progress = _no_progress) -> Verified:
-    """Every checksum of every block. Changes nothing: a server quarantines what it meets, and `gc` takes the rest."""
+    """Verify every checksum. Changes nothing: a server quarantines damage that it reads, and `gc` deletes the rest."""
     folder = _existing(directory, files)
     stored = list(folder.stored(sorted(folder.names())))
     damaged: list[DamagedFile] = []
@@ -118,9 +118,9 @@ def find_garbage(directory: Path, *, files: Files | None = None, progress: Progr
 
 
 def collect_garbage(directory: Path, *, files: Files | None = None, progress: Progress = _no_progress) -> Garbage:
-    """Removes what `find_garbage` finds. CacheDirectoryBusy while a server runs: it may be writing just that.
+    """Delete what `find_garbage` finds. CacheDirectoryBusy while a server runs: it may be writing these files.
 
-    The next start takes the rows of removed blocks out of the catalogue.
+    The next start removes the rows of deleted blocks from the catalogue.
     """
     folder = _existing(directory, files)
     folder.acquire()
@@ -134,7 +134,7 @@ def collect_garbage(directory: Path, *, files: Files | None = None, progress: Pr
 
 
 def orphans(rows: Iterable[BlockRow]) -> list[BlockId]:
-    """Blocks that no match can reach: an ancestor is missing, or the base of a part."""
+    """Return the blocks that no lookup can reach: an ancestor is missing, or the base of a part."""
     ordered = sorted(rows, key=lambda row: (row.start, row.id.part != BASE))
     reachable: set[bytes] = set()
     left: list[BlockId] = []
@@ -165,7 +165,7 @@ def _sort(folder: CacheFolder, progress: Progress) -> _Sorted:
 
 
 def _recorded_uses(path: Path) -> dict[BlockId, tuple[float, int, float]]:
-    """Nothing where there is no catalogue, or none that can be read: it is only for show."""
+    """Read uses from the catalogue; nothing where it is missing or unreadable, because uses are only displayed."""
     try:
         connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
         try:

@@ -1,4 +1,4 @@
-"""One block back from the queue or the disk, verified, or the reason why not. Never raises for the disk's sake."""
+"""Load a block from the queue or the disk, verified, or return why it is missing. Faults of the disk do not raise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvstrata.tiers.read_rates import RateMeter
 
 log = logging.getLogger(__name__)
 
-# A sector that cannot be read can hold a thread for seconds, each time.
+# An unreadable sector can hold up a thread for seconds, at each read.
 AVOIDED_FOR_S = 60.0
 
 NUM_AVOIDED = 4096
@@ -55,7 +55,7 @@ class Loader:
         return result
 
     def avoided(self, block: BlockId) -> list[Fault]:
-        """The fault for which a block is left alone for a while, if there was one."""
+        """Return the fault for which a block is avoided for a while, if there was one."""
         with self._lock:
             until, fault = self._avoided.get(block, (0.0, Fault.OTHER))
             return [fault] if until > self._clock() else []

@@ -32,7 +32,7 @@ def opened(files: Files, path: Path) -> Iterator[int]:
 
 
 def read_header(files: Files, fd: int) -> Header:
-    """One read of a page for nearly every block; no payload."""
+    """Read and verify a header: for nearly every block one page, and no payload."""
     beginning = _read(files, fd, 0, ALIGNMENT_BYTES)
     length = header_bytes_of(beginning)
     if len(beginning) < ALIGNMENT_BYTES:
@@ -44,11 +44,11 @@ def read_header(files: Files, fd: int) -> Header:
 
 
 def read_block(files: Files, path: Path, wanted: BlockId, *, chain: Chain, root: bytes | None) -> Block:
-    """Everything verified, or DamagedBlock; OSError where the file cannot be read."""
+    """Read a block and verify all of it. Raises DamagedBlock, or OSError if the file cannot be read."""
     try:
         return _read_block(files, path, wanted, chain=chain, root=root)
     except ValueError as error:
-        # Right checksums over what no block can be: no tokens, a negative size.
+        # The checksums are right, but no block has such values: no tokens, a negative size.
         raise DamagedBlock(Damage.HEADER, str(error)) from error
 
 

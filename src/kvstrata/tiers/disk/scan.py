@@ -21,14 +21,14 @@ from kvstrata.tiers.removals import RemovalCause
 
 log = logging.getLogger(__name__)
 
-# Found together, and shown together.
+# Files that are read and added under one hold of the lock.
 NUM_FILES_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    has_lost: bool  # blocks that were known were gone
-    strays: tuple[Path, ...]  # files that can neither be read nor deleted
+    has_lost: bool  # files of known blocks were gone
+    strays: tuple[Path, ...]  # files that cannot be read, or cannot be deleted
 
 
 @dataclass
@@ -58,7 +58,7 @@ def compare(
     counters: Counters,
     tally: Tally,
 ) -> Compared:
-    """The lock of the records is taken for some files at a time."""
+    """Reconcile rows and files. The lock of the records is held for some files at a time."""
     with records.lock:
         records.load_rest()
     names = folder.names()
@@ -109,7 +109,7 @@ class _Comparison:
         self._records.found(found)
 
     def _isolate(self, path: Path, reason: Damage, what: str) -> None:
-        """One that can neither be moved nor deleted must not keep the others from being found."""
+        """Quarantine a file. A file that can be neither moved nor deleted must not keep others from being found."""
         try:
             if reason is Damage.VERSION:
                 self._remove_outdated(path, what)
@@ -134,12 +134,12 @@ class _Comparison:
 class DamagedFile:
     path: Path
     reason: Damage
-    what: str = field(default="", compare=False)  # of a file in another format: which
+    what: str = field(default="", compare=False)  # for a file in another format: its version
 
 
 @dataclass(frozen=True, slots=True)
 class UnreadFile:
-    """Counted, and not served until the next start."""
+    """A file that could not be read: counted, and not served until the next start."""
 
     path: Path
     reason: Fault

@@ -1,7 +1,7 @@
-"""How much of the volume the cache takes, and how it comes to take less: blocks that were cleared, that are over the
-limit, or that no request asked for in time, are deleted. Knows rows and paths.
+"""Space that the cache takes on the volume, and the deletes that bound it: of blocks that were cleared, exceed the
+limit, or were not used in time. Knows rows and paths.
 
-Runs on the tier's thread. Files first, then rows: what cannot be deleted stays counted.
+Runs on the tier's thread. A file is deleted before its row, so that a file that cannot be deleted stays counted.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ log = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
 
-# The folder itself, the three in it, the lock.
+# The folder itself, its three subfolders, the lock.
 FIXED_BYTES = 5 * PAGE_BYTES
 
-# What one publication can add beside the block: pages of the catalogue and its log, a folder's growth.
+# Bytes that a publication can add beside the block: pages of the catalogue and its log, a folder's growth.
 MARGIN_BYTES = 256 << 10
 
-# In one eviction. More than that is a fault of the volume, and not of some files.
+# Undeletable files in one eviction. More are a fault of the volume, and not of some files.
 NUM_UNDELETABLE = 16
 
-# Between two blocks: some tens of milliseconds.
+# Files deleted between two writes: some tens of milliseconds.
 NUM_PURGED_AT_ONCE = 64
 
 
 class GivenUp(Exception):
-    """Raised and caught inside disk/: there is no room for a block."""
+    """A block is not published, for `reason`. Raised and caught inside disk/."""
 
     def __init__(self, reason: DropReason) -> None:
         super().__init__(reason.value)
@@ -48,9 +48,9 @@ class GivenUp(Exception):
 
 
 class Account:
-    """How many bytes of the volume the cache takes: blocks by their rows, all else by asking, on the tier's threads.
+    """Bytes that the cache takes on the volume: blocks by their rows, all else measured on the tier's threads.
 
-    Changed under the lock of the records, read from anywhere: no question here asks the disk."""
+    Changed under the lock of the records, read from any thread: `disk_bytes` does not access the disk."""
 
     def __init__(self, folder: CacheFolder, quarantine: Quarantine) -> None:
         self._folder = folder
@@ -65,19 +65,19 @@ class Account:
         self.look_at_catalogue()
 
     def look_at_shard(self, shard: Path) -> None:
-        """A folder grows with the names in it."""
+        """Measure a folder of blocks again: it grows with the names in it."""
         self._shard_bytes[shard.name] = self._disk_bytes(shard)
 
     def look_at_catalogue(self) -> None:
-        """After every change of it."""
+        """Measure the catalogue again, after each change of it."""
         self._catalogue_bytes = sum(map(self._disk_bytes, self._folder.catalogue_paths()))
 
     def look_at_strays(self, paths: Iterable[Path]) -> None:
-        """Files under the names of blocks that cannot be read, or not be deleted."""
+        """Measure files with names of blocks that cannot be read, or cannot be deleted."""
         self._stray_bytes = sum(map(self._disk_bytes, paths))
 
     def disk_bytes(self, block_bytes: int) -> int:
-        """`block_bytes`: of all files that have a row."""
+        """Return all bytes on the volume. `block_bytes`: of all files that have a row."""
         beside = self._quarantine.disk_bytes + self._catalogue_bytes + self._stray_bytes
         return block_bytes + FIXED_BYTES + beside + sum(list(self._shard_bytes.values()))
 
@@ -89,7 +89,7 @@ class Account:
 
 
 class Space:
-    """What deletes runs on the tier's threads, under the lock of the records."""
+    """Frees space on the volume. Deletes run on the tier's threads, under the lock of the records."""
 
     def __init__(
         self,
@@ -107,17 +107,17 @@ class Space:
         self._limit_bytes = options.limit_bytes
         self._reserve_bytes = options.reserve_bytes
         self._is_pinned = is_pinned
-        self._undeletable: set[BlockId] = set()  # those that were said
+        self._undeletable: set[BlockId] = set()  # blocks that were logged
         self._look_at_volume()
 
     @property
     def allowed_bytes(self) -> int:
-        """The most that the cache can come to: its limit, or less where the volume has no room for that. As of the
-        start or the last write: it asks no disk."""
+        """The most that the cache can grow to: its limit, or less where the volume is too full. As of the start or the
+        last write: the disk is not accessed."""
         return min(self._limit_bytes, self._volume_bytes)
 
     def _look_at_volume(self) -> int:
-        """Tells what the volume has free."""
+        """Measure the volume. Return its free bytes."""
         free_bytes = self._folder.files.free_bytes(self._folder.directory)
         self._volume_bytes = self.disk_bytes() + max(0, free_bytes - self._reserve_bytes)
         return free_bytes
@@ -127,7 +127,7 @@ class Space:
         return self.account.disk_bytes(index.totals().disk_bytes + index.leaving.num_bytes)
 
     def make(self, nbytes: int, kept: frozenset[bytes], *, may_evict: bool) -> None:
-        """GivenUp where it cannot be done. `kept`: keys that must stay, besides those that are pinned."""
+        """Free space for a file, or raise GivenUp. `kept`: keys that must stay, besides those that are pinned."""
         with self._records.lock:
             self.keep_to_limit(kept)
             needed = _whole_pages(nbytes) + MARGIN_BYTES
@@ -138,7 +138,7 @@ class Space:
             if over_limit > evictable_bytes:
                 raise GivenUp(DropReason.NO_ROOM)
             if over_reserve > min(needed, evictable_bytes):
-                # Others fill the volume. Deleting blocks for new ones would not bring the reserve back.
+                # Other programs fill the volume. Deleting blocks for new ones would not bring the reserve back.
                 raise GivenUp(DropReason.RESERVE)
             over_both = max(over_reserve - max(over_limit, 0), 0)
             for excess_bytes, reason in ((over_limit, RemovalReason.LIMIT), (over_both, RemovalReason.RESERVE)):
@@ -146,12 +146,12 @@ class Space:
                     raise GivenUp(DropReason.NO_ROOM)
 
     def _excess(self, needed: int) -> tuple[int, int]:
-        """By how much so many bytes more would be over the limit, and into the reserve."""
+        """Return by how much `needed` more bytes would exceed the limit, and cut into the reserve."""
         free_bytes = self._look_at_volume()
         return self.disk_bytes() + needed - self._limit_bytes, self._reserve_bytes + needed - free_bytes
 
     def keep_to_limit(self, kept: frozenset[bytes] = frozenset()) -> None:
-        """A limit that was lowered holds at once, whatever the volume has free."""
+        """Delete until the limit holds, also after it was lowered and whatever the volume has free."""
         with self._records.lock:
             self._records.write_touches()
             self.account.look_at_catalogue()
@@ -162,7 +162,7 @@ class Space:
             self._look_at_volume()
 
     def purge(self) -> bool:
-        """Delete some of what was taken away. False: there was nothing left to delete."""
+        """Delete some files of cleared blocks. False: there was nothing left to delete."""
         with self._records.lock:
             self._records.note_leaving()
             rows = self._records.index.leaving.next_rows(NUM_PURGED_AT_ONCE)
@@ -186,8 +186,8 @@ class Space:
         self.account.look_at_catalogue()
 
     def expire(self, oldest: float, kept: frozenset[bytes]) -> float:
-        """Those that no request asked for since `oldest`. Tells when the next was asked for; infinite without a next.
-        OSError or CatalogueFault where one cannot be removed."""
+        """Delete blocks that no request used since `oldest`. Return when the next one was last used; infinite without a
+        next. Raises OSError or CatalogueFault if a block cannot be removed."""
         with self._records.lock:
             self._records.write_touches()
             with closing(self._records.victims.oldest(self._is_kept(kept, {}))) as victims:
@@ -202,7 +202,7 @@ class Space:
             return math.inf
 
     def _evict(self, nbytes: int, kept: frozenset[bytes], reason: RemovalReason) -> int:
-        """Bytes that this freed: fewer where no more can go. OSError where files that cannot be deleted are why."""
+        """Evict blocks and return the bytes freed: fewer if no more can go. OSError if undeletable files are why."""
         freed_bytes = 0
         stuck: dict[BlockId, OSError] = {}
         while freed_bytes < nbytes and len(stuck) < NUM_UNDELETABLE:
@@ -219,7 +219,7 @@ class Space:
         return freed_bytes
 
     def _unlink_oldest(self, nbytes: int, kept: frozenset[bytes], stuck: dict[BlockId, OSError]) -> list[BlockRow]:
-        """Some, until so many bytes are free. They are gone from memory; the catalogue has still to be told."""
+        """Delete the oldest leaves, up to `nbytes` or a full batch. The caller removes the rows from the catalogue."""
         freed: list[BlockRow] = []
         with closing(self._records.victims.oldest(self._is_kept(kept, stuck))) as victims:
             for row in victims:

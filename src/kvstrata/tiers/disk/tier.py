@@ -1,7 +1,7 @@
-"""The disk tier: blocks in a folder, within a limit, verified whenever they come back. Knows no arrays.
+"""The disk tier: blocks in a folder, within a limit, verified whenever they are read. Knows no MLX arrays.
 
-A fault of the disk is counted, said once and answered as a miss or a refusal. Nothing here raises into the caller
-after the start but for blocks and arguments that make no sense. `tiers/interface.py` says what each method is for.
+A fault of the disk is counted, logged once and answered with a miss or a refusal. After the start only invalid blocks
+and arguments raise into the caller. `tiers/interface.py` documents the methods.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class DiskTier:
         files: Files | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`chain` is index.keys.chain; `tally` tells what a block holds, by label. `is_pinned(key)` is asked on our
-        thread, under our lock: it must not wait for a thread that calls the tier.
+        """Open the folder. `chain` is prefix_cache.keys.chain; `tally` counts a block's bytes by label.
+        `is_pinned(key)` runs on the tier's thread, under its lock: it must not wait for a thread that calls the tier.
 
-        ConfigError where the folder cannot be used, CacheDirectoryBusy where another server uses it.
+        Raises ConfigError if the folder cannot be used, CacheDirectoryBusy if another server uses it.
         """
         self.limit_bytes = options.limit_bytes
         self.read_ahead_bytes = options.read_ahead_bytes
         self._clock = clock
-        self.on_room: Callable[[], None] = lambda: None  # called on our thread when the queue may have room again
+        self.on_room: Callable[[], None] = lambda: None  # called on the writer thread when the queue may accept blocks
         self._counters = Counters()
         self._folder = CacheFolder(options.directory, files or Files())
         prepare(self._folder)
@@ -105,13 +105,13 @@ class DiskTier:
         self._holdings.records.touches.add(blocks, self._clock())
 
     def flush(self, timeout_s: float) -> Flushed:
-        """Waits for the folder to be compared with its catalogue too."""
+        """Wait for the queue, and for the comparison of the folder with its catalogue."""
         return self._writer.flush(timeout_s)
 
     def end_pause(self) -> None:
         self._writer.end_pause()
 
-    # Looking and reading.
+    # Lookups and reads.
 
     def look(self, walk: Walk[T], otherwise: T, on_answer: Callable[[], None]) -> Lookup[T]:
         return self._lookups.ask(walk, otherwise, on_answer)
@@ -131,7 +131,7 @@ class DiskTier:
     def rates(self) -> Rates:
         return self._loader.meter.rates()
 
-    # Making less of it.
+    # Removal.
 
     def remove(self, blocks: Sequence[BlockId]) -> Removed:
         wanted, index = set(blocks), self._holdings.index
@@ -142,7 +142,7 @@ class DiskTier:
         return self._removed(totals)
 
     def clear(self, under: bytes = b"") -> Removed:
-        """The tier's thread deletes the files; what is put again meanwhile is not among them."""
+        """Hide blocks at once. The writer thread deletes their files, except of blocks that are put again meanwhile."""
         self._writer.withdraw(lambda block: block.root.startswith(under))
         return self._removed(self._holdings.index.hide_under(under))
 
@@ -150,7 +150,7 @@ class DiskTier:
         self._writer.wake()
         return Removed(totals.num_blocks, totals.num_tokens, totals.disk_bytes)
 
-    # Being asked, and ending.
+    # Usage and shutdown.
 
     def usage(self, under: bytes = b"") -> Usage:
         index, state = self._holdings.index, self._writer.state(0)
@@ -177,7 +177,7 @@ class DiskTier:
         )
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """A disk that hangs is not waited for longer than this."""
+        """Close the tier; wait at most `timeout_s` for a disk that hangs."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -189,7 +189,7 @@ class DiskTier:
             self._holdings.close()
             self._folder.release()
         else:
-            # Their threads may still touch both; the end of the process closes them.
+            # Threads of the tier may still use the catalogue and the folder; the end of the process closes both.
             log.warning("The disk cache did not close within %.0f s: the disk does not answer", timeout_s)
 
     def _open_holdings(self, options: DiskOptions, is_pinned: Callable[[bytes], bool], tally: Tally) -> Holdings:

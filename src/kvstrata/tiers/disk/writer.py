@@ -1,7 +1,7 @@
-"""The thread that takes blocks from the queue to the disk, its pauses and its pace. Knows no files.
+"""The thread that writes queued blocks to the disk, its pauses and its pace. Knows no files.
 
-A fault of the disk takes no block from the queue: it is tried again after a pause. A block that is given up takes along
-what is queued behind it and hangs on it, which no lookup could reach.
+After a fault of the disk a block stays queued and is tried again after a pause. When a block is given up, queued blocks
+that no lookup could reach without it are dropped too.
 """
 
 from __future__ import annotations
@@ -26,45 +26,45 @@ from kvstrata.tiers.write_limits import BlockQueue, Offer, Strides, Take
 
 log = logging.getLogger(__name__)
 
-# More than computing threads, but not all there is: a thread that never gets a core may hold the interpreter meanwhile.
+# More than computing threads, but not the maximum: a thread that never gets a core may hold the GIL meanwhile.
 NICENESS = 10
 
 LARGEST_NICENESS = 19
 
-# Of one block, each after a longer pause. Some minutes: a disk that was full has room again, and a block that can never
-# be written does not keep the others waiting for good.
+# Attempts for a block, each after a longer pause. Some minutes in all: a full disk may have space again by then, and a
+# block that can never be written does not keep the others waiting for good.
 MAX_ATTEMPTS = 6
 
 LONGEST_PAUSE_S = 300.0
 
 FULL = (Fault.NO_SPACE, DropReason.RESERVE)
 
-# Of the queue. What is past it is written without a rest: rather that than refuse blocks.
+# Share of the queue. Above it the writer does not rest, because full queues refuse blocks.
 REST_BELOW = 0.25
 
 
 class DiskWork(Protocol):
-    """What the thread does to the disk. None of it raises for the disk's sake."""
+    """The disk operations of the thread. Faults of the disk do not raise."""
 
     def publish(
         self, block: Block, kept: Callable[[], frozenset[bytes]], is_wanted: Callable[[], bool], take: Take
     ) -> Written | Dropped | WriteFailed:
-        """`kept`: keys that must stay on disk, asked for when this makes room. `is_wanted`: whether it still is, at the
-        moment of publication. `take` paces what is long."""
+        """Write a block. `kept` returns the keys that evictions must keep. `is_wanted` is asked at the moment of
+        publication. `take` paces long work."""
         ...
 
     def catch_up(self) -> CaughtUp | WriteFailed:
-        """Bring catalogue, folder and limit in step, and delete some of what was cleared."""
+        """Bring catalogue, folder and limit in step, and delete some of the cleared blocks."""
         ...
 
     def expire(self, kept: frozenset[bytes]) -> float:
-        """Let go of what no request asked for in time, but for keys that must stay. Tells in how many seconds to do so
-        again."""
+        """Delete blocks that no request used in time, except keys that must stay. Return the seconds until the next
+        call."""
         ...
 
 
 class Pause:
-    """When to try again after the disk said no: each time twice as long, up to a limit."""
+    """The pause after a fault of the disk. Each pause is twice as long as the last, up to a limit."""
 
     def __init__(self, first_s: float, clock: Callable[[], float]) -> None:
         self._first_s = first_s
@@ -82,7 +82,7 @@ class Pause:
         return self.remaining_s > 0
 
     def begin(self, reason: Fault | DropReason, what: str) -> None:
-        """Said once for each reason, until a write succeeds."""
+        """Begin a pause. Its reason is logged unless the last pause had the same."""
         if reason != self.reason:
             log.warning(
                 "The disk cache cannot be written (%s): %s. The server goes on from memory and tries again in %.0f s",
@@ -95,7 +95,7 @@ class Pause:
         self._next_s = min(2 * self._next_s, max(self._first_s, LONGEST_PAUSE_S))
 
     def lift(self) -> None:
-        """Try now. After another fault the next is longer all the same."""
+        """Allow an attempt now. After another fault the next pause is longer all the same."""
         self._until = 0.0
 
     def end(self) -> None:
@@ -114,8 +114,8 @@ class Writer:
         removals: RemovalLog,
         on_room: Callable[[], None],
     ) -> None:
-        """`removals`: the blocks that are given up. `on_room` is called on the writer's thread whenever a block was
-        tried."""
+        """Start the thread. `removals` receives the blocks that are given up. The thread calls `on_room` after each
+        attempt to write a block."""
         self.queue = BlockQueue(options.queue_bytes)
         self._changed = self.queue.changed
         self._work = work
@@ -124,7 +124,7 @@ class Writer:
         self._on_room = on_room
         self._pause = Pause(options.first_pause_s, time.monotonic)
         self._strides = Strides(self._rest, share=options.writer_share)
-        self._expires_s = -math.inf  # when something on the disk may have to go
+        self._expires_s = -math.inf  # when a block on the disk may expire
         self._must_catch_up = True
         self._has_just_caught_up = False
         self._is_writing = False
@@ -137,16 +137,16 @@ class Writer:
     # For callers.
 
     def offer(self, block: Block, *, replaces: bool = False) -> Refusal | None:
-        """None: taken. Waits for nothing but the queue's lock, which is never held over a file operation. `replaces`:
-        the disk may have the block in another form."""
+        """Queue a block. None: accepted. Waits only for the queue's lock, which is never held over a file operation.
+        `replaces`: the disk may have the block in another form."""
         with self._changed:
             if self._is_closing:
                 return Refusal.CLOSED
             return Refusal.PAUSED if self._pause.is_on else self.queue.add(block, replaces=replaces)
 
     def withdraw(self, is_unwanted: Callable[[Block], bool]) -> None:
-        """What is being written is not published any more, unless it just was: then it is on the disk, and the caller
-        takes it away there. The thread deletes files once no pause is on."""
+        """Drop queued blocks. A block that is being written is not published any more, unless it just was: then the
+        caller removes it from the disk. The thread deletes files once no pause is on."""
         with self._changed:
             unwanted = [offer for offer in self.queue.offers() if is_unwanted(offer.block)]
             self._drop(unwanted, Event.DROPPED, DropReason.CLEARED)
@@ -166,19 +166,19 @@ class Writer:
             )
 
     def end_pause(self) -> None:
-        """Take blocks again, whatever the disk said: there may be no later. Until it says so again."""
+        """Accept blocks again despite the last fault, until the next one: there may be no later attempt."""
         with self._changed:
             self._pause.lift()
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Something is out of step: catch up, once no pause is on."""
+        """Let the thread catch up with what is out of step, once no pause is on."""
         with self._changed:
             self._must_catch_up = True
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> Flushed:
-        """Everything is tried at once, a pause or not, and what fails is given up: there may be no later."""
+        """Try all blocks now, a pause or not, and give up those that fail: there may be no later attempt."""
         with self._changed:
             self._num_flushing += 1
             self._changed.notify_all()
@@ -189,7 +189,7 @@ class Writer:
             return Flushed(not len(self.queue), len(self.queue), self.queue.num_bytes)
 
     def close(self, timeout_s: float) -> bool:
-        """The block at hand is finished, the rest dropped and counted. False: the thread still waits for the disk."""
+        """Finish the current block, drop and count the others. False: the thread still waits for the disk."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -207,7 +207,7 @@ class Writer:
             with self._changed:
                 if not self._wait_for_work():
                     return
-                # What is deleted in slices leaves a turn to a block between two of them.
+                # Deletes run in slices, so that a block can be written between two of them.
                 catches_up = self._must_catch_up and not (self._has_just_caught_up and len(self.queue))
                 expires = not catches_up and self._must_expire()
                 offers = [] if catches_up or expires else self.queue.offers()[:1]
@@ -273,14 +273,14 @@ class Writer:
                 self._counters.add(Event.WRITTEN, offer.block.part, nbytes=file_bytes)
                 with self._changed:
                     self._expires_s = min(self._expires_s, time.monotonic() + expires_in_s)
-                    # The disk works again: what it did not do meanwhile is to be done.
+                    # The disk works again: catch up with what it did not do meanwhile.
                     self._must_catch_up = self._must_catch_up or bool(self._pause.reason)
                     self._pause.end()
                     self.queue.remove(offer)
             case Dropped(DropReason.CLEARED):
-                pass  # it left when it was withdrawn
+                pass  # it left the queue when it was withdrawn
             case Dropped(DropReason.RESERVE as reason):
-                # Others fill the volume, and may make room again: as with a full disk.
+                # Other programs fill the volume, and may free space again: as with a full disk.
                 self._hold(offer, Event.DROPPED, reason, "what is free is left to others")
             case Dropped(reason):
                 self._give_up(offer, Event.DROPPED, reason)
@@ -288,7 +288,7 @@ class Writer:
                 self._hold(offer, Event.FAILED, reason, what)
 
     def _hold(self, offer: Offer, event: Event, reason: Fault | DropReason, what: str) -> None:
-        """After a pause it is tried again, unless it had enough attempts or a flush waits."""
+        """Keep a block for an attempt after a pause, unless it had enough attempts or a flush waits."""
         with self._changed:
             self._num_faults += 1
             self._pause.begin(reason, what)
@@ -299,9 +299,9 @@ class Writer:
                 self._counters.add(event, reason)
 
     def _give_up(self, offer: Offer, event: Event, reason: Fault | DropReason) -> None:
-        """And what is queued and hangs on it."""
+        """Drop a block, and the queued blocks that no lookup could reach without it."""
         with self._changed:
-            self._num_faults += reason is DropReason.WRITE_BUDGET  # tomorrow it may be taken
+            self._num_faults += reason is DropReason.WRITE_BUDGET  # it may be accepted tomorrow
             self._drop(self.queue.hanging_on(offer), event, reason)
 
     def _drop(self, offers: list[Offer], event: Event, reason: Fault | DropReason) -> None:
@@ -318,7 +318,7 @@ Outcome = TypeVar("Outcome")
 def _guarded(work: Callable[[], Outcome]) -> Outcome | WriteFailed:
     try:
         return work()
-    except Exception as error:  # The thread must outlive a mistake of ours, and say it.
+    except Exception as error:  # A bug is logged and must not end the thread.
         log.exception("The disk cache's writer failed in a way that it should not")
         return WriteFailed(Fault.OTHER, repr(error))
 
@@ -331,7 +331,7 @@ def _removal(offer: Offer, reason: Fault | DropReason) -> BlockRemoval:
 
 
 def _step_back() -> None:
-    """Let computing threads have the cores: on Linux a thread has a priority of its own."""
+    """Lower the priority of this thread below computing threads; on Linux each thread has its own."""
     if sys.platform == "linux":
         with suppress(OSError):
             thread = threading.get_native_id()

@@ -1,8 +1,8 @@
-"""The sealed blocks of a store: write, fetch, touch, sweep and delete. Waits for the store, so all of it belongs on
-threads of the tier. Knows no queues.
+"""The sealed blocks of a store: write, fetch, touch, sweep and delete. Every call may wait for the store, so it belongs
+on a thread of the tier. Knows no queues.
 
-Faults are remembered by `Health`, which every question goes through; fetching answers them with a miss, the others let
-StoreFault through.
+Every call of the store goes through `Health`, which remembers faults. `fetch` answers a fault with a miss; the other
+methods let StoreFault through.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvstrata.tiers.remote.payload import LARGEST_HEADER_BYTES
 from kvstrata.tiers.remote.store import Store
 from kvstrata.tiers.write_limits import DailyBudget
 
-# Of a sealed block beside its tensors: the header, and what sealing adds.
+# Most bytes of a sealed block beside its tensors: the header and the seal.
 SEAL_MARGIN_BYTES = LARGEST_HEADER_BYTES + (1 << 20)
 
 
@@ -48,7 +48,7 @@ class SealedBlocks:
 
     @property
     def budget_bytes(self) -> float:
-        """What may still be written today; infinite without a limit."""
+        """Bytes that may still be written today; infinite without a limit."""
         return self._budget.left_bytes(self._clock())
 
     @property
@@ -80,8 +80,8 @@ class SealedBlocks:
         self._counters.add(Event.WRITTEN, block.part, nbytes=len(sealed), tokens=num_tokens)
 
     def fetch(self, block: BlockId, root: bytes) -> Loaded | Missing:
-        """A miss whose reason is a Damage should be deleted: what is created once is not replaced, so it would stand
-        for a right one."""
+        """Read and verify a block. The caller should delete the value after a miss with a Damage: values are never
+        replaced, so a damaged one would keep its name."""
         result = self._fetched(block, root)
         if isinstance(result, Missing):
             self._counters.add(Event.MISSED, result.reason)

@@ -1,6 +1,6 @@
-"""What a store has of a conversation. Asks the store, so every walk belongs on a thread of the tier.
+"""Chains of blocks in a store. Every walk queries the store, so it belongs on a thread of the tier.
 
-Names follow from the tokens, so a chain is asked for in one question, however long it is.
+Names follow from the tokens, so a chain of any length takes one query.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from kvstrata.tiers.remote.health import Health, StoreFault
 from kvstrata.tiers.remote.sealing import links_of
 from kvstrata.tiers.remote.store import Store
 
-# Marks that are asked for at once, from the end of a chain on.
+# Checkpoints in one query, from the end of a chain backwards.
 MARKS_AT_ONCE = 64
 
-# Names that were not there, or not what they should be, are not taken for there for so long.
+# Time for which names whose values were absent or damaged count as absent.
 AVOIDED_S = 60.0
 
 NUM_AVOIDED = 4096
 
 
 class Avoided:
-    """Names that a store seemed to have, and that could not be read."""
+    """Names that a store seemed to have, but whose values could not be read."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -60,7 +60,7 @@ class RemoteBlocks:
         avoided: Avoided,
         touch: Callable[[Sequence[str]], None],
     ) -> None:
-        """`touch(names)`: have these expire later, on another thread."""
+        """Read from a store. `touch(names)` lets values expire later, on another thread."""
         self._store = store
         self._names = cluster.names
         self._chain = cluster.chain
@@ -68,7 +68,7 @@ class RemoteBlocks:
         self._avoided = avoided
         self._touch = touch
 
-    # No one may ask for a single block on a thread that must not wait.
+    # Queries for single blocks come from threads that must not wait for the store: the answers are constant.
 
     def find(self, key: bytes, part: str = BASE) -> int:
         del key, part
@@ -79,12 +79,12 @@ class RemoteBlocks:
         return {}
 
     def num_after(self, key: bytes) -> int:
-        """What others wrote is not counted here."""
+        """Return 1, because blocks of other servers are not counted here."""
         del key
         return 1
 
     def longest(self, parent: bytes, start: int, ids: TokenIds, *, at_marks: bool = False) -> Walk[TierMatch]:
-        """`parent` is a root, and `start` 0: chains are asked for from their first token on."""
+        """Return the longest chain of a root. `start` must be 0: a chain is queried from its first token on."""
         if start:
             raise ValueError("The chain of a remote tier begins at its first token")
         links = yield from self._present(links_of(self._chain, self._names.root(parent), ids))
@@ -98,7 +98,7 @@ class RemoteBlocks:
         return OnDisk(match.num_tokens)
 
     def wanted(self, root: bytes, ids: TokenIds, marks: Sequence[int]) -> Walk[Wanted]:
-        """What is there counts as used."""
+        """Return the absent blocks. Count the present ones as used."""
         own_root = self._names.root(root)
         links = links_of(self._chain, own_root, ids)
         present = yield from self._present(links)
@@ -122,7 +122,7 @@ class RemoteBlocks:
         return [replace(link, nbytes=nbytes) for link, nbytes in zip(links, sizes, strict=False)]
 
     def _at_mark(self, links: list[Link]) -> TierMatch:
-        """Up to the last of them that has a mark."""
+        """Return the chain up to its last block with a checkpoint."""
         for end in range(len(links), 0, -MARKS_AT_ONCE):
             first = max(0, end - MARKS_AT_ONCE)
             sizes = self._sizes([self._names.of(link.key, MARK) for link in links[first:end]])
@@ -132,7 +132,7 @@ class RemoteBlocks:
         return TierMatch()
 
     def _sizes(self, names: list[str]) -> list[int]:
-        """Nothing where the store does not say."""
+        """Return the sizes of values; nothing if the store does not answer."""
         if not names or self._health.is_paused:
             return []
         try:

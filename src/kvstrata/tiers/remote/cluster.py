@@ -1,4 +1,4 @@
-"""What the servers of one store have in common: keys, names, and how blocks are sealed. Knows no stores."""
+"""Keys, names and seals that all servers of a store share. Knows no stores."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ class Cluster:
         return seal(self.keys, self.name_of(block.id), encode(block))
 
     def opened(self, wanted: BlockId, root: bytes, sealed: bytes | memoryview) -> Block:
-        """Raises DamagedBlock where it is not the block that is wanted, made by a server of this cluster."""
+        """Unseal a block. Raises DamagedBlock unless a server of this cluster made it and it is the wanted one."""
         return decode(unseal(self.keys, self.name_of(wanted), sealed), wanted, root, self.chain)

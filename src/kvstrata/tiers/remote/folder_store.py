@@ -1,7 +1,7 @@
 """Values as files in a folder that several machines mount, or several servers of one machine share.
 
-A file's time of change is when it was last used. What has expired is not there, and is deleted by a sweep or by who
-creates it anew. A server goes by its own clock: one that is ahead lets files expire earlier.
+A file's modification time is the time of its last use. An expired file counts as absent; a sweep deletes it, or the
+server that creates it anew. Each server uses its own clock: one that is ahead lets files expire earlier.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ FAULTS = {
     errno.ETIMEDOUT: Fault.TIMEOUT,
 }
 
-# Of a temporary that no server finishes any more.
+# Age of a temporary file that no server finishes any more.
 ABANDONED_S = 3600.0
 
 
 class FolderStore:
     def __init__(self, url: RemoteUrl, clock: Callable[[], float] = time.time, *, ttl_s: float = 0.0) -> None:
-        """`ttl_s`: a value that no server used for so long has expired; 0: none does."""
+        """Open a folder. `ttl_s`: time without a use after which a value has expired; 0: none does."""
         self._clock = clock
         self._ttl_s = ttl_s
         self._place = Path(url.path)
@@ -80,7 +80,7 @@ class FolderStore:
             written = path.with_name(f"{name}.{os.getpid()}.{time.monotonic_ns()}.part")
             try:
                 _write_synced(written, content)
-                # A link is made by one of several writers only. The bytes are on the disk before the name is: a crash
+                # Only one of several writers can make the link. The bytes are on the disk before the name is: a crash
                 # leaves the whole file or none.
                 os.link(written, path)
             except FileExistsError:
@@ -111,7 +111,7 @@ class FolderStore:
                     yield StoredValue(path.name, nbytes)
 
     def sweep(self, ttl_s: float) -> int:
-        """By the clock of this machine: one that is ahead deletes earlier."""
+        """Delete expired files, by the clock of this machine: one that is ahead deletes earlier."""
         num_deleted = 0
         with _faults():
             for path in self._files():
@@ -142,7 +142,7 @@ class FolderStore:
         return (path for path in self._folder.rglob("*") if path.is_file())
 
     def _path(self, name: str) -> Path:
-        """Blocks in 256 folders; what has a name of its own lies beside them."""
+        """Return a path: blocks are in 256 folders, values with fixed names beside these folders."""
         return self._folder / name[:2] / name if len(name) > 32 else self._folder / name
 
 
@@ -155,7 +155,7 @@ def _write_synced(path: Path, content: Content) -> None:
 
 
 def _read(file: FileIO, nbytes: int) -> bytes:
-    """The first bytes of a file, or fewer where it ends before: the seal tells."""
+    """Read the first bytes of a file, or fewer if it ends before, which the seal then shows."""
     pieces, left_bytes = list[bytes](), nbytes
     while left_bytes and (piece := file.read(left_bytes)):
         pieces.append(piece)

@@ -24,12 +24,12 @@ class Fault(StrEnum):
     OTHER = "other"
 
 
-# Those that keep a tier from being written, and not from being read.
+# Faults that prevent writing and not reading.
 WRITE_FAULTS = frozenset({Fault.READ_ONLY, Fault.FULL})
 
 
 class StoreFault(KvstrataError):
-    """Raised by stores and caught inside remote/: outside it is a miss or a refusal, and at the start a ConfigError."""
+    """A fault of a store, inside remote/. The tier answers with a miss or a refusal, at the start with ConfigError."""
 
     def __init__(self, reason: Fault, what: str) -> None:
         super().__init__(what)
@@ -37,7 +37,7 @@ class StoreFault(KvstrataError):
 
 
 class Damage(StrEnum):
-    """What came is not what its name says."""
+    """The ways in which a value is not what its name says."""
 
     SEAL = "seal"  # damaged, forged, moved here from another name, or sealed with another secret
     HEADER = "header"
@@ -47,7 +47,7 @@ class Damage(StrEnum):
 
 
 class DamagedBlock(KvstrataError):
-    """Raised and caught inside remote/: outside it is a miss with `reason`."""
+    """A block failed verification, inside remote/. The tier answers with a miss with `reason`."""
 
     def __init__(self, reason: Damage, what: str) -> None:
         super().__init__(what)
@@ -56,27 +56,27 @@ class DamagedBlock(KvstrataError):
 
 log = logging.getLogger(__name__)
 
-# Of the latency that was measured before, in the one after the next question.
+# Weight of the former latency when a new one is measured.
 OLD_SHARE = 0.7
 
-# While nothing is asked: after so long a question is expected to take half the time. One answer that took a second is
-# forgotten after about a minute, and asking in vain costs a request 20 ms to a second.
+# Without queries, the expected latency halves in this time. An answer that took a second is forgotten after about a
+# minute, and a query in vain costs a request 20 ms to a second.
 LATENCY_HALF_LIFE_S = 10.0
 
 
 class Event(StrEnum):
     WRITTEN = "written"
-    REFUSED = "refused"  # not taken by put
-    DROPPED = "dropped"  # taken, then given up
-    FAILED = "failed"  # the store did not do it
+    REFUSED = "refused"  # not accepted by put
+    DROPPED = "dropped"  # accepted, then given up
+    FAILED = "failed"  # a fault of the store
     READ = "read"
-    MISSED = "missed"  # asked for, not delivered
+    MISSED = "missed"  # requested, not delivered
     DELETED = "deleted"  # damaged blocks
     SKIPPED = "skipped"  # not offered: it has fewer bits than blocks here
 
 
 class Counters:
-    """Counted on every thread of the tier."""
+    """Event counters, updated on every thread of the tier."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -107,7 +107,7 @@ class Counters:
 
 
 class _Pause:
-    """Guarded by its owner."""
+    """A pause after a fault, guarded by its owner's lock."""
 
     def __init__(self, first_s: float, longest_s: float) -> None:
         self._first_s = first_s
@@ -142,30 +142,30 @@ class Health:
         self._all = _Pause(first_pause_s, longest_pause_s)
         self._writes = _Pause(first_pause_s, longest_pause_s)
         self._latency_s = 0.0
-        self._measured_s = 0.0  # when that was
+        self._measured_s = 0.0  # when the latency was measured
 
     @property
     def is_paused(self) -> bool:
-        """For reading and looking."""
+        """Whether reads and lookups are paused."""
         with self._lock:
             return self._clock() < self._all.until_s
 
     @property
     def paused_because(self) -> str:
-        """Why blocks are not taken; empty: they are."""
+        """The reason why blocks are not accepted; empty: they are."""
         with self._lock:
             now_s = self._clock()
             return next((pause.reason for pause in (self._all, self._writes) if now_s < pause.until_s), "")
 
     @property
     def latency_s(self) -> float:
-        """Of a question that has no bytes to carry, as it was lately, for people; 0: none was asked."""
+        """Recent latency of queries without payload, for people; 0: none was made."""
         with self._lock:
             return self._latency_s
 
     @property
     def expected_latency_s(self) -> float:
-        """Seconds that the next question is expected to take: the measured latency, faded by the time since."""
+        """Seconds that the next query is expected to take: the measured latency, faded by the time since."""
         with self._lock:
             return self._fading(self._clock()) * self._latency_s
 
@@ -173,13 +173,13 @@ class Health:
         return 0.5 ** ((now_s - self._measured_s) / LATENCY_HALF_LIFE_S)
 
     def lift(self) -> None:
-        """Try now. After another fault the next pause is longer all the same."""
+        """Allow queries now. After another fault the next pause is longer all the same."""
         with self._lock:
             self._all.until_s = self._writes.until_s = 0.0
 
     @contextmanager
     def asking(self, *, writes: bool = False, measures: bool = False) -> Iterator[None]:
-        """Around every call of the store. Lets StoreFault through, and remembers it."""
+        """Wrap a call of the store. Record a StoreFault and let it through, or record that the store works."""
         began_s = self._clock()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Look at a store without a server: what lies there, whether it is whole, and how fast it is. Knows bytes only."""
+"""List, verify and measure a store without a server. Knows bytes only."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Verified:
 
 @dataclass(frozen=True)
 class Measured:
-    latency_s: float  # of a question
+    latency_s: float  # of a query without payload
     read_bytes_per_s: float
     write_bytes_per_s: float
 
     def break_even(self, token_bytes: float) -> float:
-        """Tokens in a second: a server that computes prompts more slowly loads such tokens faster."""
+        """Return tokens per second: a server with a slower prefill loads such tokens faster than it computes them."""
         block_s = self.latency_s + 256 * token_bytes / self.read_bytes_per_s
         return 256 / block_s
 
@@ -66,7 +66,7 @@ def verify(store: Store, keys: Keys, chain: Chain) -> Verified:
 
 
 def measure(store: Store) -> Measured:
-    """With a value of its own, which is deleted."""
+    """Measure a store with a temporary value, which is deleted."""
     name = os.urandom(32).hex()
     latency_s = min(_seconds(lambda: store.sizes([name])) for _ in range(NUM_QUESTIONS))
     content = os.urandom(PROBE_BYTES)

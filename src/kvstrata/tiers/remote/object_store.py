@@ -1,7 +1,7 @@
-"""Values in an object store (S3, Google, Azure), through obstore. Each name is a request: few are asked, side by side.
+"""Values in an object store (S3, Google, Azure), through obstore. Each name is a request: few are sent, in parallel.
 
-No object store lets a server say when one object expires: what has not been used for its time is deleted by a rule of
-the bucket, or by a sweep. An object's age is when it was last written, so one that is used in the second half of its
+No object store lets a server set the expiry of a single object: a rule of the bucket or a sweep deletes objects that
+were not used in time. An object's age counts from its last write, so an object that is used in the second half of its
 time is written again.
 """
 
@@ -30,8 +30,8 @@ SIDE_BY_SIDE = 16
 
 CLIENT = {"connect_timeout": "2s", "timeout": "60s"}
 
-# As obstore calls it: under these names no variable of the environment wins over what the URL says. Whether a store
-# needs a secret is decided by its address.
+# Options of obstore. Under these names no variable of the environment overrides the URL: the address decides whether a
+# store needs a secret.
 ENDPOINT_OPTION = {"s3": "aws_endpoint_url_s3", "gs": "base_url", "az": "endpoint"}
 
 RETRY: dict[str, Any] = {"max_retries": 1, "retry_timeout": datetime.timedelta(seconds=5)}
@@ -39,7 +39,7 @@ RETRY: dict[str, Any] = {"max_retries": 1, "retry_timeout": datetime.timedelta(s
 
 class ObjectStore:
     def __init__(self, url: RemoteUrl, clock: Callable[[], float] = time.time) -> None:
-        """Raises StoreFault where the environment does not say whose store it is."""
+        """Open a bucket. Raises StoreFault if the environment does not name the store's account."""
         self._clock = clock
         try:
             with _faults():
@@ -54,8 +54,8 @@ class ObjectStore:
         return self._each(self._size, names)
 
     def leading(self, names: Sequence[str]) -> list[int]:
-        """Parents are written first: look at some, side by side, then between the last that is there and the first that
-        is not."""
+        """Search in rounds of parallel requests. Parents are written first, so each round narrows the range between the
+        last present and the first absent value."""
         found = [0] * len(names)
         first, last = 0, len(names)  # all before `first` are there, none from `last` on is
         while first < last:
@@ -79,7 +79,7 @@ class ObjectStore:
         with _faults():
             try:
                 found = obstore.get(self._store, _path(name))
-                require_size(int(found.meta["size"]), max_bytes)  # its bytes have not come yet
+                require_size(int(found.meta["size"]), max_bytes)  # before its bytes are read
                 return memoryview(found.bytes())
             except (NotFoundError, FileNotFoundError):
                 self._require_place()
@@ -161,11 +161,11 @@ class ObjectStore:
                 obstore.put(self._store, _path(name), bytes(content), use_multipart=False)
 
     def _age_s(self, meta: Any) -> float:
-        """By the clocks of this machine and of the store."""
+        """Return the age of an object, by the clocks of this machine and of the store."""
         return self._clock() - meta["last_modified"].timestamp()
 
     def _require_place(self) -> None:
-        """A bucket that does not exist says no more than an object that does not."""
+        """Raise if the bucket does not exist: a request for an object has the same error for both."""
         import obstore
 
         next(iter(obstore.list(self._store, prefix=PREFIX, chunk_size=1)), None)
@@ -182,7 +182,7 @@ def _open(url: RemoteUrl) -> Any:
     options: dict[str, Any] = {name: value for name, value in url.options.items() if name == "region"}
     if url.endpoint:
         if url.scheme == "az":
-            options["use_emulator"] = False  # which has an address of its own
+            options["use_emulator"] = False  # the emulator has an address of its own
         options[ENDPOINT_OPTION[url.scheme]] = url.endpoint
         client["allow_http"] = str(url.endpoint.startswith("http://")).lower()
     prefix = url.path.strip("/") or None
@@ -190,7 +190,7 @@ def _open(url: RemoteUrl) -> Any:
 
 
 def _path(name: str) -> str:
-    """Blocks in 256 folders, which object stores spread; what has a name of its own lies beside them."""
+    """Return a path: blocks are in 256 folders, which object stores spread, values with fixed names beside these."""
     return f"{PREFIX}/{name[:2]}/{name}" if len(name) > 32 else f"{PREFIX}/{name}"
 
 
@@ -213,7 +213,7 @@ def _faults() -> Iterator[None]:
 
 
 SIGNS = {
-    # Without credentials obstore asks the cloud that it may run in.
+    # Without credentials obstore asks the metadata server of the cloud that it may run in.
     "169.254.169.254": Fault.DENIED,
     "metadata.google.internal": Fault.DENIED,
     "Account must be specified": Fault.DENIED,
@@ -238,7 +238,7 @@ def _fault_of(text: str) -> Fault:
 
 
 def _words(error: Exception) -> str:
-    """One line. What follows a question mark in an address may be a signature, and is never shown."""
+    """Return one line of an error, without the queries of addresses, which may hold signatures."""
     said = str(error).splitlines() or [type(error).__name__]
     said = QUERY.sub("", said[0].split(": <")[0])[:200]
     code = CODE.search(str(error))

@@ -1,6 +1,6 @@
-"""The store of a URL, tried before it is used: what is wrong with it is said at the start, and nothing is written.
+"""Open the store of a URL and try it out: problems are reported at the start, before anything is written.
 
-A marker with a name of its own says whether servers share one secret: the first makes it, all others must open it.
+A marker with a fixed name shows whether servers share one secret: the first creates it, all others must unseal it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ NEXT_STEP = {
 
 
 def make_store(url: RemoteUrl, clock: Callable[[], float] = time.time, *, ttl_s: float = 0.0) -> Store:
-    """Asks nothing yet. `ttl_s`: for stores that cannot say themselves what has expired. Raises ConfigError where the
-    environment lacks what its kind needs."""
+    """Make a store without a query. `ttl_s`: for stores that cannot tell themselves what has expired. Raises
+    ConfigError if the environment lacks what this kind of store needs."""
     if url.is_redis:
         return RedisStore(url)
     try:
@@ -51,7 +51,7 @@ def make_store(url: RemoteUrl, clock: Callable[[], float] = time.time, *, ttl_s:
 
 
 def open_store(url: RemoteUrl, keys: Keys, clock: Callable[[], float] = time.time, *, ttl_s: float = 0.0) -> Store:
-    """A store that answers and can be written, and whose servers have this secret. Raises ConfigError."""
+    """Open a store that answers, can be written, and whose servers have this secret; otherwise raise ConfigError."""
     if keys.seal is not None:
         aes_gcm()
     store = make_store(url, clock, ttl_s=ttl_s)
@@ -68,13 +68,13 @@ def open_store(url: RemoteUrl, keys: Keys, clock: Callable[[], float] = time.tim
 
 
 def words_for(url: RemoteUrl, fault: StoreFault) -> str:
-    """Why a store cannot be used, and what to do."""
+    """Return why a store cannot be used, and what to do."""
     said = str(fault).rstrip(".")
     return f"{url.shown} cannot be used ({fault.reason}): {said}. {NEXT_STEP[fault.reason]}."
 
 
 def _try_out(store: Store) -> None:
-    """All that a server does, to a value that no one has: what is not allowed is said before something is written."""
+    """Try every operation on a name that no value has: missing permissions show before anything is written."""
     no_one = os.urandom(32).hex()
     store.sizes([no_one])
     store.get(no_one, LARGEST_MARKER_BYTES)
@@ -96,11 +96,11 @@ def _join_cluster(store: Store, url: RemoteUrl, keys: Keys) -> None:
 
 
 def _marker_of(store: Store, made: Content) -> Content | None:
-    """The marker that lies in a store: the one that was made, where there was none."""
+    """Return the marker of a store: the new one if there was none."""
     try:
         return made if store.create(MARKER, made, 0.0) else store.get(MARKER, LARGEST_MARKER_BYTES)
     except StoreFault as fault:
-        # A full store can be read, and may have room again; whether it is this cluster's it must say.
+        # A full store can be read, and may have space again; it must still prove that it is this cluster's.
         found = store.get(MARKER, LARGEST_MARKER_BYTES) if fault.reason is Fault.FULL else None
         if found is None:
             raise

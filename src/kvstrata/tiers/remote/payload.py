@@ -1,8 +1,8 @@
-"""A block as one run of bytes, and back. Knows no stores and no seals.
+"""The encoding of a block as one run of bytes. Knows no stores and no seals.
 
-8 bytes say how long the header is, which is JSON; after it, at a multiple of 64, come the tensors one after the other,
-those of wide elements first. The header has all that a block needs beside its bytes: key, part, parent, root, start,
-token ids and description.
+8 bytes have the length of the header, which is JSON. After the header, at a multiple of 64, come the tensors one after
+the other, wide elements first. The header has all other fields of a block: key, part, parent, root, start, token ids
+and description.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def encode(block: Block) -> bytearray:
 
 
 def decode(body: memoryview, wanted: BlockId | None, root: bytes | None, chain: Chain) -> Block:
-    """Raises DamagedBlock where it is not the block that is wanted. None: any will do, for a check of a whole store."""
+    """Decode a block. Raises DamagedBlock if it is not the wanted one; None: any block, to check a whole store."""
     try:
         block = _read(body)
     except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -91,5 +91,5 @@ def _read(body: memoryview) -> Block:
 
 
 def _begin(header_bytes: int) -> int:
-    """Where the first tensor is."""
+    """Return the offset of the first tensor."""
     return -(-(LENGTH_BYTES + header_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,4 +1,4 @@
-"""Values in Valkey or Redis, through redis-py. Names of one question go in one pipeline: one round trip."""
+"""Values in Valkey or Redis, through redis-py. All names of a query go in one pipeline: one round trip."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 AT_ONCE = 500
 
-# What redis-py passes on of Python's ssl, which may end a connection at any later answer too.
+# Words of Python's ssl in errors of redis-py. They may come with any later answer too, if TLS ends a connection.
 TLS_SIGNS = ("SSL", "CERTIFICATE", "certificate")
 
 
@@ -56,14 +56,14 @@ class RedisStore:
 
     def get(self, name: str, max_bytes: int) -> bytes | None:
         with _faults():
-            # One round trip, and one byte too many at most.
+            # One round trip, and at most one byte above the limit.
             found: Any = self._client.getrange(_key(name), 0, max_bytes)
         require_size(len(found), max_bytes)
         return found or None
 
     def create(self, name: str, content: Content, ttl_s: float) -> bool:
         with _faults():
-            # redis-py sends a view as it is, without a copy.
+            # redis-py sends a view without a copy.
             view: Any = memoryview(content)
             return bool(self._client.set(_key(name), view, nx=True, px=int(1000 * ttl_s) or None))
 
@@ -105,7 +105,7 @@ class RedisStore:
 
 
 def _check_tls_files(url: RemoteUrl) -> None:
-    """redis-py would say no more than that a file does not exist, and not which."""
+    """Raise ConfigError with the name of an unreadable file: errors of redis-py do not name it."""
     for option in TLS_FILES:
         file = url.options.get(option)
         if file is not None and not os.access(file, os.R_OK):
@@ -154,5 +154,5 @@ def _fault_of(error: Exception) -> Fault:
 
 
 def _words(error: Exception) -> str:
-    """One line. What a server says does not repeat a password."""
+    """Return one line of an error. Messages of a server do not repeat a password."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]

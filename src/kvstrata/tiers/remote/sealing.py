@@ -33,14 +33,14 @@ MAKE_ONE = "Make one with: (umask 077; openssl rand -hex 32 > secret), and give 
 
 @dataclass(frozen=True)
 class Keys:
-    """`seal` is None where there is no secret: then blocks have checksums, and are not encrypted."""
+    """The keys derived from a secret. `seal` is None without one: blocks then have checksums and are not encrypted."""
 
     names: bytes = field(repr=False)
     seal: bytes | None = field(repr=False)
 
 
 def keys_for(url: RemoteUrl, secret_file: Path | None) -> Keys:
-    """Raises ConfigError where a secret is missing or of no use."""
+    """Return the keys of a store. Raises ConfigError if the secret is missing or unusable."""
     if secret_file is not None:
         return keys_of(read_secret(secret_file))
     if url.needs_secret:
@@ -83,17 +83,17 @@ class Names:
         self._backend = backend.encode()
 
     def root(self, root: bytes) -> bytes:
-        """Of a chain here, from what the chain's root is elsewhere."""
+        """Return the root of a chain on this tier, from the chain's root in the prefix cache."""
         return blake3(ROOT_DOMAIN + root + self._backend).digest()
 
     def of(self, key: bytes, part: str) -> str:
-        """Every field is of fixed length or comes with its length, so that no two blocks have one name."""
+        """Return a block's name. Each field has a fixed length or comes with its length, so no two blocks share one."""
         fields = (key, len(self._precision).to_bytes(2, "little"), self._precision, part.encode())
         return blake3(b"".join(fields), key=self._key).hexdigest()
 
 
 def links_of(chain: Chain, root: bytes, ids: TokenIds) -> list[Link]:
-    """The blocks of all whole runs of 256 tokens. None of them is known to be there."""
+    """Return the blocks of all whole runs of 256 tokens, whether the store has them or not."""
     links: list[Link] = []
     parent = root
     for start in range(0, len(ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
@@ -118,7 +118,7 @@ TAG_BYTES = 16
 
 DIGEST_BYTES = 32
 
-# Between two pieces: the thread that computes gets the interpreter.
+# Rest between two pieces, in which the computing thread gets the GIL.
 REST_S = 0.0001
 
 EXTRA = "pip install 'kvstrata[remote]'"
@@ -144,7 +144,7 @@ def seal(keys: Keys, name: str, body: bytes | bytearray) -> bytes | bytearray:
 
 
 def unseal(keys: Keys, name: str, sealed: bytes | memoryview) -> memoryview:
-    """Raises DamagedBlock for anything but what `seal` made under this name."""
+    """Return the body. Raises DamagedBlock for any value that `seal` did not make under this name."""
     view = memoryview(sealed)
     magic = bytes(view[: len(SEALED)])
     if keys.seal is None:
@@ -180,7 +180,7 @@ def _cipher(key: bytes, name: str, salt: bytes) -> AESGCM:
 
 
 def aes_gcm() -> type[AESGCM]:
-    """The class, imported where it is needed."""
+    """Import the cipher class; ConfigError if the package is missing."""
     try:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     except ImportError:

@@ -1,4 +1,4 @@
-"""What the remote tier asks of a store: values by name, created once. Every call may wait, and raises StoreFault."""
+"""The protocol of stores: values by name, created once. Every call may wait, and may raise StoreFault."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ PREFIX = "kvstrata1"
 
 CONNECT_S = 2.0
 
-# For a part of an answer to come; a large value may take longer in all.
+# Timeout of each part of an answer; a large value may take longer in all.
 ANSWER_S = 3.0
 
 Content = bytes | bytearray | memoryview
 
-# Of a value where no model says how large a block may be.
+# Limit of a value where no model gives the size of a block.
 LARGEST_VALUE_BYTES = 1 << 30
 
 
@@ -30,37 +30,37 @@ class StoredValue:
 
 class Store(Protocol):
     def sizes(self, names: Sequence[str]) -> list[int]:
-        """In bytes; 0: not there. As few round trips as the store allows."""
+        """Return sizes in bytes; 0: absent. Takes as few round trips as the store allows."""
         ...
 
     def leading(self, names: Sequence[str]) -> list[int]:
-        """The sizes of those before the first that is not there. A store that is asked name by name may take for there
-        what lies between two that are, at the size of its neighbour: reading tells."""
+        """Return the sizes of values before the first absent one. A store with a request for each name may assume
+        values between two present ones, with a neighbour's size: a read then finds out."""
         ...
 
     def get(self, name: str, max_bytes: int) -> bytes | memoryview | None:
-        """None: not there. Raises DamagedBlock where the value is larger than this, and reads no more of it: whoever
-        writes to the store must not decide how much memory a server takes."""
+        """Return a value; None: absent. Raises DamagedBlock for a larger value and reads no more of it: a writer to the
+        store must not decide how much memory a server takes."""
         ...
 
     def create(self, name: str, content: Content, ttl_s: float) -> bool:
-        """False: there was one already, which stays. `ttl_s` 0: it does not expire."""
+        """Create a value. False: the name has one already, which stays. `ttl_s` 0: the value does not expire."""
         ...
 
     def touch(self, names: Sequence[str], ttl_s: float) -> None:
-        """These expire so long from now, as far as they are there."""
+        """Let values expire `ttl_s` from now. Absent names are ignored."""
         ...
 
     def delete(self, names: Sequence[str]) -> None:
-        """Nothing happens to those that are not there."""
+        """Delete values. Absent names are ignored."""
         ...
 
     def values(self) -> Iterator[StoredValue]:
-        """All that lie here, in any order."""
+        """Yield all values, in any order."""
         ...
 
     def sweep(self, ttl_s: float) -> int:
-        """Delete what has expired, where the store does not do so itself. Tells how many."""
+        """Delete expired values, if the store does not do so itself. Return their number."""
         ...
 
     def close(self) -> None: ...

@@ -1,7 +1,7 @@
-"""The remote tier: blocks that several servers share, named by their tokens and sealed. Knows no arrays.
+"""The remote tier: blocks that several servers share, named by their tokens and sealed. Knows no MLX arrays.
 
-A fault of the store is counted, said once and answered as a miss or a refusal; then the store is left alone for a
-while. Nothing here raises into the caller after the start. `tiers/interface.py` says what each method is for.
+A fault of the store is counted, logged once and answered with a miss or a refusal; then the store is not queried for a
+while. Nothing here raises into the caller after the start. `tiers/interface.py` documents the methods.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 5.0
 
-# A store's size is not known here; what it has no room for it refuses or evicts.
+# A store's size is not known here; a full store refuses or evicts blocks.
 NO_LIMIT_BYTES = 1 << 62
 
 
@@ -46,8 +46,8 @@ class RemoteTier:
         store: Store | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`chain` is index.keys.chain, `backend` what the model runs on. Raises ConfigError where the store cannot be
-        used, or is used with another secret."""
+        """Open the store. `chain` is prefix_cache.keys.chain, `backend` names the model's back-end. Raises ConfigError
+        if the store cannot be used, or is used with another secret."""
         self._options = options
         self.read_ahead_bytes = options.read_ahead_bytes
         self.on_room: Callable[[], None] = lambda: None
@@ -78,7 +78,7 @@ class RemoteTier:
     def put(
         self, block: Block, *, asked_twice: bool = False, replace: bool = False, unused_s: float = 0.0
     ) -> Accepted | Refused:
-        """Blocks are created once: `replace` means nothing here."""
+        """Queue a block. `replace` has no effect: blocks are created once."""
         del replace, unused_s
         refusal = self._refusal(block, asked_twice=asked_twice) or self._writer.offer(block)
         if refusal is None:
@@ -96,7 +96,7 @@ class RemoteTier:
         return None
 
     def skipped(self, num_tokens: int) -> None:
-        """Counted: a block was not offered, because it has fewer bits than blocks have here."""
+        """Count a block that was not offered, because it has fewer bits than blocks of this tier."""
         self._counters.add(Event.SKIPPED, "fewer_bits", tokens=num_tokens)
 
     def writing(self) -> Writing:
@@ -122,7 +122,7 @@ class RemoteTier:
     def flush(self, timeout_s: float) -> Flushed:
         return self._writer.flush(timeout_s)
 
-    # Looking and reading.
+    # Lookups and reads.
 
     @property
     def expected_latency_s(self) -> float:
@@ -147,7 +147,7 @@ class RemoteTier:
         return self._sealed.rates
 
     def _load(self, block: BlockId, root: bytes) -> Loaded | Missing:
-        """On a reader's thread."""
+        """Load a block, on a reader thread."""
         result = self._sealed.fetch(block, root)
         if isinstance(result, Missing) and isinstance(result.reason, Damage):
             self._delete_later(block, result.reason)
@@ -156,10 +156,10 @@ class RemoteTier:
     def _delete_later(self, block: BlockId, reason: str) -> None:
         self._writer.run_errand(lambda: self._sealed.delete(block, reason))
 
-    # Making less of it. A shared store is cleared by its operator, or by its blocks' time.
+    # Removal. A shared store is cleared by its operator, or by the expiry of its blocks.
 
     def remove(self, blocks: Sequence[BlockId]) -> Removed:
-        """Blocks that no version of ours could have written."""
+        """Delete blocks that no version of kvstrata could have written."""
         for block in blocks:
             self._sealed.avoided.add(self._cluster.name_of(block))
             self._delete_later(block, "unreadable")
@@ -169,7 +169,7 @@ class RemoteTier:
         del under
         return Removed()
 
-    # Being asked, and ending.
+    # Usage and shutdown.
 
     def usage(self, under: bytes = b"") -> Usage:
         del under
@@ -198,7 +198,7 @@ class RemoteTier:
         )
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """A store that hangs is not waited for longer than this."""
+        """Close the tier; wait at most `timeout_s` for a store that hangs."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -1,4 +1,4 @@
-"""Where a remote tier is: URLs of stores, read and checked. What is shown or raised here never has a password in it."""
+"""URLs of stores, read and checked. Nothing that is shown or raised here has a password in it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ EXAMPLES = (
     "redis://host:6379/0, rediss://host:6380/0, s3://bucket/prefix, gs://bucket, az://container or file:///folder"
 )
 
-# Files and a folder that TLS reads; named after what redis-py calls them.
+# Files and a folder that TLS reads, under the names of redis-py.
 TLS_FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 
 CHECK_HOSTNAME = "ssl_check_hostname"
 
-# By scheme: what may follow a question mark.
+# By scheme: options that may follow a question mark.
 OPTIONS: Mapping[str, frozenset[str]] = {
     "redis": frozenset(),
     "rediss": frozenset({*TLS_FILES, CHECK_HOSTNAME}),
@@ -33,7 +33,7 @@ OPTIONS: Mapping[str, frozenset[str]] = {
     "file": frozenset(),
 }
 
-# Variables that name another address of an object store, as obstore reads them; the first that is set counts.
+# Environment variables with another address of an object store, as obstore reads them; the first that is set counts.
 ENDPOINTS: Mapping[str, tuple[str, ...]] = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
     "gs": ("GOOGLE_BASE_URL",),
@@ -53,11 +53,11 @@ class RemoteUrl:
     path: str  # of Redis: the number of the database; of an object store: the prefix
     port: int | None = None
     options: Mapping[str, str] = field(default_factory=dict, repr=False)
-    text: str = field(default="", repr=False)  # all of it, with a password or the name of its variable
+    text: str = field(default="", repr=False)  # the whole URL, with a password or the name of its variable
 
     @property
     def shown(self) -> str:
-        """For people and logs."""
+        """The URL without a login, for people and logs."""
         port = f":{self.port}" if self.port is not None else ""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.scheme}://{host}{port}/{self.path.lstrip('/')}".rstrip("/")
@@ -73,7 +73,7 @@ class RemoteUrl:
 
     @property
     def with_login(self) -> str:
-        """The text with the values of variables that its user and password name. Raises ConfigError."""
+        """The URL with the values of variables in its user and password. Raises ConfigError."""
         login, mark, rest = self.text.rpartition("@")
         return f"{VARIABLE.sub(_value, login)}{mark}{rest}"
 
@@ -83,19 +83,19 @@ class RemoteUrl:
 
     @property
     def endpoint(self) -> str:
-        """Of an object store: another address than that of its provider; empty: there is none."""
+        """Address of an object store, if it is not the provider's; empty: it is."""
         named = (os.environ.get(name) for name in ENDPOINTS.get(self.scheme, ()))
         return self.options.get("endpoint") or next((address for address in named if address), "")
 
     @property
     def needs_secret(self) -> bool:
-        """Unless no one else can write there: in a folder that is this user's alone. A loopback address is open to all
-        users and containers of a machine."""
+        """Whether others can write to the store: all but a folder that is this user's alone. A loopback address is open
+        to all users and containers of a machine."""
         return self.scheme != "file" or not _is_private(Path(self.path))
 
 
 def parse(text: str) -> RemoteUrl:
-    """Raises ConfigError, which never shows the text: it may have a password in it."""
+    """Parse a URL. Raises ConfigError, which never shows the text, because it may have a password in it."""
     try:
         parts = urlsplit(text.strip())
         port = parts.port
@@ -157,7 +157,7 @@ def _is_address(endpoint: str) -> bool:
 
 
 def _reason(error: ValueError) -> str:
-    """urllib quotes what it could not read."""
+    """Return the reason without the text that urllib quotes."""
     return "the port is not a number" if "port" in str(error).lower() else "it cannot be read"
 
 

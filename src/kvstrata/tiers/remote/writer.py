@@ -1,7 +1,7 @@
-"""The thread that writes blocks to the store, parents first, and does what else may wait: touching, deleting.
+"""The thread that writes blocks to the store, parents first, and does other work that may wait: touches, deletes.
 
-No one waits for it. After a fault all that is queued is given up: what is missing is offered again when its
-conversation goes on.
+No request waits for it. After a fault all queued blocks are given up: missing blocks are offered again when their
+conversation continues.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ log = logging.getLogger(__name__)
 # Touches and deletes that wait; more are dropped.
 MAX_ERRANDS = 256
 
-# What the store does not delete itself is looked for so often.
+# Interval of sweeps, for values that the store does not delete itself.
 SWEEP_EVERY_S = 3600.0
 
 
 class Writer:
-    """`write` stores one block; both raise StoreFault."""
+    """Queue and thread of writes. `write` stores one block; `write` and `sweep` may raise StoreFault."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Writer:
             return self._blocks.get(block)
 
     def offer(self, block: Block) -> Refusal | None:
-        """None: taken."""
+        """Queue a block. None: accepted."""
         with self._changed:
             if self._is_closing:
                 return Refusal.CLOSED
@@ -82,7 +82,7 @@ class Writer:
         return None
 
     def run_errand(self, errand: Callable[[], None]) -> None:
-        """Something that may be left undone."""
+        """Queue work that may be left undone."""
         with self._changed:
             if not self._is_closing and len(self._errands) < MAX_ERRANDS:
                 self._errands.append(errand)
@@ -133,14 +133,14 @@ class Writer:
         self._on_room()
 
     def _try(self, work: Callable[[], None]) -> bool:
-        """Nothing is asked of a store that is left alone."""
+        """Run work unless the store is paused. Return whether it succeeded."""
         if self._health.paused_because:
             return False
         try:
             work()
         except StoreFault:
             return False
-        except Exception:  # The thread must outlive a mistake of ours, and say it.
+        except Exception:  # A bug is logged and must not end the thread.
             log.exception("The remote cache's writer failed in a way that it should not")
             return False
         return True
