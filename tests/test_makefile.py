@@ -32,6 +32,8 @@ def make_serve(folder: Path, script: str, *, interrupt: bool) -> tuple[int, str]
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # A test command in the background ignores Ctrl-C, and what it starts would, too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         env={**outside, "LC_ALL": "C"},
     ) as process:
         assert process.stdout is not None
