@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 from typer.testing import CliRunner
 
+from kvstrata.attention import segments
 from kvstrata.bench import selftest
 from kvstrata.cli import app
 from kvstrata.codecs import backends, raw
@@ -31,7 +32,8 @@ def test_scores_that_are_rounded_to_16_bits_are_found_out(monkeypatch: pytest.Mo
     def rounded(q: mx.array, k: mx.array, scale: float = 1.0) -> mx.array:
         return ((q * scale) @ k.swapaxes(-1, -2)).astype(mx.float32)
 
-    monkeypatch.setattr(raw, "scores", rounded)
+    for module in (raw, segments, selftest):
+        monkeypatch.setattr(module, "exact_scores", rounded)
     with backends.as_on_metal():
         found = {check.what for check in failed()}
     for what in (

@@ -169,7 +169,7 @@ def test_what_was_sealed_opens_under_its_name_alone(keys: Keys, size: int) -> No
     with pytest.raises(DamagedBlock):
         sealing.unseal(keys, "other", sealed)
     with pytest.raises(DamagedBlock):
-        sealing.unseal(replace(keys, sealing=bytes(32)), "name", sealed)
+        sealing.unseal(replace(keys, seal=bytes(32)), "name", sealed)
 
 
 def test_pieces_cannot_be_cut_off_or_swapped() -> None:
