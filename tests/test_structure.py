@@ -1,4 +1,4 @@
-"""Structure of the engine and the prefix cache: names, docstrings, and the writers of `Entry`."""
+"""Structure of the packages: names, docstrings, and the writers of `Entry`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kvstrata.prefix_cache.entries import Entry
 
 SOURCES = Path(__file__).parent.parent / "src" / "kvstrata"
 PACKAGES = ("engine", "prefix_cache")
+WORDED = (*PACKAGES, "attention", "codecs", "kv", "packed", "tiers")  # whose docstrings follow the rules
 OPENINGS = {"What", "Who", "Whose", "Which", "Where", "Of", "One", "Those", "That", "Its", "So"}
 
 # Instances of other classes that have attributes of the same name: loads, prefix states, the policy.
@@ -20,12 +21,12 @@ OTHER_OWNERS = {"self", "load", "state", "self._precision"}
 
 
 @cache
-def _trees() -> dict[str, ast.Module]:
-    """Return the syntax trees of all modules, by package and name."""
+def _trees(packages: tuple[str, ...] = PACKAGES) -> dict[str, ast.Module]:
+    """Return the syntax trees of all modules of packages, by dotted name."""
     return {
-        f"{package}.{path.stem}": ast.parse(path.read_text(encoding="utf-8"))
-        for package in PACKAGES
-        for path in sorted((SOURCES / package).glob("*.py"))
+        ".".join(path.relative_to(SOURCES).with_suffix("").parts): ast.parse(path.read_text(encoding="utf-8"))
+        for package in packages
+        for path in sorted((SOURCES / package).rglob("*.py"))
     }
 
 
@@ -64,5 +65,5 @@ def test_only_the_entry_table_assigns_attributes_of_entries() -> None:
 
 
 def test_docstrings_begin_with_a_noun_or_an_imperative() -> None:
-    modules = {module for module, tree in _trees().items() if any(map(_has_forbidden_opening, ast.walk(tree)))}
+    modules = {module for module, tree in _trees(WORDED).items() if any(map(_has_forbidden_opening, ast.walk(tree)))}
     assert modules == set()
