@@ -49,7 +49,7 @@ def half_of_places(num_places: int) -> int:
 
 @dataclass(frozen=True)
 class KvConfig(CacheConfig):
-    """Settings of the KV cache: those of the prefix cache, and those that become limits and plans of a model."""
+    """Settings of the KV cache: settings of the prefix cache, and settings that become limits and plans of a model."""
 
     k: Codec = RAW[0]  # codec of cached keys
     v: Codec = RAW[1]  # codec of cached values

@@ -355,9 +355,9 @@ class ConversationListing:
         self._ids = _ids_of(self._tree)  # each node may be the end of a conversation
 
     def _insert_runs(self, runs: Sequence[ConversationRun]) -> None:
-        """Copy the nodes of a snapshot, but for those that do not fit, because the cache changed between two slices.
+        """Copy the nodes of a snapshot. Leave out nodes that do not fit, because the cache changed between two slices.
 
-        The next snapshot has them again.
+        The next snapshot has these nodes again.
         """
         nodes: dict[int, ListingNode] = {}  # by index of the run
         for index, run in enumerate(runs):

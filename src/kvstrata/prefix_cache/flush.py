@@ -65,8 +65,8 @@ class UnwrittenReport:
 def flush_all(
     disk: TierClient, table: EntryTable, offloader: Offloader, transcoder: Transcoder, timeout_s: float
 ) -> UnwrittenReport:
-    """Give the disk all ended entries that it lacks, even those that it refused before, for at most `timeout_s`, and
-    report what is left."""
+    """Write all ended entries that the disk lacks, also entries that it refused before, for at most `timeout_s`. Report
+    what is left."""
     if not disk.has_tier:
         return UnwrittenReport()
     tier = disk.tier

@@ -18,7 +18,7 @@ class Carrier(Protocol):
         ...
 
     def give(self, session: Session, ids: TokenIds) -> Section:
-        """What is to be written of a session. `ids`: of the conversation that is exported."""
+        """Return the section of a session. `ids`: tokens of the exported conversation."""
         ...
 
     def take(self, session: Session, section: Section) -> None:

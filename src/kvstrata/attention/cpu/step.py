@@ -299,7 +299,7 @@ def _address(array: mx.array, dtype: mx.Dtype | None = None) -> int:
 
 
 def softmax(scores: mx.array) -> mx.array:
-    """Compute the softmax over the last axis. On a CPU in place: nobody but the caller may hold `scores`."""
+    """Compute the softmax over the last axis. On a CPU it overwrites `scores`, so only the caller may hold them."""
     if not fits(scores):
         return mx.softmax(scores, axis=-1, precise=True)
     mx.eval(scores)

@@ -23,7 +23,7 @@ class ReplyCarrier:
         self._vocab_size = vocab_size
 
     def give(self, session: Session, ids: TokenIds) -> list[Mapping[str, Any]]:
-        """Those whose tokens stand in the conversation, with their thinking or without."""
+        """Return the replies whose tokens the conversation contains, with their thinking or without."""
         held = np.asarray(ids, dtype="<i4").tobytes()
 
         def is_within(record: Record) -> bool:

@@ -1,4 +1,4 @@
-"""One session, and the text at which a prompt diverged from the last one. Values only."""
+"""A session, and the text at which a prompt diverged from its last one. Values only."""
 
 from __future__ import annotations
 

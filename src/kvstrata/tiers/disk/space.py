@@ -127,7 +127,7 @@ class Space:
         return self.account.disk_bytes(index.totals().disk_bytes + index.leaving.num_bytes)
 
     def make(self, nbytes: int, kept: frozenset[bytes], *, may_evict: bool) -> None:
-        """Free space for a file, or raise GivenUp. `kept`: keys that must stay, besides those that are pinned."""
+        """Free space for a file, or raise GivenUp. `kept`: keys that must stay; pinned keys stay, too."""
         with self._records.lock:
             self.keep_to_limit(kept)
             needed = _whole_pages(nbytes) + MARGIN_BYTES

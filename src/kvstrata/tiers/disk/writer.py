@@ -178,7 +178,7 @@ class Writer:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> Flushed:
-        """Try all blocks now, a pause or not, and give up those that fail: there may be no later attempt."""
+        """Write all blocks now, even during a pause, and give up each block that fails: there may be no later attempt."""
         with self._changed:
             self._num_flushing += 1
             self._changed.notify_all()
