@@ -178,7 +178,7 @@ class Writer:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> Flushed:
-        """Write all blocks now, even during a pause, and give up each block that fails: there may be no later attempt."""
+        """Write all blocks now, also during a pause, and give up a block that fails: no later attempt may come."""
         with self._changed:
             self._num_flushing += 1
             self._changed.notify_all()
