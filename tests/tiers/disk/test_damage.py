@@ -240,8 +240,10 @@ def test_ten_thousand_random_damages(tmp_path: Path, caplog: pytest.LogCaptureFi
     tier = open_tier(tmp_path / "cache", files=files)
     blocks = make_chain(2, num_values=200)
     contents = [b"".join(encode(block, Checksum.BLAKE3).pieces) for block in blocks]
+    tier.put(blocks[1])
+    assert tier.flush(10).is_empty  # the writer has compared the folder, and no longer looks for new files
     path = path_of(tmp_path / "cache", blocks[0])
-    path.parent.mkdir()
+    path.parent.mkdir(exist_ok=True)
     num_missed = 0
     for _ in range(10_000):
         path.touch()
