@@ -12,7 +12,7 @@ from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.transcode import MAX_SPANS
 from tests.prefix_cache.disk import chat, load, random_tokens, reachable, store_on, write_turns, written
 from tests.prefix_cache.kv import HYBRID, LAYOUT, Run, check_lease, settle, store_tokens
-from tests.tiers.disk.blocks import rows_of
+from tests.tiers.disk.blocks import records_of
 
 NUM_TURNS = 3 * MAX_SPANS
 LAYOUTS = [pytest.param(LAYOUT, id="full"), pytest.param(HYBRID, id="hybrid")]
@@ -99,7 +99,7 @@ def test_chain_writer_missing_block_is_rewritten_and_its_children_stay(tmp_path:
         tier = cache.disk.tier
         tokens = chat(cache, [], 1, turn_tokens=2000)
         written(cache)
-        tier.remove([row.id for row in rows_of(tier) if row.start == 512])
+        tier.remove([row.id for row in records_of(tier) if row.start == 512])
         assert reachable(cache, tokens) == 512
         tokens = chat(cache, tokens, 1, seed=1)
         assert written(cache) == reachable(cache, tokens) == len(tokens)

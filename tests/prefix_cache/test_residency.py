@@ -14,7 +14,7 @@ from kvstrata.tiers import removals
 from kvstrata.tiers.disk.folder import file_name
 from tests.prefix_cache.disk import load, random_tokens, reachable, store_on, written
 from tests.prefix_cache.kv import TOKEN_BYTES, settle, store_tokens
-from tests.tiers.disk.blocks import rows_of
+from tests.tiers.disk.blocks import records_of
 
 NUM_TOKENS = 256
 NUM_CHATS = 12
@@ -148,7 +148,7 @@ def test_damaged_block_in_the_middle_is_written_again(tmp_path: Path) -> None:
         store_tokens(cache, tokens)
         settle(cache)
         written(cache)
-        middle = rows_of(cache.disk.tier)[1]
+        middle = records_of(cache.disk.tier)[1]
         (damaged,) = tmp_path.rglob(file_name(middle.id))
         damaged.write_bytes(damaged.read_bytes()[:-100])
         cache.evictor.clear(tier="hot")

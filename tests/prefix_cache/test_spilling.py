@@ -20,7 +20,7 @@ from kvstrata.tiers.interface import Accepted
 from kvstrata.tiers.write_limits import SECONDS_OF_A_DAY
 from tests.prefix_cache.disk import begin_load, chat, load, random_tokens, reachable, store_on, write_turns, written
 from tests.prefix_cache.kv import HYBRID, LAYOUT, TOKEN_BYTES, Clock, Run, check_lease, settle, store_tokens
-from tests.tiers.disk.blocks import rows_of
+from tests.tiers.disk.blocks import records_of
 
 LAYOUTS = [pytest.param(LAYOUT, id="full"), pytest.param(HYBRID, id="hybrid")]
 
@@ -292,7 +292,7 @@ def test_chain_writer_last_use_of_block_is_that_of_its_tokens(tmp_path: Path, mo
         clock.now_s += 50
         store_tokens(cache, new)
         cache.flush(60)
-        last_uses = sorted(row.last_use for row in rows_of(cache.disk.tier))
+        last_uses = sorted(row.last_use for row in records_of(cache.disk.tier))
     assert last_uses == pytest.approx([950.0, 1000.0], abs=1.0)
 
 

@@ -14,7 +14,7 @@ from kvstrata.cli.remote import AsJson
 from kvstrata.errors import KvstrataError
 
 if TYPE_CHECKING:
-    from kvstrata.tiers.disk.index import BlockRow
+    from kvstrata.tiers.disk.index import BlockRecord
     from kvstrata.tiers.disk.scan import DamagedFile, UnreadFile
 
 _FOLDER = typer.Argument(
@@ -112,7 +112,7 @@ def _echo_files(files: Sequence[DamagedFile | UnreadFile]) -> None:
         typer.echo(f"  {file.path}: {file.reason}")
 
 
-def _row(row: BlockRow) -> dict[str, Any]:
+def _row(row: BlockRecord) -> dict[str, Any]:
     return {
         "key": row.id.key.hex(),
         "part": row.id.part,

@@ -442,7 +442,7 @@ class TierClient:
                 break
             dropped.append(link)
         if not is_dry:
-            self.tier.remove([BlockId(link.key, part) for link in dropped for part in (MARK, BASE)])
+            self.tier.remove([BlockId(link.key, part) for link in dropped for part in (MARK, BASE)], durable=True)
         num_tokens = sum(link.end - link.start for link in dropped)
         return Removed(len(dropped), num_tokens, sum(link.nbytes for link in dropped))
 

@@ -218,8 +218,9 @@ class Tier(Protocol):
         """Count blocks as used now without reading them. Absent blocks are ignored."""
         ...
 
-    def remove(self, blocks: Sequence[BlockId]) -> Removed:
-        """Remove blocks: when this returns they are not found any more, even if other blocks follow them."""
+    def remove(self, blocks: Sequence[BlockId], *, durable: bool = False) -> Removed:
+        """Remove blocks: when this returns they are not found any more, even if other blocks follow them. `durable`:
+        they stay removed if the process is killed soon after; a shared tier deletes each value by itself either way."""
         ...
 
     def clear(self, under: bytes = b"") -> Removed:

@@ -76,7 +76,7 @@ class NoTier:
     def touch(self, blocks: Iterable[BlockId]) -> None:
         return
 
-    def remove(self, blocks: Sequence[BlockId]) -> Removed:
+    def remove(self, blocks: Sequence[BlockId], *, durable: bool = False) -> Removed:
         return Removed()
 
     def clear(self, under: bytes = b"") -> Removed:

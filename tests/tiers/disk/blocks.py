@@ -9,7 +9,7 @@ import numpy as np
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.block import BASE, ITEM_BYTES, Block, BlockId, Tensor
 from kvstrata.tiers.block_file import Checksum
-from kvstrata.tiers.disk.index import BlockRow
+from kvstrata.tiers.disk.index import BlockRecord
 from kvstrata.tiers.disk.tier import DiskTier
 from kvstrata.tiers.interface import Accepted, Tier
 from kvstrata.tiers.options import DiskOptions
@@ -95,10 +95,10 @@ def read_now(tier: DiskTier, block: BlockId, *, root: bytes) -> Loaded | Missing
     return results[0]
 
 
-def rows_of(tier: Tier, under: bytes = b"") -> list[BlockRow]:
+def records_of(tier: Tier, under: bytes = b"") -> list[BlockRecord]:
     """Parents before children."""
     assert isinstance(tier, DiskTier)
-    return sorted(tier._holdings.index.rows(under), key=lambda row: (row.start, row.id.key, row.id.part))
+    return sorted(tier.index.records(under), key=lambda row: (row.start, row.id.key, row.id.part))
 
 
 def same(left: Block, right: Block) -> bool:

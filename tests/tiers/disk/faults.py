@@ -9,11 +9,15 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import sqlite3
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
+from kvstrata.tiers.disk.catalogue import Catalogue, CatalogueFault
 from kvstrata.tiers.disk.filesystem import Files, FileStatus
 
 Act = Callable[[], None]
@@ -71,6 +75,10 @@ class FaultyFiles(Files):
         count = super().write(fd, piece[:room])
         self._num_written += count
         return count
+
+    def set_modified(self, fd: int, seconds: float) -> None:
+        self._step("set_modified")
+        super().set_modified(fd, seconds)
 
     def sync(self, fd: int) -> None:
         self._step("sync")
@@ -142,3 +150,28 @@ def swap(left: Path, right: Path) -> None:
     left.rename(aside)
     right.rename(left)
     aside.rename(right)
+
+
+@dataclass
+class CatalogueFaults:
+    """The fault that each save of a catalogue meets; None: saves work."""
+
+    error: sqlite3.Error | None = None
+
+
+def faulty_catalogues(monkeypatch: pytest.MonkeyPatch) -> CatalogueFaults:
+    faults, save = CatalogueFaults(), Catalogue.save
+
+    def save_or_fail(catalogue: Catalogue, *changes) -> None:
+        if faults.error is not None:
+            raise CatalogueFault(faults.error)
+        save(catalogue, *changes)
+
+    monkeypatch.setattr(Catalogue, "save", save_or_fail)
+    return faults
+
+
+def full_volume() -> sqlite3.Error:
+    error = sqlite3.OperationalError("database or disk is full")
+    error.sqlite_errorcode = sqlite3.SQLITE_FULL
+    return error

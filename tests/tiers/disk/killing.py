@@ -22,12 +22,15 @@ from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.block import Block
 from kvstrata.tiers.disk.filesystem import Files
 from kvstrata.tiers.disk.inspect import verify
+from kvstrata.tiers.disk.tier import DiskTier
 from tests.tiers.disk.blocks import ROOT, is_same, make_chain, open_tier, read_now, real_bytes
 from tests.tiers.disk.faults import FaultyFiles, kill
 
 LIMIT_BYTES = 256 << 20
 SMALL_LIMIT_BYTES = 2 << 20
 CHAIN_LENGTH = 3
+BEGUN = 900_000
+BEGUN_TO_REMOVE = 900_001
 
 
 def blocks_of(seed: int) -> list[Block]:
@@ -35,8 +38,10 @@ def blocks_of(seed: int) -> list[Block]:
 
 
 def write_until_killed(directory: Path, files: Files, limit_bytes: int, first_seed: int, report: int) -> None:
-    """Reports a chain once `flush` says that it was written."""
+    """Reports a chain once `flush` says that it was written. Removes every third chain again, durably, and the chain
+    BEGUN_TO_REMOVE first of all; reports such a chain once `flush` says that its files are gone."""
     tier = open_tier(directory, limit_bytes, files=files)
+    remove(tier, BEGUN_TO_REMOVE, report)
     for seed in range(first_seed, first_seed + 1000):
         blocks = blocks_of(seed)
         for block in blocks:
@@ -45,7 +50,19 @@ def write_until_killed(directory: Path, files: Files, limit_bytes: int, first_se
         if tier.usage().counters["written"].get("base", 0) == CHAIN_LENGTH * (seed - first_seed + 1):
             os.write(report, f"{seed}\n".encode())
         read_now(tier, blocks[0].id, root=ROOT)
+        if is_removed(seed):
+            remove(tier, seed, report)
     os._exit(3)
+
+
+def is_removed(seed: int) -> bool:
+    return seed % 3 == 1 or seed == BEGUN_TO_REMOVE
+
+
+def remove(tier: DiskTier, seed: int, report: int) -> None:
+    tier.remove([block.id for block in blocks_of(seed)], durable=True)
+    tier.flush(30)
+    os.write(report, f"-{seed}\n".encode())
 
 
 def run_child(
@@ -73,18 +90,32 @@ def run_child(
         return [int(line) for line in (first + pipe.read()).decode().split()]
 
 
-def look(directory: Path, limit_bytes: int, seeds: list[int], found: Counter[str]) -> None:
+def look(
+    directory: Path, limit_bytes: int, seeds: list[int], found: Counter[str], *, loses_catalogue: bool = False
+) -> None:
     bytes_left = real_bytes(directory)
+    for path in directory.glob("catalogue*") if loses_catalogue else ():
+        path.unlink()
     tier = open_tier(directory, limit_bytes)
     found["temporaries"] += len(list((directory / "tmp").iterdir()))
     found["over the limit"] += bytes_left > limit_bytes
     found["not settled"] += not tier.flush(30).is_empty
-    for seed in seeds:
+    for seed in filter(lambda seed: seed > 0, seeds):
+        num_there = 0
         for block in blocks_of(seed):
             found["reported"] += 1
             is_there = bool(tier.blocks.find(block.key))
-            found["reported and lost"] += not is_there
+            num_there += is_there
             found["wrong"] += is_there and not is_same(read_now(tier, block.id, root=ROOT), block)
+        if -seed in seeds:
+            found["removed"] += 1
+            found["removed and back"] += num_there
+        elif is_removed(seed):
+            # The marker is written before the first delete: all of the chain stays removed, or all is back.
+            found["half removed"] += num_there not in (0, CHAIN_LENGTH)
+        else:
+            found["reported and lost"] += CHAIN_LENGTH - num_there
+    found["markers left"] += len(list((directory / "cleared").iterdir()))
     usage = tier.usage()
     found["quarantined"] += sum(usage.counters["quarantined"].values())
     found["miscounted"] += usage.disk_bytes != real_bytes(directory)
@@ -106,8 +137,8 @@ def at_random(directory: Path, count: int, seed: int) -> Counter[str]:
         )
         # Every other run has written something, however busy the machine.
         delay_s, waits = generator.uniform(0.01, 0.3), number % 2 == 0
-        seeds = run_child(place, Files(), limit_bytes, 1000 * number, delay_s, waits=waits)
-        look(place, limit_bytes, [] if is_small else seeds, found)
+        seeds = run_child(place, Files(), limit_bytes, 1000 * number + 1, delay_s, waits=waits)
+        look(place, limit_bytes, [] if is_small else seeds, found, loses_catalogue=number % 5 == 4)
         found["kills"] += 1
     return found
 
@@ -115,7 +146,7 @@ def at_random(directory: Path, count: int, seed: int) -> Counter[str]:
 def at_every_step(directory: Path, count: int, _seed: int) -> Counter[str]:
     """Operation 0, 1, 2 ... of the tier never returns; each time in a fresh folder with two chains in it."""
     found: Counter[str] = Counter()
-    seeds = [900_000, 900_001]
+    seeds = [BEGUN, BEGUN_TO_REMOVE]
     tier = open_tier(directory / "begun", LIMIT_BYTES)
     for block in [block for seed in seeds for block in blocks_of(seed)]:
         tier.put(block)
@@ -123,8 +154,8 @@ def at_every_step(directory: Path, count: int, _seed: int) -> Counter[str]:
     tier.close()
     for step in range(count):
         place = shutil.copytree(directory / "begun", directory / str(step))
-        reported = run_child(place, FaultyFiles(at_step={step: kill}), LIMIT_BYTES, 0, 0.0)
-        look(place, LIMIT_BYTES, [*seeds, *reported], found)
+        reported = run_child(place, FaultyFiles(at_step={step: kill}), LIMIT_BYTES, 1, 0.0)
+        look(place, LIMIT_BYTES, [*seeds, *reported], found, loses_catalogue=step % 2 == 1)
         found["kills"] += 1
     return found
 

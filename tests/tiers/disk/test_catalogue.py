@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvstrata.tiers.block import BlockId
-from kvstrata.tiers.block_file import FORMAT_VERSION
-from kvstrata.tiers.disk.catalogue import FORMAT, Catalogue, CatalogueFault
+from kvstrata.tiers.disk.catalogue import BLOCK_FORMAT, Catalogue, CatalogueFault, open_catalogue
 from kvstrata.tiers.disk.errors import Damage
 from kvstrata.tiers.disk.filesystem import Files
 from kvstrata.tiers.disk.folder import file_name
-from kvstrata.tiers.disk.index import BlockRow
-from tests.tiers.disk.blocks import ROOT, is_same, make_chain, open_tier, read_now, real_bytes, rows_of
+from kvstrata.tiers.disk.index import BlockRecord
+from tests.tiers.disk.blocks import ROOT, is_same, make_chain, open_tier, read_now, real_bytes, records_of
 from tests.tiers.disk.faults import FaultyFiles, flip
 from tests.tiers.disk.test_damage import path_of
 
@@ -79,7 +80,7 @@ def test_a_database_of_somebody_else_is_no_catalogue(tmp_path: Path) -> None:
     connection = sqlite3.connect(path)
     names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     connection.close()
-    assert names == {"blocks", "leaving", "notes"}
+    assert names == {"blocks", "properties"}
 
 
 def test_flipped_bytes_in_the_catalogue_never_give_wrong_blocks(tmp_path: Path) -> None:
@@ -94,7 +95,7 @@ def test_flipped_bytes_in_the_catalogue_never_give_wrong_blocks(tmp_path: Path) 
             flip(path, int(generator.integers(len(content))), 1 << int(generator.integers(8)))
         tier = open_tier(tmp_path / "cache")
         tier.blocks.lengths(ROOT)
-        rows_of(tier)
+        records_of(tier)
         assert all(is_same(read_now(tier, block.id, root=ROOT), block) for block in blocks)
         tier.close()
 
@@ -169,83 +170,120 @@ def test_uses_are_remembered(tmp_path: Path) -> None:
         read_now(tier, blocks[0].id, root=ROOT)
     tier.close()
     tier = open_tier(tmp_path / "cache")
-    first, second = rows_of(tier)
+    first, second = records_of(tier)
     assert (first.uses, first.last_use, first.created) == (3, 2000.0, 1000.0)
     assert (second.uses, second.last_use) == (0, 1000.0)
     tier.close()
 
 
-def a_row(number: int) -> BlockRow:
-    return BlockRow(BlockId(bytes([number]) * 32), ROOT, ROOT, 0, 4, 4096, float(number), 0, 0.0)
+def a_row(number: int) -> BlockRecord:
+    return BlockRecord(BlockId(bytes([number]) * 32), ROOT, ROOT, 0, 4, 4096, float(number), 0, 0.0)
 
 
-def test_a_transaction_is_taken_back_whole_with_what_joined_it(tmp_path: Path) -> None:
-    catalogue = Catalogue(tmp_path / "catalogue")
-    catalogue.add([a_row(1)])
-
-    def change_and_fail() -> None:
-        with catalogue.changing():
-            catalogue.add([a_row(2)])
-            catalogue.remove([a_row(1).id])
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        change_and_fail()
-    assert catalogue.newest(10) == [a_row(1)]
-    with catalogue.changing():
-        catalogue.add([a_row(2)])
-        catalogue.remove([a_row(1).id])
-        catalogue.set_note("day", 7)
-    assert catalogue.newest(10) == [a_row(2)]
-    assert (catalogue.note("day"), catalogue.note("other")) == (7, 0)
-    catalogue.close()
-
-
-def test_a_change_that_fails_in_the_middle_leaves_nothing_and_the_next_works(tmp_path: Path) -> None:
-    catalogue = Catalogue(tmp_path / "catalogue")
-    catalogue._connection.execute(
-        f"CREATE TRIGGER stop BEFORE INSERT ON blocks WHEN NEW.key = x'{'03' * 32}' BEGIN "
-        "SELECT RAISE(ABORT, 'not this one'); END"
-    )
-    with pytest.raises(CatalogueFault):
-        catalogue.add([a_row(1), a_row(2), a_row(3)])
-    assert catalogue.newest(10) == []
-    catalogue.add([a_row(1), a_row(2)])
-    assert catalogue.newest(10) == [a_row(2), a_row(1)]
-    catalogue.close()
-
-
-def test_rows_are_remembered_used_and_noted_as_leaving(tmp_path: Path) -> None:
-    catalogue = Catalogue(tmp_path / "catalogue")
-    assert catalogue.is_new
+def test_save_and_load_records_in_both_orders(tmp_path: Path) -> None:
+    catalogue = open_catalogue(tmp_path / "catalogue")
     rows = [a_row(number) for number in range(5)]
-    catalogue.add(rows)
-    assert catalogue.newest(2) == rows[:2:-1]
-    assert catalogue.after(None, 2) == rows[:2]
-    assert catalogue.after(rows[1].id, 10) == rows[2:]
-    catalogue.touch({rows[0].id: (2, 50.0), rows[4].id: (1, 1.0)})
-    used = {row.id: (row.uses, row.last_use) for row in catalogue.newest(10)}
-    assert (used[rows[0].id], used[rows[4].id], used[rows[1].id]) == ((2, 50.0), (1, 4.0), (0, 1.0))
-    catalogue.add_leaving([rows[1].id, rows[2].id, rows[3].id])
-    catalogue.add([rows[1]])
-    catalogue.remove([rows[2].id])
-    assert [row.id for row in catalogue.leaving()] == [rows[3].id]
+    catalogue.save(rows, [], {"day": 7})
+    assert catalogue.load_newest(2) == rows[:2:-1]
+    assert catalogue.load_after(None, 2) == rows[:2]
+    assert catalogue.load_after(rows[1].id, 10) == rows[2:]
+    used = replace(rows[0], uses=3, last_use=50.0)
+    catalogue.save([used], [rows[4].id])
+    assert catalogue.load_newest(10) == [used, *rows[3:0:-1]]
+    assert (catalogue.read_property("day"), catalogue.read_property("other")) == (7, 0)
     catalogue.close()
-    again = Catalogue(tmp_path / "catalogue")
-    assert not again.is_new
-    assert [row.id for row in again.leaving()] == [rows[3].id]
+    again = open_catalogue(tmp_path / "catalogue")
+    assert again.load_newest(10) == [used, *rows[3:0:-1]]
     again.close()
     with pytest.raises(CatalogueFault) as fault:
-        again.newest(1)
+        again.load_newest(1)
     assert not fault.value.damaged
 
 
+def test_save_fails_in_the_middle_nothing_is_changed_and_the_next_works(tmp_path: Path) -> None:
+    catalogue = open_catalogue(tmp_path / "catalogue")
+    catalogue.save([a_row(1)], [])
+    connection = sqlite3.connect(tmp_path / "catalogue")
+    connection.execute(
+        f"CREATE TRIGGER stop BEFORE INSERT ON blocks WHEN NEW.key = x'{'03' * 32}' BEGIN "
+        "SELECT RAISE(ABORT, 'not this one'); END"
+    )
+    connection.close()
+    with pytest.raises(CatalogueFault):
+        catalogue.save([a_row(2), a_row(3)], [a_row(1).id], {"day": 7})
+    assert catalogue.load_newest(10) == [a_row(1)]
+    assert catalogue.read_property("day") == 0
+    catalogue.save([a_row(2)], [])
+    assert catalogue.load_newest(10) == [a_row(2), a_row(1)]
+    catalogue.close()
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "PRAGMA user_version = 3",
+        f"UPDATE properties SET value = 0 WHERE name = '{BLOCK_FORMAT}'",
+        "DELETE FROM properties",
+    ],
+)
+def test_catalogue_of_another_version_is_refused_as_such(tmp_path: Path, statement: str) -> None:
+    open_catalogue(tmp_path / "catalogue").close()
+    with sqlite3.connect(tmp_path / "catalogue") as connection:
+        connection.execute(statement)
+    connection.close()
+    with pytest.raises(CatalogueFault) as fault:
+        open_catalogue(tmp_path / "catalogue")
+    assert fault.value.damaged
+    assert fault.value.is_other_version
+
+
+def test_queue_runs_empty_records_are_saved(tmp_path: Path) -> None:
+    """So a process that is killed later costs no header."""
+    tier = open_tier(tmp_path / "cache")
+    for block in make_chain(5):
+        tier.put(block)
+    assert tier.flush(10).is_empty
+    with sqlite3.connect(tmp_path / "cache" / "catalogue.sqlite") as connection:
+        assert connection.execute("SELECT count(*) FROM blocks").fetchone() == (5,)
+    connection.close()
+    tier.close()
+
+
+def test_queue_stays_full_records_are_saved_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstrata.tiers.disk.block_store.NUM_UNSAVED", 4)
+    sizes: list[int] = []
+    save = Catalogue.save
+
+    def record_save(catalogue: Catalogue, changed: list[BlockRecord], *rest) -> None:
+        sizes.append(len(changed))
+        save(catalogue, changed, *rest)
+
+    monkeypatch.setattr(Catalogue, "save", record_save)
+    has_come, go_on = threading.Event(), threading.Event()
+
+    def act() -> None:
+        has_come.set()
+        go_on.wait(20)
+
+    files = FaultyFiles()
+    tier = open_tier(tmp_path / "cache", files=files)
+    assert tier.flush(10).is_empty
+    files.before = {"create": act}
+    for block in make_chain(10):
+        tier.put(block)
+    assert has_come.wait(20)
+    go_on.set()
+    assert tier.flush(10).is_empty
+    assert sizes == [4, 4, 2]
+    tier.close()
+
+
 @pytest.mark.parametrize("num_at_start", [1, 8192])
-def test_rows_of_one_key_under_two_roots_are_not_believed(
+def test_records_of_one_key_under_two_roots_are_not_believed(
     tmp_path: Path, num_at_start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether that is seen at the start or only when the rest is read."""
-    monkeypatch.setattr("kvstrata.tiers.disk.catalogue.NUM_ROWS_AT_START", num_at_start)
+    monkeypatch.setattr("kvstrata.tiers.disk.block_store.NUM_RECORDS_AT_START", num_at_start)
     blocks = fill(tmp_path / "cache")
     connection = sqlite3.connect(tmp_path / "cache" / "catalogue.sqlite")
     connection.execute("UPDATE blocks SET root = zeroblob(32) WHERE start = 20")
@@ -257,7 +295,7 @@ def test_rows_of_one_key_under_two_roots_are_not_believed(
 class Many(FaultyFiles):
     """Has the files of `rows` by name: a start must not open, stat or read one of them."""
 
-    def __init__(self, rows: list[BlockRow]) -> None:
+    def __init__(self, rows: list[BlockRecord]) -> None:
         super().__init__()
         self.by_shard: dict[str, list[str]] = {f"{first:02x}": [] for first in range(256)}
         for row in rows:
@@ -271,26 +309,25 @@ class Many(FaultyFiles):
 
 
 @pytest.fixture(scope="module")
-def hundred_thousand(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[BlockRow]]:
+def hundred_thousand(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[BlockRecord]]:
     directory = tmp_path_factory.mktemp("large") / "cache"
     open_tier(directory).close()
     generator = np.random.default_rng(0)
     keys = generator.bytes(32 * 100_000)
-    rows: list[BlockRow] = []
+    rows: list[BlockRecord] = []
     for index in range(100_000):
         key = keys[32 * index : 32 * index + 32]
         parent = rows[-1].id.key if index % 200 else ROOT
-        rows.append(BlockRow(BlockId(key), parent, ROOT, index % 200 * 256, 256, 4096, float(index), 1, 0.0))
-    catalogue = Catalogue(directory / "catalogue.sqlite")
-    catalogue.add(rows)
-    catalogue.set_note(FORMAT, FORMAT_VERSION)
+        rows.append(BlockRecord(BlockId(key), parent, ROOT, index % 200 * 256, 256, 4096, float(index), 1, 0.0))
+    catalogue = open_catalogue(directory / "catalogue.sqlite")
+    catalogue.save(rows, [])
     catalogue.close()
     for first in range(256):
         (directory / "blocks" / f"{first:02x}").mkdir(mode=0o700)
     return directory, rows
 
 
-def test_a_start_with_100_000_blocks_takes_less_than_a_second(hundred_thousand: tuple[Path, list[BlockRow]]) -> None:
+def test_a_start_with_100_000_blocks_takes_less_than_a_second(hundred_thousand: tuple[Path, list[BlockRecord]]) -> None:
     directory, rows = hundred_thousand
     times_s: list[float] = []
     for _ in range(2):
@@ -308,7 +345,7 @@ def test_a_start_with_100_000_blocks_takes_less_than_a_second(hundred_thousand: 
     assert min(times_s) < 1.0, times_s
 
 
-def test_lookups_among_100_000_blocks_are_quick(hundred_thousand: tuple[Path, list[BlockRow]]) -> None:
+def test_lookups_among_100_000_blocks_are_quick(hundred_thousand: tuple[Path, list[BlockRecord]]) -> None:
     directory, rows = hundred_thousand
     tier = open_tier(directory, limit_bytes=1 << 40, files=Many(rows))
     assert tier.flush(120).is_empty

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import TypeVar
 import pytest
 
 from kvstrata.tiers.disk.errors import DropReason, Fault
-from kvstrata.tiers.disk.space import NUM_PURGED_AT_ONCE
+from kvstrata.tiers.disk.space import NUM_DELETED_AT_ONCE
 from kvstrata.tiers.disk.tier import DiskTier
 from kvstrata.tiers.interface import Accepted
 from kvstrata.tiers.read_pool import Missing, MissReason
@@ -25,9 +26,9 @@ from tests.tiers.disk.blocks import (
     put_all,
     read_now,
     real_bytes,
-    rows_of,
+    records_of,
 )
-from tests.tiers.disk.faults import FaultyFiles, flip, kill, wait_for
+from tests.tiers.disk.faults import FaultyFiles, fail, flip, kill, wait_for
 from tests.tiers.disk.test_damage import path_of
 
 T = TypeVar("T")
@@ -76,8 +77,8 @@ def test_whoever_asks_never_waits_for_a_write_that_hangs(
         assert all(tier.blocks.find(block.key) for block in (*there, theirs, coming))
         assert tier.blocks.lengths(there[0].key) == (4,)
         assert tier.blocks.contents(there[0].id) == {}
-        assert tier.usage().num_blocks == len(rows_of(tier)) == 4
-        assert tier._holdings.quarantine.keys() == frozenset()
+        assert tier.usage().num_blocks == len(records_of(tier)) == 4
+        assert tier.quarantined_keys == frozenset()
         tier.touch([there[0].id])
         assert tier.put(make_block(10)) == Accepted()
         assert tier.remove([there[2].id]).num_blocks == 1
@@ -89,7 +90,7 @@ def test_whoever_asks_never_waits_for_a_write_that_hangs(
     assert tier.blocks.find(theirs.key)
     go_on.set()
     assert tier.flush(20).is_empty
-    assert [row.id for row in rows_of(tier)] == [theirs.id]
+    assert [row.id for row in records_of(tier)] == [theirs.id]
 
 
 def test_whoever_asks_never_waits_for_the_quarantine(tmp_path: Path, go_on: threading.Event) -> None:
@@ -104,12 +105,12 @@ def test_whoever_asks_never_waits_for_the_quarantine(tmp_path: Path, go_on: thre
     has_come = hang(files, "unlink", go_on)
     reading = tier.read([blocks[2].id], lambda _: None, root=ROOT)
     assert has_come.wait(20)
-    assert len(in_time(tier._holdings.quarantine.keys)) == 3
+    assert len(in_time(lambda: tier.quarantined_keys)) == 3
     assert in_time(tier.usage).num_blocks == 1
     assert not tier.blocks.find(blocks[2].key)
     go_on.set()
     assert reading.wait(20)
-    assert len(tier._holdings.quarantine.keys()) == 2
+    assert len(tier.quarantined_keys) == 2
     tier.close()
 
 
@@ -162,19 +163,38 @@ def test_what_is_put_again_is_not_deleted_by_the_clear_that_still_goes_on(
     tier.close()
 
 
-def test_files_that_a_fault_kept_are_deleted_when_the_disk_works_again(tier: DiskTier, tmp_path: Path) -> None:
-    blocks, other = make_chain(4), make_block(9)
-    put_all(tier, blocks)
-    tier._holdings.records.catalogue._connection.execute("PRAGMA query_only = ON")
+def test_clear_marker_cannot_be_written_files_are_deleted_all_the_same(
+    tier: DiskTier, files: FaultyFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their bytes may be what the volume needs."""
+    put_all(tier, make_chain(4))
+    files.before = {"create": fail(errno.ENOSPC)}
     tier.clear()
     assert tier.flush(20).is_empty
-    assert tier.usage().counters["failed"] == {Fault.CATALOGUE: 1}
-    assert all(path_of(tmp_path / "cache", block).exists() for block in blocks)
-    tier._holdings.records.catalogue._connection.execute("PRAGMA query_only = OFF")
-    tier.end_pause()
-    put_all(tier, [other])
-    assert list((tmp_path / "cache").rglob("*.safetensors")) == [path_of(tmp_path / "cache", other)]
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    assert set(tier.usage().counters["failed"]) == {Fault.NO_SPACE}
+    assert caplog.text.count("may come back") == 1
     assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
+    files.before = {}
+    tier.end_pause()
+    put_all(tier, [make_block(9)])
+
+
+def test_clear_deletes_its_marker_after_the_files(tier: DiskTier, files: FaultyFiles, tmp_path: Path) -> None:
+    directory = tmp_path / "cache"
+    put_all(tier, make_chain(3))
+    seen: list[tuple[int, int]] = []  # markers and blocks at each unlink
+
+    def look() -> None:
+        seen.append((len(list((directory / "cleared").iterdir())), len(list(directory.rglob("*.safetensors")))))
+
+    files.before = {"unlink": look}
+    tier.clear()
+    assert tier.flush(20).is_empty
+    assert seen == [(1, 3), (1, 2), (1, 1), (1, 0)]
+    assert not list((directory / "cleared").iterdir())
+    last_unlink = len(files.steps) - files.steps[::-1].index("unlink") - 1
+    assert "sync_folder" in files.steps[last_unlink - 6 : last_unlink]  # the deletes are on the disk before that
 
 
 def test_a_block_that_is_just_being_published_is_cleared_too(
@@ -199,7 +219,7 @@ def test_blocks_are_written_while_others_are_deleted(
     tier: DiskTier, files: FaultyFiles, go_on: threading.Event
 ) -> None:
     """A clear of many files does not keep the queue waiting."""
-    put_all(tier, make_chain(3 * NUM_PURGED_AT_ONCE, num_tokens=1, num_values=1))
+    put_all(tier, make_chain(3 * NUM_DELETED_AT_ONCE, num_tokens=1, num_values=1))
     has_come = hang(files, "unlink", go_on)
     tier.clear()
     assert has_come.wait(20)
@@ -208,44 +228,136 @@ def test_blocks_are_written_while_others_are_deleted(
     go_on.set()
     assert tier.flush(20).is_empty
     published = len(files.steps) - files.steps[::-1].index("rename")
-    assert files.steps[published:].count("unlink") == 2 * NUM_PURGED_AT_ONCE
+    assert files.steps[published:].count("unlink") == 2 * NUM_DELETED_AT_ONCE + 1  # and the marker
 
 
-def clear_and_die(directory: Path, num_deleted: int) -> None:
+def remove_and_die(directory: Path, num_deleted: int, *, is_clear: bool) -> None:
+    """Die at an unlink, before the blocks that are put meanwhile get a name."""
     files = FaultyFiles()
     tier = open_tier(directory, files=files)
-    put_all(tier, make_chain(6))
-    num_calls = 0
+    blocks = make_chain(6)
+    put_all(tier, blocks)
+    has_come, go_on = threading.Event(), threading.Event()
+    num_unlinked = 0
 
     def act() -> None:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls > num_deleted:
+        nonlocal num_unlinked
+        has_come.set()
+        wait_for(go_on)()
+        num_unlinked += 1
+        if num_unlinked > num_deleted:
             kill()
 
     files.before = {"unlink": act}
-    tier.clear()
-    tier.put(make_block(77))
+    if is_clear:
+        tier.clear()
+    else:
+        tier.remove([block.id for block in blocks], durable=True)
+    assert has_come.wait(20)
+    go_on.set()
     tier.flush(20)
 
 
+@pytest.mark.parametrize("is_catalogue_lost", [False, True])
+@pytest.mark.parametrize("is_clear", [True, False])
 @pytest.mark.parametrize("num_deleted", [0, 3])
-def test_what_was_cleared_stays_so_when_the_process_dies_before_all_is_deleted(
-    tmp_path: Path, num_deleted: int
+def test_process_is_killed_after_a_removal_blocks_stay_removed(
+    tmp_path: Path, num_deleted: int, is_clear: bool, is_catalogue_lost: bool
 ) -> None:
     import multiprocessing
 
-    process = multiprocessing.get_context("spawn").Process(target=clear_and_die, args=(tmp_path / "cache", num_deleted))
+    directory = tmp_path / "cache"
+    process = multiprocessing.get_context("spawn").Process(
+        target=remove_and_die, args=(directory, num_deleted), kwargs={"is_clear": is_clear}
+    )
     process.start()
     process.join(60)
     assert process.exitcode == -9
-    left = list((tmp_path / "cache").rglob("*.safetensors"))
-    assert len(left) == 6 - num_deleted
-    tier = open_tier(tmp_path / "cache")
+    assert len(list(directory.rglob("*.safetensors"))) == 6 - num_deleted
+    if is_catalogue_lost:
+        lose_catalogue(directory)
+    tier = open_tier(directory)
     assert tier.usage().num_blocks == 0
     assert tier.flush(20).is_empty
-    assert not list((tmp_path / "cache").rglob("*.safetensors"))
-    assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
+    assert tier.usage().num_blocks == 0
+    assert not list(directory.rglob("*.safetensors"))
+    assert not list((directory / "cleared").iterdir())
+    assert tier.usage().disk_bytes == real_bytes(directory)
+    tier.close()
+
+
+def put_again_and_die(directory: Path) -> None:
+    """Clear, put two of four blocks again, and die while the other two still have their files."""
+    files = Undeletable()
+    tier = open_tier(directory, files=files)
+    blocks = make_chain(4)
+    put_all(tier, blocks)
+    tier.clear()
+    put_all(tier, blocks[:2])
+    kill()
+
+
+class Undeletable(FaultyFiles):
+    def unlink(self, path: Path) -> None:
+        if path.suffix == ".safetensors":
+            raise OSError(errno.EACCES, "Permission denied")
+        super().unlink(path)
+
+
+@pytest.mark.parametrize("is_catalogue_lost", [False, True])
+def test_block_put_again_after_a_clear_survives_a_kill(tmp_path: Path, is_catalogue_lost: bool) -> None:
+    import multiprocessing
+
+    directory, blocks = tmp_path / "cache", make_chain(4)
+    process = multiprocessing.get_context("spawn").Process(target=put_again_and_die, args=(directory,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -9
+    assert len(list(directory.rglob("*.safetensors"))) == 4
+    assert list((directory / "cleared").iterdir())
+    if is_catalogue_lost:
+        lose_catalogue(directory)
+    tier = open_tier(directory)
+    assert tier.flush(20).is_empty
+    assert [bool(tier.blocks.find(block.key)) for block in blocks] == [True, True, False, False]
+    assert all(is_same(read_now(tier, block.id, root=ROOT), block) for block in blocks[:2])
+    assert len(list(directory.rglob("*.safetensors"))) == 2
+    assert tier.usage().disk_bytes == real_bytes(directory)
+    tier.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"format":"kvstrata.cleared.2","removals":[]}', bytes(range(256))])
+def test_marker_is_unreadable_start_reports_it_and_deletes_it(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory, blocks = tmp_path / "cache", make_chain(2)
+    tier = open_tier(directory)
+    put_all(tier, blocks)
+    tier.close()
+    (directory / "cleared" / "3").write_bytes(content)
+    (directory / "cleared" / "notes.txt").write_text("not ours")
+    tier = open_tier(directory)
+    assert tier.flush(20).is_empty
+    assert all(tier.blocks.find(block.key) for block in blocks)
+    assert caplog.text.count("cannot be read; blocks may come back") == 1
+    assert [path.name for path in (directory / "cleared").iterdir()] == ["notes.txt"]
+    tier.close()
+
+
+def test_clock_goes_back_block_put_after_a_clear_is_newer_than_the_clear(tmp_path: Path) -> None:
+    now, directory, blocks = [1000.0], tmp_path / "cache", make_chain(2)
+    tier = open_tier(directory, files=Undeletable(), clock=lambda: now[0])
+    put_all(tier, blocks)
+    tier.clear()
+    now[0] = 400.0
+    put_all(tier, blocks[:1])
+    tier.clear(OTHER_ROOT)
+    assert tier.flush(20).is_empty
+    tier.close()
+    lose_catalogue(directory)
+    tier = open_tier(directory, clock=lambda: now[0])
+    assert tier.flush(20).is_empty
+    assert [bool(tier.blocks.find(block.key)) for block in blocks] == [True, False]
     tier.close()
 
 
@@ -297,7 +409,7 @@ def test_rows_that_are_too_many_for_the_start_follow(tmp_path: Path, monkeypatch
     now[0] += 10
     tier.touch(block.id for block in blocks[:5])
     tier.close()
-    monkeypatch.setattr("kvstrata.tiers.disk.catalogue.NUM_ROWS_AT_START", 5)
+    monkeypatch.setattr("kvstrata.tiers.disk.block_store.NUM_RECORDS_AT_START", 5)
     tier = open_tier(tmp_path / "cache", files=FaultyFiles(before={"names": lambda: time.sleep(0.05)}))
     assert all(tier.blocks.find(block.key) for block in blocks[:5])  # used last
     assert tier.flush(20).is_empty

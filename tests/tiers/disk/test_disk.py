@@ -407,5 +407,5 @@ def test_a_disk_that_hangs_does_not_hang_the_end(tmp_path: Path, caplog: pytest.
     assert "does not answer" in caplog.text
     held.go_on.set()
     held.tier._writer._thread.join(10)
-    held.tier._holdings.close()
+    held.tier._store.close()
     held.tier._folder.release()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.tiers.disk import loading
+from kvstrata.tiers.disk import reader
 from kvstrata.tiers.disk.errors import Fault
 from kvstrata.tiers.disk.filesystem import Files
 from kvstrata.tiers.disk.folder import file_name
@@ -28,9 +28,9 @@ from tests.tiers.disk.blocks import (
     put_all,
     read_now,
     real_bytes,
-    rows_of,
+    records_of,
 )
-from tests.tiers.disk.faults import FaultyFiles, fail, fail_once
+from tests.tiers.disk.faults import FaultyFiles, fail, fail_once, faulty_catalogues, full_volume
 
 CODES = [
     (errno.ENOSPC, Fault.NO_SPACE),
@@ -125,7 +125,7 @@ def test_short_writes_and_reads_are_gone_on_with(tmp_path: Path) -> None:
 def test_of_too_many_unreadable_blocks_the_last_ones_are_left_alone(
     tier: DiskTier, files: FaultyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "NUM_AVOIDED", 2)
+    monkeypatch.setattr(reader, "NUM_AVOIDED", 2)
     blocks = make_chain(3)
     put_all(tier, blocks)
     files.before = {"open": fail(errno.EIO)}
@@ -286,7 +286,7 @@ def test_a_block_that_cannot_be_deleted_is_passed_over(tmp_path: Path, caplog) -
         assert tier.usage().disk_bytes == real_bytes(directory) <= limit_bytes
     usage = tier.usage()
     assert usage.counters["written"] == {"base": 40}
-    assert usage.block_bytes == sum(row.disk_bytes for row in rows_of(tier))
+    assert usage.block_bytes == sum(row.disk_bytes for row in records_of(tier))
     assert all(is_same(read_now(tier, block.id, root=ROOT), block) for block in stuck)
     assert usage.counters["failed"][Fault.READ_ONLY] >= 2
     assert caplog.text.count("cannot be deleted") == 2
@@ -321,73 +321,57 @@ def test_a_damaged_file_that_cannot_be_deleted_keeps_no_other_from_being_found(
     tier.close()
 
 
-def test_an_eviction_that_the_catalogue_does_not_take_counts_by_its_files(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path / "cache", 2 << 20, first_pause_s=60)
-    for seed in range(10):
-        tier.put(make_block(seed, num_values=12_000))
-    assert tier.flush(10).is_empty
-    third = sorted(rows_of(tier), key=lambda row: row.last_use)[2]
-    tier._holdings.records.catalogue._connection.execute(
-        "CREATE TRIGGER stop BEFORE DELETE ON blocks WHEN "
-        f"OLD.key = x'{third.id.key.hex()}' BEGIN SELECT RAISE(ABORT, 'not this one'); END"
-    )
-    tier.put(make_block(100, num_values=80_000))
-    assert tier.flush(10).is_empty
+@pytest.mark.parametrize("error", [full_volume(), sqlite3.DatabaseError("database disk image is malformed")])
+def test_catalogue_save_fails_blocks_are_written_and_evicted_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: sqlite3.Error, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "cache"
+    faults = faulty_catalogues(monkeypatch)
+    tier = open_tier(directory, 2 << 20, first_pause_s=60)
+    put_all(tier, [make_block(seed, num_values=12_000) for seed in range(5)])
+    faults.error = error
+    put_all(tier, [make_block(seed, num_values=12_000) for seed in range(5, 10)])
+    put_all(tier, [make_block(100, num_values=80_000)])  # evicts
     usage = tier.usage()
-    assert usage.counters["failed"] == {Fault.CATALOGUE: 1}
-    num_files = len(list((tmp_path / "cache").rglob("*.safetensors")))
-    assert usage.counters["evicted"] == {"limit": 10 - num_files}
-    assert usage.num_blocks == len(rows_of(tier)) == num_files < 10
-    assert usage.disk_bytes == real_bytes(tmp_path / "cache")
+    assert set(usage.counters["failed"]) == {Fault.CATALOGUE}
+    assert usage.counters["written"] == {"base": 11}
+    num_files = len(list(directory.rglob("*.safetensors")))
+    assert usage.counters["evicted"] == {"limit": 11 - num_files}
+    assert usage.num_blocks == len(records_of(tier)) == num_files < 10
+    assert usage.disk_bytes == real_bytes(directory)
+    assert caplog.text.count("catalogue cannot be used") == isinstance(error, sqlite3.OperationalError)
     tier.close()
-    tier = open_tier(tmp_path / "cache", 2 << 20)
+    faults.error = None
+    tier = open_tier(directory, 2 << 20)
     assert tier.flush(10).is_empty
     assert tier.usage().num_blocks == num_files
     tier.close()
 
 
-def test_a_catalogue_that_is_damaged_while_it_runs_is_written_anew(tier: DiskTier, tmp_path: Path) -> None:
-    blocks = make_chain(3)
-    for block in blocks[:2]:
-        tier.put(block)
-    assert tier.flush(10).is_empty
-
-    class Damaged:
-        def __getattr__(self, name: str):
-            raise sqlite3.DatabaseError("database disk image is malformed")
-
-        def close(self) -> None:
-            return
-
+def test_catalogue_works_again_the_next_start_reads_no_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A damaged catalogue is replaced by a new one with all records, and changes of a full volume are saved later."""
+    directory, blocks = tmp_path / "cache", make_chain(6)
+    faults = faulty_catalogues(monkeypatch)
+    tier = open_tier(directory)
+    put_all(tier, blocks[:2])
     tier.touch([blocks[1].id])
-    tier._holdings.records.catalogue._connection.close()
-    tier._holdings.records.catalogue._connection = Damaged()  # pyright: ignore[reportAttributeAccessIssue]
-    # No lookup notices.
-    assert all(tier.blocks.find(block.key) for block in blocks[:2])
-    tier.put(blocks[2])
-    assert tier.flush(10).is_empty
-    assert tier.usage().counters["failed"][Fault.CATALOGUE] >= 1
-    put_when_it_can(tier, blocks[2])
+    for error, block in ((full_volume(), blocks[2]), (sqlite3.DatabaseError("malformed"), blocks[3])):
+        faults.error = error
+        put_all(tier, [block])
+    assert all(tier.blocks.find(block.key) for block in blocks[:4])
+    faults.error = None
+    put_all(tier, blocks[4:])
     assert all(is_same(read_now(tier, block.id, root=ROOT), block) for block in blocks)
-    assert tier.usage().num_blocks == 3
-    assert len(tier._holdings.records.catalogue.newest(10)) == 3
-    assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
-
-
-def test_a_catalogue_on_a_full_volume_fails_the_write_and_nothing_else(tier: DiskTier, tmp_path: Path) -> None:
-    blocks = make_chain(2)
-    tier.put(blocks[0])
+    tier.close()
+    files = FaultyFiles()
+    tier = open_tier(directory, files=files)
     assert tier.flush(10).is_empty
-    tier._holdings.records.catalogue._connection.execute("PRAGMA max_page_count = 1")
-    tier._holdings.records.catalogue._connection.execute("PRAGMA query_only = ON")
-    tier.put(blocks[1])
-    assert tier.flush(10).is_empty
-    assert set(tier.usage().counters["failed"]) == {Fault.CATALOGUE}
-    assert is_same(read_now(tier, blocks[0].id, root=ROOT), blocks[0])
-    assert not list((tmp_path / "cache" / "tmp").iterdir())
-    tier._holdings.records.catalogue._connection.execute("PRAGMA query_only = OFF")
-    put_when_it_can(tier, blocks[1])
-    assert is_same(read_now(tier, blocks[1].id, root=ROOT), blocks[1])
+    assert [(record.id, record.uses) for record in records_of(tier)] == [
+        (block.id, 2 if index == 1 else 1) for index, block in enumerate(blocks)
+    ]
+    assert "open" not in files.steps
+    assert tier.usage().disk_bytes == real_bytes(directory)
+    tier.close()
 
 
 def test_what_failed_is_written_after_the_pause_and_what_hangs_on_it_after_that(
@@ -404,7 +388,7 @@ def test_what_failed_is_written_after_the_pause_and_what_hangs_on_it_after_that(
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert tier.usage().counters["failed"] == {Fault.NO_SPACE: 1}
-    assert [row.id for row in rows_of(tier)] == [block.id for block in blocks]
+    assert [row.id for row in records_of(tier)] == [block.id for block in blocks]
     assert tier.writing().num_faults == 1
 
 

@@ -114,7 +114,7 @@ def test_only_what_we_write_is_ever_deleted(cache: Path) -> None:
         path.write_text("left")
     tier = open_tier(cache)
     assert tier.flush(10).is_empty
-    assert tier._holdings.quarantine.keys() == {bytes(32)}
+    assert tier.quarantined_keys == {bytes(32)}
     tier.close()
     assert not ours[0].exists()
     ours[0].write_text("left")

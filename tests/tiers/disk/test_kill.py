@@ -16,12 +16,15 @@ from pathlib import Path
 import pytest
 
 NUM_KILLS = int(os.environ.get("KVSTRATA_KILLS", "20"))
-NUM_STEPS = 60
+NUM_STEPS = 120
 WRONG = (
     "temporaries",
     "over the limit",
     "not settled",
     "reported and lost",
+    "removed and back",
+    "half removed",
+    "markers left",
     "wrong",
     "quarantined",
     "miscounted",
@@ -45,3 +48,4 @@ def test_killed_while_writing(tmp_path: Path, mode: str, count: int) -> None:
     assert {name: found[name] for name in WRONG} == dict.fromkeys(WRONG, 0)
     assert found["kills"] == count
     assert found["reported"] > count
+    assert found["removed"] > 0

@@ -10,10 +10,10 @@ from typing import Any
 
 from kvstrata.tiers.block import BASE, Block
 from kvstrata.tiers.disk.errors import DropReason
-from kvstrata.tiers.disk.index import BlockRow
+from kvstrata.tiers.disk.index import BlockRecord
 from kvstrata.tiers.interface import Accepted, Refusal, Refused, Writing
 from kvstrata.tiers.write_limits import DailyBudget
-from tests.tiers.disk.blocks import ROOT, is_same, make_block, make_chain, open_tier, read_now, real_bytes, rows_of
+from tests.tiers.disk.blocks import ROOT, is_same, make_block, make_chain, open_tier, read_now, real_bytes, records_of
 from tests.tiers.disk.faults import FaultyFiles
 
 MIB = 1 << 20
@@ -48,11 +48,11 @@ def test_the_limit_holds_under_ten_times_its_size(tmp_path: Path) -> None:
     assert usage.disk_bytes == real_bytes(directory) <= limit_bytes
     assert usage.counters["written"] == {BASE: 180}
     assert usage.counters["evicted"]["limit"] == 180 - usage.num_blocks
-    assert_chains_are_whole(rows_of(tier))
+    assert_chains_are_whole(records_of(tier))
     tier.close()
 
 
-def assert_chains_are_whole(rows: list[BlockRow]) -> None:
+def assert_chains_are_whole(rows: list[BlockRecord]) -> None:
     keys = {row.id.key for row in rows}
     assert all(row.parent == row.root or row.parent in keys for row in rows)
 
@@ -77,7 +77,7 @@ def test_least_recently_used_chains_go_first(tmp_path: Path) -> None:
     assert left[0] == 3
     assert left[1] <= left[2] <= left[3]
     assert left[1] < 3
-    assert_chains_are_whole(rows_of(tier))
+    assert_chains_are_whole(records_of(tier))
     tier.close()
 
 
@@ -142,9 +142,9 @@ def test_what_nobody_asked_for_in_time_goes_at_the_next_start(tmp_path: Path) ->
     now[0] += 30
     tier = open_tier(tmp_path / "cache", is_pinned=pinned[-1].key.__eq__, **settings)
     assert tier.flush(10).is_empty
-    assert {row.id for row in rows_of(tier)} == {block.id for block in (*used[:2], *new, *pinned)}
+    assert {row.id for row in records_of(tier)} == {block.id for block in (*used[:2], *new, *pinned)}
     assert tier.usage().counters["evicted"] == {"expired": 4}
-    assert_chains_are_whole(rows_of(tier))
+    assert_chains_are_whole(records_of(tier))
     tier.close()
 
 
@@ -155,7 +155,7 @@ def test_the_time_to_live_counts_from_the_last_use_and_not_from_the_writing(tmp_
     tier.put(old, unused_s=50.0)
     tier.put(new)
     assert tier.flush(10).is_empty
-    assert {row.id: (row.last_use, row.created) for row in rows_of(tier)} == {
+    assert {row.id: (row.last_use, row.created) for row in records_of(tier)} == {
         old.id: (950.0, 1000.0),
         new.id: (1000.0, 1000.0),
     }
@@ -163,7 +163,7 @@ def test_the_time_to_live_counts_from_the_last_use_and_not_from_the_writing(tmp_
     now[0] += 10
     tier = open_tier(tmp_path / "cache", ttl_s=60.0, clock=lambda: now[0])
     assert tier.flush(10).is_empty
-    assert [row.id for row in rows_of(tier)] == [new.id]
+    assert [row.id for row in records_of(tier)] == [new.id]
     tier.close()
 
 
@@ -174,7 +174,7 @@ def test_a_block_that_has_little_time_left_goes_in_time(tmp_path: Path) -> None:
     tier.put(make_block(1), unused_s=3599.9)
     tier.put(make_block(2))
     deadline = time.monotonic() + 20
-    while [row.id for row in rows_of(tier)] != [make_block(2).id]:
+    while [row.id for row in records_of(tier)] != [make_block(2).id]:
         assert time.monotonic() < deadline
         time.sleep(0.005)
     assert tier.usage().counters["evicted"] == {"expired": 1}
@@ -234,7 +234,7 @@ def test_a_lowered_limit_holds_from_the_start_whatever_is_free(tmp_path: Path) -
     tier = open_tier(directory, 4 * MIB, files=FaultyFiles(free=MIB), reserve_bytes=64 * MIB)
     assert tier.flush(20).is_empty
     assert 3 * MIB < tier.usage().disk_bytes == real_bytes(directory) <= 4 * MIB
-    assert_chains_are_whole(rows_of(tier))
+    assert_chains_are_whole(records_of(tier))
     assert set(tier.usage().counters["evicted"]) == {"limit"}
     tier.put(make_block(1000))
     assert tier.flush(10).is_empty

@@ -55,12 +55,22 @@ def test_a_replacement_that_fails_leaves_what_is_there_counted(tmp_path: Path, s
 
 def test_a_block_that_was_cleared_and_fails_to_come_again_leaves_all_the_same(tmp_path: Path) -> None:
     """Its old file is still there and must not be taken for a block after a restart."""
-    files = FaultyFiles()
-    tier = open_tier(tmp_path / "cache", files=files, first_pause_s=60)
+
+    class NoNewBlocks(FaultyFiles):
+        def rename(self, source: Path, target: Path) -> None:
+            if target.suffix == ".safetensors":
+                fail(errno.EIO)()
+            super().rename(source, target)
+
+    files: FaultyFiles = NoNewBlocks()
+    tier = open_tier(tmp_path / "cache")
     block = make_block()
     tier.put(block)
     assert tier.flush(10).is_empty
-    files.before = {"unlink": fail(errno.EPERM), "rename": fail(errno.EIO)}
+    tier.close()
+    tier = open_tier(tmp_path / "cache", files=files, first_pause_s=60)
+    assert tier.flush(10).is_empty
+    files.before = {"unlink": fail(errno.EPERM)}
     tier.clear()
     tier.put(block)
     tier.flush(10)
@@ -68,8 +78,7 @@ def test_a_block_that_was_cleared_and_fails_to_come_again_leaves_all_the_same(tm
     assert path_of(tmp_path / "cache", block).exists()
     assert tier.usage().leaving_bytes > 0
     tier.close()
-    files.before = {}
-    tier = open_tier(tmp_path / "cache", files=files)
+    tier = open_tier(tmp_path / "cache")
     assert not tier.blocks.find(block.key)
     assert tier.flush(10).is_empty
     assert not path_of(tmp_path / "cache", block).exists()

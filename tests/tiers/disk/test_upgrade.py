@@ -9,7 +9,7 @@ import pytest
 
 from kvstrata.tiers.block import Block
 from kvstrata.tiers.block_file import FORMAT_VERSION
-from kvstrata.tiers.disk.catalogue import FORMAT
+from kvstrata.tiers.disk.catalogue import BLOCK_FORMAT
 from tests.tiers.disk.blocks import (
     ROOT,
     is_same,
@@ -19,25 +19,11 @@ from tests.tiers.disk.blocks import (
     put_all,
     read_now,
     real_bytes,
-    rows_of,
+    records_of,
 )
 from tests.tiers.disk.faults import FaultyFiles
 from tests.tiers.disk.test_clearing import lose_catalogue
 from tests.tiers.disk.test_damage import path_of
-
-# As version 2 of the catalogue was made.
-SCHEMA_2 = """
-CREATE TABLE blocks (
-    key BLOB NOT NULL, part TEXT NOT NULL, parent BLOB NOT NULL, root BLOB NOT NULL,
-    start INTEGER NOT NULL, num_tokens INTEGER NOT NULL, disk_bytes INTEGER NOT NULL,
-    last_use REAL NOT NULL, uses INTEGER NOT NULL, created REAL NOT NULL, tally TEXT NOT NULL,
-    PRIMARY KEY (key, part)
-) WITHOUT ROWID;
-CREATE INDEX by_parent ON blocks (parent, part, num_tokens);
-CREATE INDEX by_use ON blocks (last_use, start DESC);
-CREATE TABLE notes (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-PRAGMA user_version = 2;
-"""
 
 
 def written(directory: Path, num_blocks: int = 6) -> list[Block]:
@@ -56,45 +42,32 @@ def uses(directory: Path, files: FaultyFiles | None = None, **settings) -> list[
     tier = open_tier(directory, files=files, **settings)
     assert tier.flush(20).is_empty
     assert tier.usage().disk_bytes == real_bytes(directory)
-    found = [(row.uses, row.last_use) for row in rows_of(tier)]
+    found = [(row.uses, row.last_use) for row in records_of(tier)]
     tier.close()
     return found
 
 
-def turn_into_version_2(directory: Path) -> None:
-    """The same rows and notes in a catalogue as the version before left it."""
-    path = directory / "catalogue.sqlite"
-    with sqlite3.connect(path) as connection:
-        rows = connection.execute("SELECT * FROM blocks").fetchall()
-        notes = connection.execute("SELECT * FROM notes WHERE name <> ?", (FORMAT,)).fetchall()
-    connection.close()
-    lose_catalogue(directory)
-    with sqlite3.connect(path) as connection:
-        connection.executescript(SCHEMA_2)
-        connection.executemany("INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
-        connection.executemany("INSERT INTO notes VALUES (?, ?)", notes)
-    connection.close()
-
-
-def test_the_catalogue_of_the_version_before_is_taken_over(tmp_path: Path) -> None:
+def test_catalogue_of_another_schema_is_rebuilt_from_the_headers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The counts of uses are lost with it; the times of the files stand in for the last uses."""
     directory = tmp_path / "cache"
     blocks = written(directory)
-    turn_into_version_2(directory)
+    with sqlite3.connect(directory / "catalogue.sqlite") as connection:
+        connection.execute("PRAGMA user_version = 3")
+    connection.close()
     files = FaultyFiles()
-    assert uses(directory, files) == [(number, 1000.0) for number in range(6)]
-    assert "open" not in files.steps  # no header was needed
+    caplog.set_level("INFO")
+    assert uses(directory, files) == [(0, 1000.0)] * 6
+    assert files.steps.count("open") == 6
+    assert caplog.text.count("catalogue is rebuilt from the blocks: its schema is 3") == 1
+    files = FaultyFiles()
+    assert uses(directory, files) == [(0, 1000.0)] * 6
+    assert "open" not in files.steps
     tier = open_tier(directory)
     assert all(is_same(read_now(tier, block.id, root=ROOT), block) for block in blocks)
+    assert tier.usage().counters["failed"] == {}
     tier.close()
-
-
-def test_a_catalogue_of_version_2_that_is_damaged_is_rebuilt(tmp_path: Path) -> None:
-    written(tmp_path / "cache")
-    turn_into_version_2(tmp_path / "cache")
-    connection = sqlite3.connect(tmp_path / "cache" / "catalogue.sqlite")
-    connection.execute("DROP INDEX by_use")
-    connection.close()
-    assert len(uses(tmp_path / "cache")) == 6
 
 
 def set_format(path: Path, version: str) -> int:
@@ -114,7 +87,7 @@ def test_blocks_of_an_older_or_a_newer_format_are_removed_with_one_line(
         lose_catalogue(directory)
     else:
         with sqlite3.connect(directory / "catalogue.sqlite") as connection:
-            connection.execute("UPDATE notes SET value = 0 WHERE name = ?", (FORMAT,))
+            connection.execute("UPDATE properties SET value = 0 WHERE name = ?", (BLOCK_FORMAT,))
         connection.close()
     tier = open_tier(directory)
     assert tier.flush(20).is_empty
@@ -132,8 +105,6 @@ def test_blocks_of_an_older_or_a_newer_format_are_removed_with_one_line(
         f"Removed 3 blocks of the disk cache ({num_bytes / 2**20:.1f} MiB): another version of kvstrata wrote them "
         f"(format {said}), and this one reads format {FORMAT_VERSION}"
     ]
-    if not is_catalogue_lost:
-        assert [count for count, _ in uses(directory)] == [1, 2, 3]  # what was known of the others stays
     # Once.
     files = FaultyFiles()
     uses(directory, files)
@@ -145,11 +116,11 @@ def test_an_upgrade_keeps_what_can_be_read_however_often_it_is_cut_short(tmp_pat
     blocks = written(directory)
     for _ in range(2):
         with sqlite3.connect(directory / "catalogue.sqlite") as connection:
-            connection.execute("UPDATE notes SET value = 0 WHERE name = ?", (FORMAT,))
+            connection.execute("UPDATE properties SET value = 0 WHERE name = ?", (BLOCK_FORMAT,))
         connection.close()
         tier = open_tier(directory)  # and at once
         tier.close()
-    assert uses(directory) == [(number, 1000.0) for number in range(6)]
+    assert uses(directory) == [(0, 1000.0)] * 6
     tier = open_tier(directory)
     assert all(tier.blocks.find(block.key) for block in blocks)
     tier.put(make_block(99))

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvstrata.tiers.block import Block
-from kvstrata.tiers.disk.block_store import CaughtUp, Dropped, WriteFailed, Written
+from kvstrata.tiers.disk.block_store import CaughtUp, DroppedBlock, Published, WriteFailed
 from kvstrata.tiers.disk.errors import DropReason, Fault
-from kvstrata.tiers.disk.writer import MAX_ATTEMPTS, Writer
+from kvstrata.tiers.disk.writer import MAX_ATTEMPTS, DiskWriter
 from kvstrata.tiers.interface import Counters, Refusal, Refused
 from kvstrata.tiers.options import DiskOptions
 from kvstrata.tiers.removals import RemovalLog
@@ -24,24 +24,27 @@ from tests.tiers.disk.blocks import make_block, make_chain
 class Publishing:
     """Takes blocks to no disk."""
 
-    def __init__(self, publish: Callable[..., Written | Dropped | WriteFailed]) -> None:
+    def __init__(self, publish: Callable[..., Published | DroppedBlock | WriteFailed]) -> None:
         self.publish = publish
 
     def catch_up(self) -> CaughtUp:
         return CaughtUp()
+
+    def save(self) -> None:
+        return
 
     def expire(self, kept: frozenset[bytes]) -> float:  # noqa: ARG002
         return math.inf
 
 
 def make_writer(
-    publish: Callable[..., Written | Dropped | WriteFailed],
+    publish: Callable[..., Published | DroppedBlock | WriteFailed],
     counters: Counters,
     first_pause_s: float = 60,
     limit_bytes: int = 1 << 30,
-) -> Writer:
+) -> DiskWriter:
     options = DiskOptions(Path(), 0, queue_bytes=limit_bytes, first_pause_s=first_pause_s)
-    return Writer(Publishing(publish), options, counters, RemovalLog(), lambda: None)
+    return DiskWriter(Publishing(publish), options, counters, RemovalLog(), lambda: None)
 
 
 def test_a_parent_stays_for_a_child_that_comes_while_another_block_is_written() -> None:
@@ -49,11 +52,11 @@ def test_a_parent_stays_for_a_child_that_comes_while_another_block_is_written() 
     has_begun, goes_on = threading.Event(), threading.Event()
     kept_for: list[frozenset[bytes]] = []
 
-    def publish(_: Block, kept: Callable[[], frozenset[bytes]], __: Callable[[], bool], ___: Take) -> Dropped:
+    def publish(_: Block, kept: Callable[[], frozenset[bytes]], __: Callable[[], bool], ___: Take) -> DroppedBlock:
         has_begun.set()
         assert goes_on.wait(10)
         kept_for.append(kept())
-        return Dropped(DropReason.NO_ROOM)
+        return DroppedBlock(DropReason.NO_ROOM)
 
     writer = make_writer(publish, Counters())
     assert writer.offer(make_block(9)) is None
@@ -66,17 +69,17 @@ def test_a_parent_stays_for_a_child_that_comes_while_another_block_is_written() 
 
 
 @pytest.mark.parametrize(
-    "outcome", [WriteFailed(Fault.NO_SPACE, ""), Dropped(DropReason.RESERVE), Dropped(DropReason.NO_ROOM)]
+    "outcome", [WriteFailed(Fault.NO_SPACE, ""), DroppedBlock(DropReason.RESERVE), DroppedBlock(DropReason.NO_ROOM)]
 )
-def test_what_is_given_up_takes_along_what_hangs_on_it_and_nothing_else(outcome: WriteFailed | Dropped) -> None:
+def test_what_is_given_up_takes_along_what_hangs_on_it_and_nothing_else(outcome: WriteFailed | DroppedBlock) -> None:
     first, second, third = make_chain(3)
     mark = replace(third, part="mark")
     other, tried, goes_on = make_block(9), list[Block](), threading.Event()
 
-    def publish(block: Block, *_: object) -> Written | WriteFailed | Dropped:
+    def publish(block: Block, *_: object) -> Published | WriteFailed | DroppedBlock:
         assert goes_on.wait(10)
         tried.append(block)
-        return outcome if block is second else Written(1)
+        return outcome if block is second else Published(1)
 
     counters = Counters()
     writer = make_writer(publish, counters)
@@ -86,7 +89,7 @@ def test_what_is_given_up_takes_along_what_hangs_on_it_and_nothing_else(outcome:
     assert writer.flush(10).is_empty
     assert tried[-1] is other
     assert not {third.id, mark.id} & {block.id for block in tried}
-    assert bool(writer.state(0).num_faults) == (outcome != Dropped(DropReason.NO_ROOM))
+    assert bool(writer.state(0).num_faults) == (outcome != DroppedBlock(DropReason.NO_ROOM))
     assert writer.close(10)
 
 
@@ -94,13 +97,13 @@ def test_a_block_that_can_never_be_written_keeps_the_others_waiting_only_so_long
     bad, good = make_block(1), make_block(2)
     num_attempts, is_written = 0, threading.Event()
 
-    def publish(block: Block, *_: object) -> Written | WriteFailed:
+    def publish(block: Block, *_: object) -> Published | WriteFailed:
         nonlocal num_attempts
         if block is bad:
             num_attempts += 1
             return WriteFailed(Fault.OTHER, "a defect of ours")
         is_written.set()
-        return Written(1)
+        return Published(1)
 
     writer = make_writer(publish, Counters(), first_pause_s=1e-4)
     assert writer.offer(bad) is None
@@ -116,10 +119,10 @@ def test_a_block_that_is_larger_than_the_queue_is_taken_alone() -> None:
     first, second = make_chain(2)
     goes_on, written = threading.Event(), list[Block]()
 
-    def publish(block: Block, *_: object) -> Written:
+    def publish(block: Block, *_: object) -> Published:
         assert goes_on.wait(10)
         written.append(block)
-        return Written(1)
+        return Published(1)
 
     writer = make_writer(publish, Counters(), limit_bytes=first.nbytes - 1)
     assert writer.offer(first) is None

@@ -1,4 +1,4 @@
-"""Blocks on the disk or in its queue, and chains of them. Answers from memory; knows no files.
+"""Chains of blocks on the disk or in its queue. Answers from memory; knows no files.
 
 A walk follows a chain from its first token on. It yields after each block, so that the caller can pace it.
 """
@@ -8,48 +8,48 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from kvstrata.tiers.block import BASE, BLOCK_TOKENS, MARK, BlockId, Chain
-from kvstrata.tiers.disk.block_store import Holdings
-from kvstrata.tiers.disk.index import read_tally
-from kvstrata.tiers.disk.loading import Loader
+from kvstrata.tiers.disk.block_store import DiskBlockStore
+from kvstrata.tiers.disk.index import read_labels
+from kvstrata.tiers.disk.reader import DiskReader
 from kvstrata.tiers.interface import Link, OnDisk, TierMatch, TokenIds
 from kvstrata.tiers.lookups import Walk
 from kvstrata.tiers.write_limits import BlockQueue
 
 
-class DiskBlocks:
-    def __init__(self, holdings: Holdings, queue: BlockQueue, loader: Loader, chain: Chain) -> None:
-        self._holdings = holdings
+class DiskChains:
+    def __init__(self, store: DiskBlockStore, queue: BlockQueue, reader: DiskReader, chain: Chain) -> None:
+        self._store = store
         self._queue = queue
-        self._loader = loader
+        self._reader = reader
         self._chain = chain
 
     def find(self, key: bytes, part: str = BASE) -> int:
         block = BlockId(key, part)
-        return 0 if self._loader.avoided(block) else self.size(block)
+        return 0 if self._reader.avoided(block) else self.size(block)
 
     def size(self, block: BlockId) -> int:
         """Return the bytes as `find` does, also for a block that is avoided for a while."""
-        # The queue first: a block has its row before it leaves the queue.
+        # The queue first: a block has its record before it leaves the queue.
         for queued in self._queue.find(block):
             return max(1, queued.nbytes)
-        row = self._holdings.index.row(block)
+        record = self._store.index.get(block)
         # At least 1: some file systems keep small files elsewhere.
-        return 0 if row is None else max(1, row.disk_bytes)
+        return 0 if record is None else max(1, record.disk_bytes)
 
     def contents(self, block: BlockId) -> Mapping[str, int]:
         for queued in self._queue.find(block):
-            return self._holdings.tally(queued.description, queued.tensor_bytes)
-        row = self._holdings.index.row(block)
-        return {} if row is None else read_tally(row.tally)
+            return self._store.count_labels(queued.description, queued.tensor_bytes)
+        record = self._store.index.get(block)
+        return {} if record is None else read_labels(record.labels)
 
     def num_after(self, key: bytes) -> int:
         """Return the number of blocks that directly follow a block. One counts twice while it is written."""
-        return self._queue.num_after(key) + self._holdings.index.num_after(key)
+        return self._queue.num_after(key) + self._store.index.num_children(key)
 
     def lengths(self, parent: bytes) -> tuple[int, ...]:
         """The lengths in tokens of the blocks that follow `parent`, the longest first."""
         queued = self._queue.lengths(parent)
-        return tuple(sorted(queued.union(self._holdings.index.lengths(parent)), reverse=True))
+        return tuple(sorted(queued.union(self._store.index.lengths_after(parent)), reverse=True))
 
     def longest(self, parent: bytes, start: int, ids: TokenIds, *, at_marks: bool = False) -> Walk[TierMatch]:
         best = TierMatch()
@@ -70,11 +70,11 @@ class DiskBlocks:
             match.num_tokens,
             is_damaged_next=(yield from self._is_damaged_next(root, ids)),
             # A caller must not learn whose the other blocks are: their tokens are not even compared.
-            has_others_only=self._holdings.index.totals().num_blocks > 0 and not self.lengths(root),
+            has_others_only=self._store.index.totals().num_blocks > 0 and not self.lengths(root),
         )
 
     def _is_damaged_next(self, root: bytes, ids: TokenIds) -> Walk[bool]:
-        damaged = self._holdings.quarantine.keys()
+        damaged = self._store.quarantine.keys()
         if not damaged:
             return False
         links = (yield from self.longest(root, 0, ids)).links

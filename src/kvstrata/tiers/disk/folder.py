@@ -1,12 +1,13 @@
-"""Names, lock and permissions of the folder; quarantine."""
+"""Names, lock and permissions of the folder; quarantine; markers of clears."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,14 +20,17 @@ from kvstrata.tiers.disk.filesystem import (
     Files,
     make_folder_if_missing,
     plain_files,
+    read_all,
     unlink_if_there,
+    write_all,
 )
+from kvstrata.tiers.disk.index import ClearMarker
 
 log = logging.getLogger(__name__)
 
 SUFFIX = ".safetensors"
 
-TEMPORARY_NAME = re.compile(r"[0-9]+\.tmp")
+TEMPORARY_NAME = re.compile(r"[0-9]+(\.marker)?\.tmp")
 
 OF_THE_SYSTEM = {"lost+found", ".DS_Store"}  # in folders that look empty to users
 
@@ -63,9 +67,11 @@ class CacheFolder:
         self.blocks = directory / "blocks"
         self.temporaries = directory / "tmp"
         self.quarantine = directory / "quarantine"
+        self.cleared = directory / "cleared"
         self.catalogue = directory / "catalogue.sqlite"
         self.lock_path = directory / "lock"
-        self._folders = (self.blocks, self.temporaries, self.quarantine)
+        self._first_folders = (self.blocks, self.temporaries, self.quarantine)  # that every version has made
+        self._folders = (*self._first_folders, self.cleared)
         self._lock_fds: list[int] = []
 
     def path(self, block: BlockId) -> Path:
@@ -185,8 +191,8 @@ class CacheFolder:
 
     def _has_our_lock(self, names: set[str]) -> bool:
         """Whether our kind of lock is there, with all of our folders or, after an aborted start, nothing foreign."""
-        folders = {path.name for path in self._folders}
-        own = {self.lock_path.name, *folders, *(path.name for path in self.catalogue_paths())}
+        folders = {path.name for path in self._first_folders}
+        own = {path.name for path in (self.lock_path, *self._folders, *self.catalogue_paths())}
         if self.lock_path.name not in names or not (folders <= names or names <= own):
             return False
         status = self.files.status(self.lock_path)
@@ -332,3 +338,105 @@ class Quarantine:
             unlink_if_there(self._files, self._folder / oldest)
             with self._lock:
                 del self._held[oldest]
+
+
+MARKER_NAME = re.compile(r"[0-9]{1,18}")
+
+MARKER_FORMAT = "kvstrata.cleared.1"
+
+LARGEST_MARKER_BYTES = 64 << 20
+
+
+class MarkerFiles:
+    """Markers of clears in `cleared/`: removals whose files are not all deleted yet survive a crash.
+
+    One thread at a time changes them, any thread reads `disk_bytes`.
+    """
+
+    def __init__(self, folder: CacheFolder) -> None:
+        self._folder = folder
+        self._files = folder.files
+        self._disk_bytes: dict[Path, int] = {}
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(list(self._disk_bytes.values()))
+
+    def load(self) -> list[ClearMarker]:
+        """Read all markers. An unreadable one is reported and left out: its blocks may come back."""
+        self._disk_bytes = {}
+        markers: list[ClearMarker] = []
+        for path, status in plain_files(self._files, self._folder.cleared):
+            if not MARKER_NAME.fullmatch(path.name):
+                continue
+            self._disk_bytes[path] = status.disk_bytes
+            try:
+                markers += _parse_markers(self._read(path, status.size_bytes))
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                log.warning("A marker of cleared blocks cannot be read; blocks may come back: %s: %s", path, error)
+        return markers
+
+    def save(self, markers: Sequence[ClearMarker]) -> None:
+        """Write markers as one file. When this returns, they survive a crash."""
+        if not markers:
+            return
+        path = self._folder.cleared / str(max((int(each.name) for each in self._disk_bytes), default=0) + 1)
+        temporary = self._folder.temporaries / f"{path.name}.marker.tmp"
+        try:
+            fd = self._files.create(temporary)
+            try:
+                write_all(self._files, fd, [memoryview(_marker_text(markers).encode())])
+                self._files.sync(fd)
+                disk_bytes = self._files.status(fd).disk_bytes
+            finally:
+                self._files.close(fd)
+            self._files.rename(temporary, path)
+        except OSError:
+            unlink_if_there(self._files, temporary)
+            raise
+        self._disk_bytes[path] = disk_bytes
+        self._files.sync_folder(self._folder.cleared)
+
+    def delete_all(self) -> None:
+        for path in list(self._disk_bytes):
+            unlink_if_there(self._files, path)
+            del self._disk_bytes[path]
+
+    def __len__(self) -> int:
+        return len(self._disk_bytes)
+
+    def _read(self, path: Path, nbytes: int) -> bytes:
+        if nbytes > LARGEST_MARKER_BYTES:
+            raise ValueError(f"{nbytes} bytes")
+        fd = self._files.open(path)
+        try:
+            content = bytearray(nbytes)
+            return bytes(content[: read_all(self._files, fd, memoryview(content), 0)])
+        finally:
+            self._files.close(fd)
+
+
+def _marker_text(markers: Sequence[ClearMarker]) -> str:
+    removals = [
+        {
+            "before": marker.before,
+            "root_prefix": None if marker.root_prefix is None else marker.root_prefix.hex(),
+            "blocks": sorted([block.key.hex(), block.part] for block in marker.blocks),
+        }
+        for marker in markers
+    ]
+    return json.dumps({"format": MARKER_FORMAT, "removals": removals}, separators=(",", ":"), allow_nan=False)
+
+
+def _parse_markers(content: bytes) -> list[ClearMarker]:
+    fields = json.loads(content)
+    if fields["format"] != MARKER_FORMAT:
+        raise ValueError(f"its format is {fields['format']!r}, and this version reads {MARKER_FORMAT}")
+    return [
+        ClearMarker(
+            float(each["before"]),
+            None if each["root_prefix"] is None else bytes.fromhex(each["root_prefix"]),
+            frozenset(BlockId(bytes.fromhex(key), part) for key, part in each["blocks"]),
+        )
+        for each in fields["removals"]
+    ]

@@ -13,9 +13,9 @@ from kvstrata.tiers.block_file import DamagedBlock
 from kvstrata.tiers.disk.errors import fault_of
 from kvstrata.tiers.disk.filesystem import Files, unlink_if_there
 from kvstrata.tiers.disk.folder import CacheFolder, list_quarantined
-from kvstrata.tiers.disk.index import BlockRow
+from kvstrata.tiers.disk.index import BlockRecord
 from kvstrata.tiers.disk.reader import read_block
-from kvstrata.tiers.disk.scan import DamagedFile, UnreadFile, rows_of
+from kvstrata.tiers.disk.scan import DamagedFile, UnreadFile, records_of
 
 Progress = Callable[[int, int], None]  # blocks done, blocks in all
 
@@ -26,7 +26,7 @@ def _no_progress(_done: int, _total: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    rows: tuple[BlockRow, ...]  # parents before children
+    rows: tuple[BlockRecord, ...]  # parents before children
     damaged: tuple[DamagedFile, ...]
     unread: tuple[UnreadFile, ...]
 
@@ -57,14 +57,14 @@ class Garbage:
 
 @dataclass
 class _Sorted:
-    rows: list[BlockRow] = field(default_factory=list)
+    rows: list[BlockRecord] = field(default_factory=list)
     damaged: list[DamagedFile] = field(default_factory=list)
     unread: list[UnreadFile] = field(default_factory=list)
 
-    def take(self, entries: Iterable[BlockRow | DamagedFile | UnreadFile], progress: Progress, total: int) -> None:
+    def take(self, entries: Iterable[BlockRecord | DamagedFile | UnreadFile], progress: Progress, total: int) -> None:
         for done, entry in enumerate(entries, 1):
             match entry:
-                case BlockRow():
+                case BlockRecord():
                     self.rows.append(entry)
                 case DamagedFile():
                     self.damaged.append(entry)
@@ -133,7 +133,7 @@ def collect_garbage(directory: Path, *, files: Files | None = None, progress: Pr
     return garbage
 
 
-def orphans(rows: Iterable[BlockRow]) -> list[BlockId]:
+def orphans(rows: Iterable[BlockRecord]) -> list[BlockId]:
     """Return the blocks that no lookup can reach: an ancestor is missing, or the base of a part."""
     ordered = sorted(rows, key=lambda row: (row.start, row.id.part != BASE))
     reachable: set[bytes] = set()
@@ -160,7 +160,7 @@ def _existing(directory: Path, files: Files | None) -> CacheFolder:
 def _sort(folder: CacheFolder, progress: Progress) -> _Sorted:
     stored = list(folder.stored(sorted(folder.names())))
     found = _Sorted()
-    found.take(rows_of(folder.files, stored), progress, len(stored))
+    found.take(records_of(folder.files, stored), progress, len(stored))
     return found
 
 
@@ -177,6 +177,6 @@ def _recorded_uses(path: Path) -> dict[BlockId, tuple[float, int, float]]:
         return {}
 
 
-def _with_uses(row: BlockRow, uses: dict[BlockId, tuple[float, int, float]]) -> BlockRow:
+def _with_uses(row: BlockRecord, uses: dict[BlockId, tuple[float, int, float]]) -> BlockRecord:
     last_use, num_uses, created = uses.get(row.id, (row.last_use, row.uses, row.created))
     return replace(row, last_use=last_use, uses=num_uses, created=created)

@@ -1,10 +1,18 @@
-"""Read a block's file and trust nothing in it. Knows one file, not the folder."""
+"""Read one block and trust nothing in it.
+
+`read_header` and `read_block` know a file. `DiskReader` loads blocks from the queue or the folder for the tier's
+readers; a fault of the disk does not raise there, it is the reason of a miss.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -18,8 +26,20 @@ from kvstrata.tiers.block_file import (
     take_tensor,
     verify_header,
 )
-from kvstrata.tiers.disk.errors import Damage
-from kvstrata.tiers.disk.filesystem import Files, read_all
+from kvstrata.tiers.disk.errors import Damage, Fault, fault_of
+from kvstrata.tiers.disk.filesystem import Files, NotAFile, read_all
+from kvstrata.tiers.disk.folder import CacheFolder
+from kvstrata.tiers.disk.index import BlockIndex
+from kvstrata.tiers.interface import Counters, Event
+from kvstrata.tiers.read_pool import Loaded, Missing, MissReason
+from kvstrata.tiers.read_rates import RateMeter
+
+log = logging.getLogger(__name__)
+
+# An unreadable sector can hold up a thread for seconds, at each read.
+AVOIDED_FOR_S = 60.0
+
+NUM_AVOIDED = 4096
 
 
 @contextmanager
@@ -80,3 +100,102 @@ def _fill(files: Files, fd: int, offset: int, nbytes: int) -> memoryview:
 def _read(files: Files, fd: int, offset: int, nbytes: int) -> bytes:
     buffer = bytearray(nbytes)
     return bytes(buffer[: read_all(files, fd, memoryview(buffer), offset)])
+
+
+class ReadableStore(Protocol):
+    """The part of `DiskBlockStore` that the reader uses."""
+
+    @property
+    def folder(self) -> CacheFolder: ...
+
+    @property
+    def index(self) -> BlockIndex: ...
+
+    def forget(self, block: BlockId) -> None: ...
+
+    def quarantine_block(self, block: BlockId, damage: Damage) -> None: ...
+
+
+class DiskReader:
+    def __init__(
+        self,
+        store: ReadableStore,
+        find_queued: Callable[[BlockId], list[Block]],
+        counters: Counters,
+        *,
+        chain: Chain,
+        clock: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._find_queued = find_queued
+        self._counters = counters
+        self._chain = chain
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._avoided: OrderedDict[BlockId, tuple[float, Fault]] = OrderedDict()
+        self._logged: set[Fault] = set()
+        self.meter = RateMeter()
+
+    def load(self, block: BlockId, root: bytes) -> Loaded | Missing:
+        """Return a verified block, or why it is missing."""
+        result = self._load(block, root)
+        match result:
+            case Missing(_, reason):
+                self._counters.add(Event.MISSED, reason)
+            case Loaded():
+                self._store.index.record_uses([block], self._clock())
+        return result
+
+    def avoided(self, block: BlockId) -> list[Fault]:
+        """Return the fault for which a block is avoided for a while, if there was one."""
+        with self._lock:
+            until, fault = self._avoided.get(block, (0.0, Fault.OTHER))
+            return [fault] if until > self._clock() else []
+
+    def _load(self, block: BlockId, root: bytes) -> Loaded | Missing:
+        for queued in self._find_queued(block):
+            if queued.root != root:
+                return Missing(block, Damage.ROOT)
+            self._counters.add(Event.READ, "queue", nbytes=queued.nbytes)
+            return Loaded(queued)
+        if self._store.index.pending.get(block) is not None:
+            return Missing(block, MissReason.ABSENT)  # it was removed, and its file is still there
+        for fault in self.avoided(block):
+            return Missing(block, fault)
+        try:
+            return self._load_file(block, root)
+        except DamagedBlock as damage:
+            self._store.quarantine_block(block, damage.reason)
+            return Missing(block, damage.reason)
+        except FileNotFoundError:
+            if self._store.index.get(block) is not None:
+                self._store.forget(block)
+            return Missing(block, MissReason.ABSENT)
+        except NotAFile:
+            self._counters.add(Event.FAILED, Fault.NOT_A_FILE)
+            self._store.forget(block)
+            return Missing(block, Fault.NOT_A_FILE)
+        except OSError as error:
+            return Missing(block, self._avoid(block, error))
+
+    def _load_file(self, block: BlockId, root: bytes) -> Loaded:
+        folder = self._store.folder
+        with self.meter.reading() as measure:
+            found = read_block(folder.files, folder.path(block), block, chain=self._chain, root=root)
+            measure(found.nbytes)
+        self._counters.add(Event.READ, "disk", nbytes=found.nbytes)
+        return Loaded(found)
+
+    def _avoid(self, block: BlockId, error: OSError) -> Fault:
+        """Keep readers from a block for a while after a fault of the disk. Return the fault."""
+        fault = fault_of(error)
+        self._counters.add(Event.FAILED, fault)
+        with self._lock:
+            self._avoided[block] = (self._clock() + AVOIDED_FOR_S, fault)
+            if len(self._avoided) > NUM_AVOIDED:
+                self._avoided.popitem(last=False)
+            is_new = fault not in self._logged
+            self._logged.add(fault)
+        if is_new:
+            log.warning("The disk cache cannot be read (%s): %s. Such blocks are computed again", fault, error)
+        return fault

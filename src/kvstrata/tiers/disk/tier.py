@@ -14,14 +14,14 @@ from typing import TypeVar
 
 from kvstrata.errors import ConfigError
 from kvstrata.tiers.block import Block, BlockId, Chain, Tally, no_tally
-from kvstrata.tiers.disk.block_store import Holdings, Publisher
+from kvstrata.tiers.disk.block_store import DiskBlockStore
 from kvstrata.tiers.disk.catalogue import CatalogueFault
-from kvstrata.tiers.disk.chains import DiskBlocks
+from kvstrata.tiers.disk.chains import DiskChains
 from kvstrata.tiers.disk.filesystem import Files
 from kvstrata.tiers.disk.folder import CacheFolder, prepare
-from kvstrata.tiers.disk.index import RowTotals
-from kvstrata.tiers.disk.loading import Loader
-from kvstrata.tiers.disk.writer import Writer
+from kvstrata.tiers.disk.index import BlockIndex, IndexTotals
+from kvstrata.tiers.disk.reader import DiskReader
+from kvstrata.tiers.disk.writer import DiskWriter
 from kvstrata.tiers.interface import Accepted, Counters, Event, Flushed, Refusal, Refused, Removed, Usage, Writing
 from kvstrata.tiers.lookups import Lookup, Lookups, Walk
 from kvstrata.tiers.options import DiskOptions
@@ -63,15 +63,13 @@ class DiskTier:
         self._counters = Counters()
         self._folder = CacheFolder(options.directory, files or Files())
         prepare(self._folder)
-        self._holdings = self._open_holdings(options, is_pinned, tally)
+        self._store = self._open_store(options, is_pinned, tally)
         self._second_touch = options.second_touch
-        publisher = Publisher(self._holdings, options, self._counters, clock)
-        self._budget = publisher.budget
-        self._writer = Writer(publisher, options, self._counters, self.removals, lambda: self.on_room())
-        self._loader = Loader(self._holdings, self._writer.queue.find, self._counters, chain=chain, clock=clock)
-        self.blocks = DiskBlocks(self._holdings, self._writer.queue, self._loader, chain)
+        self._writer = DiskWriter(self._store, options, self._counters, self.removals, lambda: self.on_room())
+        self._disk_reader = DiskReader(self._store, self._writer.queue.find, self._counters, chain=chain, clock=clock)
+        self.blocks = DiskChains(self._store, self._writer.queue, self._disk_reader, chain)
         self._is_closed = False
-        self._reader = Reader(self._loader.load, options.num_readers, options.read_ahead_bytes)
+        self._read_pool = Reader(self._disk_reader.load, options.num_readers, options.read_ahead_bytes)
         self._lookups = Lookups()
 
     # Writing.
@@ -98,11 +96,11 @@ class DiskTier:
         return None
 
     def writing(self) -> Writing:
-        state = self._writer.state(self._budget.left_bytes(self._clock()))
-        return dataclasses.replace(state, num_faults=state.num_faults + self._holdings.num_losses)
+        state = self._writer.state(self._store.budget.left_bytes(self._clock()))
+        return dataclasses.replace(state, num_faults=state.num_faults + self._store.num_losses)
 
     def touch(self, blocks: Iterable[BlockId]) -> None:
-        self._holdings.records.touches.add(blocks, self._clock())
+        self._store.index.record_uses(blocks, self._clock())
 
     def flush(self, timeout_s: float) -> Flushed:
         """Wait for the queue, and for the comparison of the folder with its catalogue."""
@@ -120,57 +118,66 @@ class DiskTier:
         self, blocks: Sequence[BlockId], deliver: Deliver, *, root: bytes, sizes: Sequence[int] | None = None
     ) -> BlockReading:
         reading = BlockReading(blocks, root, deliver, sizes or [self.blocks.size(block) for block in blocks])
-        self._reader.submit(reading)
+        self._read_pool.submit(reading)
         return reading
 
     @property
+    def index(self) -> BlockIndex:
+        """The view of the files, for tests and figures."""
+        return self._store.index
+
+    @property
+    def quarantined_keys(self) -> frozenset[bytes]:
+        return self._store.quarantine.keys()
+
+    @property
     def removals(self) -> RemovalLog:
-        return self._holdings.records.removals
+        return self._store.index.removals
 
     @property
     def rates(self) -> Rates:
-        return self._loader.meter.rates()
+        return self._disk_reader.meter.rates()
 
     # Removal.
 
-    def remove(self, blocks: Sequence[BlockId]) -> Removed:
-        wanted, index = set(blocks), self._holdings.index
+    def remove(self, blocks: Sequence[BlockId], *, durable: bool = False) -> Removed:
+        wanted, index = frozenset(blocks), self._store.index
         self._writer.withdraw(lambda block: block.id in wanted)
-        rows = [row for block in wanted if (row := index.row(block)) is not None]
-        totals = index.hide(wanted)
-        self._holdings.records.report_removed(rows, RemovalCause.CLEARED)
+        records = [record for block in wanted if (record := index.get(block)) is not None]
+        totals = index.hide_durably(wanted, self._clock()) if durable else index.hide(wanted)
+        index.report_removed(records, RemovalCause.CLEARED)
         return self._removed(totals)
 
     def clear(self, under: bytes = b"") -> Removed:
         """Hide blocks at once. The writer thread deletes their files, except of blocks that are put again meanwhile."""
         self._writer.withdraw(lambda block: block.root.startswith(under))
-        return self._removed(self._holdings.index.hide_under(under))
+        return self._removed(self._store.index.hide_roots(under, self._clock()))
 
-    def _removed(self, totals: RowTotals) -> Removed:
+    def _removed(self, totals: IndexTotals) -> Removed:
         self._writer.wake()
         return Removed(totals.num_blocks, totals.num_tokens, totals.disk_bytes)
 
     # Usage and shutdown.
 
     def usage(self, under: bytes = b"") -> Usage:
-        index, state = self._holdings.index, self._writer.state(0)
+        index, state = self._store.index, self._writer.state(0)
         totals = index.totals(under)
         return Usage(
             limit_bytes=self.limit_bytes,
-            allowed_bytes=self._holdings.space.allowed_bytes,
-            disk_bytes=self._holdings.space.disk_bytes(),
-            leaving_bytes=index.leaving.num_bytes,
-            quarantine_bytes=self._holdings.quarantine.disk_bytes,
+            allowed_bytes=self._store.space.allowed_bytes,
+            disk_bytes=self._store.space.disk_bytes,
+            leaving_bytes=index.pending.num_bytes,
+            quarantine_bytes=self._store.quarantine.disk_bytes,
             block_bytes=totals.disk_bytes,
             num_blocks=totals.num_blocks,
             num_tokens=totals.num_tokens,
             labels=totals.labels,
             queue_bytes=state.queue_bytes,
             num_queued=len(self._writer.queue),
-            num_pending_reads=self._reader.num_pending,
-            unused_bytes=self._reader.ahead_bytes,
+            num_pending_reads=self._read_pool.num_pending,
+            unused_bytes=self._read_pool.ahead_bytes,
             written_bytes=self._counters.nbytes(Event.WRITTEN),
-            written_today_bytes=self._budget.written_bytes(self._clock()),
+            written_today_bytes=self._store.budget.written_bytes(self._clock()),
             read_bytes=self._counters.nbytes(Event.READ),
             paused_because=state.paused_because,
             counters=self._counters.snapshot(),
@@ -183,18 +190,20 @@ class DiskTier:
         self._is_closed = True
         until_s = time.monotonic() + timeout_s
         ends = [
-            each.close(max(0.0, until_s - time.monotonic())) for each in (self._lookups, self._reader, self._writer)
+            each.close(max(0.0, until_s - time.monotonic())) for each in (self._lookups, self._read_pool, self._writer)
         ]
         if all(ends):
-            self._holdings.close()
+            self._store.close()
             self._folder.release()
         else:
             # Threads of the tier may still use the catalogue and the folder; the end of the process closes both.
             log.warning("The disk cache did not close within %.0f s: the disk does not answer", timeout_s)
 
-    def _open_holdings(self, options: DiskOptions, is_pinned: Callable[[bytes], bool], tally: Tally) -> Holdings:
+    def _open_store(self, options: DiskOptions, is_pinned: Callable[[bytes], bool], tally: Tally) -> DiskBlockStore:
         try:
-            return Holdings(self._folder, options, self._counters, is_pinned=is_pinned, tally=tally)
+            return DiskBlockStore(
+                self._folder, options, self._counters, is_pinned=is_pinned, count_labels=tally, clock=self._clock
+            )
         except (OSError, CatalogueFault) as error:
             self._folder.release()
             raise ConfigError(

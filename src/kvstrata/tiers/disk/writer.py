@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Protocol, TypeVar
 
 from kvstrata.tiers.block import Block
-from kvstrata.tiers.disk.block_store import CaughtUp, Dropped, WriteFailed, Written
+from kvstrata.tiers.disk.block_store import CaughtUp, DroppedBlock, Published, WriteFailed
 from kvstrata.tiers.disk.errors import CAUSES, DropReason, Fault
 from kvstrata.tiers.interface import Counters, Event, Flushed, Refusal, Writing
 from kvstrata.tiers.options import DiskOptions
@@ -47,14 +47,18 @@ class DiskWork(Protocol):
     """The disk operations of the thread. Faults of the disk do not raise."""
 
     def publish(
-        self, block: Block, kept: Callable[[], frozenset[bytes]], is_wanted: Callable[[], bool], take: Take
-    ) -> Written | Dropped | WriteFailed:
+        self, block: Block, kept: Callable[[], frozenset[bytes]], is_wanted: Callable[[], bool], pace: Take
+    ) -> Published | DroppedBlock | WriteFailed:
         """Write a block. `kept` returns the keys that evictions must keep. `is_wanted` is asked at the moment of
-        publication. `take` paces long work."""
+        publication. `pace` interrupts long work."""
         ...
 
     def catch_up(self) -> CaughtUp | WriteFailed:
-        """Bring catalogue, folder and limit in step, and delete some of the cleared blocks."""
+        """Reconcile index, folder and limit after a start, and delete some files of removed blocks."""
+        ...
+
+    def save(self) -> None:
+        """Copy changes of the index to the catalogue. Called when the queue runs empty."""
         ...
 
     def expire(self, kept: frozenset[bytes]) -> float:
@@ -105,7 +109,7 @@ class Pause:
         self._next_s = self._first_s
 
 
-class Writer:
+class DiskWriter:
     def __init__(
         self,
         work: DiskWork,
@@ -220,6 +224,8 @@ class Writer:
                 self._expire()
             for offer in offers:
                 self._write(offer)
+                if not len(self.queue):
+                    _guarded(self._work.save)
             with self._changed:
                 self._is_writing = False
                 self._changed.notify_all()
@@ -269,7 +275,7 @@ class Writer:
     def _write(self, offer: Offer) -> None:
         is_wanted, take = (lambda: self.queue.has(offer)), self._strides.take
         match _guarded(lambda: self._work.publish(offer.block, self.queue.needed_keys, is_wanted, take)):
-            case Written(file_bytes, expires_in_s):
+            case Published(file_bytes, expires_in_s):
                 self._counters.add(Event.WRITTEN, offer.block.part, nbytes=file_bytes)
                 with self._changed:
                     self._expires_s = min(self._expires_s, time.monotonic() + expires_in_s)
@@ -277,12 +283,12 @@ class Writer:
                     self._must_catch_up = self._must_catch_up or bool(self._pause.reason)
                     self._pause.end()
                     self.queue.remove(offer)
-            case Dropped(DropReason.CLEARED):
+            case DroppedBlock(DropReason.CLEARED):
                 pass  # it left the queue when it was withdrawn
-            case Dropped(DropReason.RESERVE as reason):
+            case DroppedBlock(DropReason.RESERVE as reason):
                 # Other programs fill the volume, and may free space again: as with a full disk.
                 self._hold(offer, Event.DROPPED, reason, "what is free is left to others")
-            case Dropped(reason):
+            case DroppedBlock(reason):
                 self._give_up(offer, Event.DROPPED, reason)
             case WriteFailed(reason, what):
                 self._hold(offer, Event.FAILED, reason, what)

@@ -158,8 +158,9 @@ class RemoteTier:
 
     # Removal. A shared store is cleared by its operator, or by the expiry of its blocks.
 
-    def remove(self, blocks: Sequence[BlockId]) -> Removed:
+    def remove(self, blocks: Sequence[BlockId], *, durable: bool = False) -> Removed:
         """Delete blocks that no version of kvstrata could have written."""
+        del durable
         for block in blocks:
             self._sealed.avoided.add(self._cluster.name_of(block))
             self._delete_later(block, "unreadable")
