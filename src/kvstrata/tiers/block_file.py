@@ -17,8 +17,7 @@ from blake3 import blake3
 
 from kvstrata.errors import KvstrataError
 from kvstrata.tiers.block import ITEM_BYTES, Block, BlockId, Chain, Tensor, key_of
-from kvstrata.tiers.disk.errors import Damage
-from kvstrata.tiers.write_limits import Take, at_once, strides_of
+from kvstrata.tiers.write_limits import Pace, slices_of, unpaced
 
 PROBE_BYTES = 1 << 20
 
@@ -29,11 +28,11 @@ class Checksum(StrEnum):
     SHA256 = "sha256"
     BLAKE3 = "blake3"
 
-    def of(self, content: memoryview, take: Take = at_once) -> str:
+    def of(self, content: memoryview, pace: Pace = unpaced) -> str:
         """Return the digest with its name. Both algorithms release the GIL for all but the smallest input."""
         digest = hashlib.sha256() if self is Checksum.SHA256 else blake3()
-        for stride in strides_of(content):
-            take(partial(digest.update, stride))
+        for piece in slices_of(content):
+            pace(partial(digest.update, piece))
         return f"{self.value}:{digest.hexdigest()}"
 
 
@@ -75,8 +74,22 @@ CHECKSUM_AT = LENGTH_BYTES + len(OPENING)
 CHECKSUM_ENDS = CHECKSUM_AT + NUM_DIGITS
 
 
+class Damage(StrEnum):
+    """The ways in which the bytes of a block differ from its name, its header or its seal."""
+
+    LENGTH = "length"
+    HEADER = "header"
+    VERSION = "version"
+    KEY = "key"
+    TOKENS = "tokens"
+    ROOT = "root"
+    TENSOR = "tensor"
+    SEAL = "seal"  # damaged, forged, moved here from another name, or sealed with another secret
+    SIZE = "size"  # larger than any block of this model
+
+
 class DamagedBlock(KvstrataError):
-    """A block failed verification. The disk tier answers with a miss with `reason`, a bundle with UnusableFile."""
+    """A block failed verification. Tiers answer with a miss with `reason`, a bundle with UnusableFile."""
 
     def __init__(self, reason: Damage, what: str) -> None:
         super().__init__(what)
@@ -128,7 +141,7 @@ class EncodedBlock:
     nbytes: int
 
 
-def encode(block: Block, checksum: Checksum, take: Take = at_once) -> EncodedBlock:
+def encode(block: Block, checksum: Checksum, pace: Pace = unpaced) -> EncodedBlock:
     names = _in_file_order(block.tensors)
     views = tuple(block.tensors[name].view() for name in names)
     metadata = {
@@ -141,7 +154,7 @@ def encode(block: Block, checksum: Checksum, take: Take = at_once) -> EncodedBlo
         "token_ids": base64.b64encode(block.token_ids).decode(),
         "description": json.dumps(block.description, sort_keys=True, separators=(",", ":"), allow_nan=False),
     }
-    metadata |= {f"checksum.{name}": checksum.of(view, take) for name, view in zip(names, views, strict=True)}
+    metadata |= {f"checksum.{name}": checksum.of(view, pace) for name, view in zip(names, views, strict=True)}
     header = _seal(metadata, _table(block.tensors, names))
     return EncodedBlock((memoryview(header), *views), len(header) + sum(view.nbytes for view in views))
 

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from kvstrata.tiers.block import BlockId
-from kvstrata.tiers.block_file import FORMAT_VERSION
+from kvstrata.tiers.block_file import FORMAT_VERSION, Damage
 from kvstrata.tiers.disk.catalogue import FORMAT, Catalogue, CatalogueFault
-from kvstrata.tiers.disk.errors import Damage
 from kvstrata.tiers.disk.filesystem import Files
 from kvstrata.tiers.disk.folder import file_name
 from kvstrata.tiers.disk.index import BlockRow

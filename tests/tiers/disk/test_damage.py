@@ -13,8 +13,7 @@ import pytest
 
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.block import Block, BlockId
-from kvstrata.tiers.block_file import Checksum, DamagedBlock, encode
-from kvstrata.tiers.disk.errors import Damage
+from kvstrata.tiers.block_file import Checksum, Damage, DamagedBlock, encode
 from kvstrata.tiers.disk.filesystem import Files, FileStatus
 from kvstrata.tiers.disk.folder import file_name
 from kvstrata.tiers.disk.reader import read_block

@@ -13,9 +13,9 @@ import pytest
 from kvstrata.engine.engine import Engine
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.block import Block, Tensor
+from kvstrata.tiers.block_file import DamagedBlock
 from kvstrata.tiers.read_pool import Loaded, Missing
 from kvstrata.tiers.remote import payload
-from kvstrata.tiers.remote.health import DamagedBlock
 from kvstrata.tiers.remote.open_store import make_store
 from kvstrata.tiers.remote.sealing import PIECE_BYTES, Keys, is_name, keys_of, seal, unseal
 from kvstrata.tiers.remote.store import PREFIX, Store

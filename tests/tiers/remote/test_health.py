@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvstrata.tiers.remote.health import LATENCY_HALF_LIFE_S, Counters, Health
+from kvstrata.tiers.interface import TierCounters
+from kvstrata.tiers.remote.health import LATENCY_HALF_LIFE_S, REMOTE_EVENTS, Health
 from tests.tiers.test_read_rates import Clock
 
 
@@ -20,7 +21,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def health(clock: Clock) -> Health:
-    return Health(Counters(), first_pause_s=1.0, longest_pause_s=60.0, clock=clock)
+    return Health(TierCounters(REMOTE_EVENTS), first_pause_s=1.0, longest_pause_s=60.0, clock=clock)
 
 
 def test_expected_latency_of_a_slow_answer_fades_with_time(health: Health, clock: Clock) -> None:

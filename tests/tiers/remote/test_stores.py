@@ -10,7 +10,8 @@ from threading import Barrier, Thread
 import pytest
 
 from kvstrata.errors import ConfigError
-from kvstrata.tiers.remote.health import Damage, DamagedBlock, Fault, StoreFault
+from kvstrata.tiers.block_file import Damage, DamagedBlock
+from kvstrata.tiers.remote.health import Fault, StoreFault
 from kvstrata.tiers.remote.open_store import make_store, open_store
 from kvstrata.tiers.remote.sealing import Keys, keys_for, keys_of
 from kvstrata.tiers.remote.store import Store

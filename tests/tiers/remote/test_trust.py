@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kvstrata.errors import ConfigError
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.block import BASE, MARK, BlockId
+from kvstrata.tiers.block_file import DamagedBlock
 from kvstrata.tiers.remote import payload, sealing
-from kvstrata.tiers.remote.health import DamagedBlock
 from kvstrata.tiers.remote.sealing import Keys, Names, is_name, keys_for, keys_of, links_of, read_secret
 from kvstrata.tiers.remote.url import parse
 from tests.tiers.disk.blocks import ROOT, make_block

@@ -12,18 +12,18 @@ from pathlib import Path
 
 from kvstrata.errors import ConfigError
 from kvstrata.tiers.block import Block, BlockId, Tally
-from kvstrata.tiers.block_file import EncodedBlock, encode, fastest
+from kvstrata.tiers.block_file import Damage, EncodedBlock, encode, fastest
 from kvstrata.tiers.disk.catalogue import CatalogueFault, Records
-from kvstrata.tiers.disk.errors import Damage, DropReason, Fault, fault_of
+from kvstrata.tiers.disk.errors import DropReason, Fault, fault_of
 from kvstrata.tiers.disk.filesystem import make_folder_if_missing, unlink_if_there, write_all
 from kvstrata.tiers.disk.folder import CacheFolder, Quarantine, file_name
 from kvstrata.tiers.disk.index import BlockRow, RowIndex, write_tally
 from kvstrata.tiers.disk.scan import compare
 from kvstrata.tiers.disk.space import GivenUp, Space
-from kvstrata.tiers.interface import Counters, Event
+from kvstrata.tiers.interface import BlockEvent, TierCounters
 from kvstrata.tiers.options import DiskOptions
 from kvstrata.tiers.removals import RemovalCause
-from kvstrata.tiers.write_limits import DailyBudget, Take, day_of
+from kvstrata.tiers.write_limits import DailyWriteBudget, Pace, day_of
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Publisher:
     """The disk operations of the writer thread."""
 
     def __init__(
-        self, holdings: Holdings, options: DiskOptions, counters: Counters, clock: Callable[[], float]
+        self, holdings: Holdings, options: DiskOptions, counters: TierCounters, clock: Callable[[], float]
     ) -> None:
         self._holdings = holdings
         self._counters = counters
@@ -85,11 +85,11 @@ class Publisher:
             return self._failed(error)
 
     def publish(
-        self, block: Block, kept: Callable[[], frozenset[bytes]], is_wanted: Callable[[], bool], take: Take
+        self, block: Block, kept: Callable[[], frozenset[bytes]], is_wanted: Callable[[], bool], pace: Pace
     ) -> Written | Dropped | WriteFailed:
-        """Write a block. `kept` returns the keys that evictions must keep. `take` paces long work."""
+        """Write a block. `kept` returns the keys that evictions must keep. `pace` throttles long work."""
         try:
-            return self._publish(block, kept, is_wanted, take)
+            return self._publish(block, kept, is_wanted, pace)
         except GivenUp as given_up:
             if given_up.reason is not DropReason.CLEARED:
                 self._remember_drop(block.key)
@@ -118,17 +118,17 @@ class Publisher:
         self._holdings.compare_once()
 
     def _publish(
-        self, block: Block, kept: Callable[[], frozenset[bytes]], is_wanted: Callable[[], bool], take: Take
+        self, block: Block, kept: Callable[[], frozenset[bytes]], is_wanted: Callable[[], bool], pace: Pace
     ) -> Written:
         self._get_in_step()
-        encoded = encode(block, self._checksum, take)
+        encoded = encode(block, self._checksum, pace)
         # After a parent that did not fit, space for its children would come from evicting their own chain.
         self._holdings.space.make(encoded.nbytes, kept(), may_evict=block.parent not in self._without_room)
         if not self.budget.take(encoded.nbytes, self._clock()):
             raise GivenUp(DropReason.WRITE_BUDGET)
         temporary = self._holdings.folder.temporaries / f"{next(self._serial)}.tmp"
         try:
-            disk_bytes = self._write(temporary, encoded, take)
+            disk_bytes = self._write(temporary, encoded, pace)
             row = self._row(block, disk_bytes)
             self._holdings.publish(temporary, row, is_wanted)
         except BaseException:
@@ -139,12 +139,12 @@ class Publisher:
         self._note_written()
         return Written(encoded.nbytes, row.last_use + self._ttl_s - self._clock())
 
-    def _open_budget(self, limit_bytes: int) -> DailyBudget:
+    def _open_budget(self, limit_bytes: int) -> DailyWriteBudget:
         try:
             day, written_bytes = (self._holdings.records.catalogue.note(name) for name in (DAY, WRITTEN_BYTES))
         except CatalogueFault:
             day, written_bytes = 0, 0
-        return DailyBudget(limit_bytes, day=day, written_bytes=written_bytes)
+        return DailyWriteBudget(limit_bytes, day=day, written_bytes=written_bytes)
 
     def _note_written(self) -> None:
         now = self._clock()
@@ -161,7 +161,7 @@ class Publisher:
         try:
             return min(self._holdings.space.expire(now - self._ttl_s, kept) - now, 0.0) + self._ttl_s
         except (OSError, CatalogueFault) as error:
-            self._counters.add(Event.FAILED, fault_of(error) if isinstance(error, OSError) else Fault.CATALOGUE)
+            self._counters.add(BlockEvent.FAILED, fault_of(error) if isinstance(error, OSError) else Fault.CATALOGUE)
             log.warning("Blocks that expired could not be removed: %s", error)
         return self._ttl_s
 
@@ -181,12 +181,12 @@ class Publisher:
         self._holdings.reopen()
         self._has_vanished = False
 
-    def _write(self, temporary: Path, encoded: EncodedBlock, take: Take) -> int:
+    def _write(self, temporary: Path, encoded: EncodedBlock, pace: Pace) -> int:
         """Write and sync a file. Return the bytes that it takes on the volume, which are known only afterwards."""
         files = self._holdings.folder.files
         fd = files.create(temporary)
         try:
-            write_all(files, fd, encoded.pieces, take)
+            write_all(files, fd, encoded.pieces, pace)
             files.sync(fd)
             return files.status(fd).disk_bytes
         finally:
@@ -215,7 +215,7 @@ class Holdings:
         self,
         folder: CacheFolder,
         options: DiskOptions,
-        counters: Counters,
+        counters: TierCounters,
         *,
         is_pinned: Callable[[bytes], bool],
         tally: Tally,
@@ -281,7 +281,7 @@ class Holdings:
 
     def isolate(self, block: BlockId, reason: Damage) -> None:
         """Quarantine a damaged file. Never raises, because readers call it."""
-        self._counters.add(Event.QUARANTINED, reason)
+        self._counters.add(BlockEvent.QUARANTINED, reason)
         log.warning("Quarantined a damaged block of the disk cache (%s): %s", reason, file_name(block))
         known = self.index.row(block)
         self.index.hide([block])

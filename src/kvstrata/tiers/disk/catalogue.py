@@ -15,7 +15,7 @@ from kvstrata.tiers.disk.errors import Fault
 from kvstrata.tiers.disk.filesystem import FILE_MODE, unlink_if_there
 from kvstrata.tiers.disk.folder import CacheFolder
 from kvstrata.tiers.disk.index import BlockRow, RowIndex, Victims
-from kvstrata.tiers.interface import Counters, Event
+from kvstrata.tiers.interface import BlockEvent, TierCounters
 from kvstrata.tiers.removals import BlockRemoval, RemovalCause, RemovalLog
 
 SCHEMA_VERSION = 3
@@ -258,7 +258,7 @@ class Touches:
 
 
 class Records:
-    def __init__(self, folder: CacheFolder, counters: Counters) -> None:
+    def __init__(self, folder: CacheFolder, counters: TierCounters) -> None:
         self._folder = folder
         self._counters = counters
         self.lock = threading.RLock()  # held over file operations by the thread that changes the folder
@@ -279,7 +279,7 @@ class Records:
             self._open()
 
     def _say_damaged(self, fault: CatalogueFault) -> None:
-        self._counters.add(Event.FAILED, Fault.CATALOGUE)
+        self._counters.add(BlockEvent.FAILED, Fault.CATALOGUE)
         log.warning("The disk cache's catalogue is damaged (%s); it is rebuilt from the blocks", fault)
 
     def _open(self) -> None:
@@ -358,7 +358,7 @@ class Records:
             unlink_if_there(self._folder.files, path)
 
     def fail(self, fault: CatalogueFault) -> None:
-        self._counters.add(Event.FAILED, Fault.CATALOGUE)
+        self._counters.add(BlockEvent.FAILED, Fault.CATALOGUE)
         self.needs_rewrite = self.needs_rewrite or fault.damaged
 
     def write_touches(self) -> None:

@@ -13,11 +13,11 @@ from kvstrata.tiers.disk.index import read_tally
 from kvstrata.tiers.disk.loading import Loader
 from kvstrata.tiers.interface import Link, OnDisk, TierMatch, TokenIds
 from kvstrata.tiers.lookups import Walk
-from kvstrata.tiers.write_limits import BlockQueue
+from kvstrata.tiers.write_limits import WriteQueue
 
 
 class DiskBlocks:
-    def __init__(self, holdings: Holdings, queue: BlockQueue, loader: Loader, chain: Chain) -> None:
+    def __init__(self, holdings: Holdings, queue: WriteQueue, loader: Loader, chain: Chain) -> None:
         self._holdings = holdings
         self._queue = queue
         self._loader = loader
@@ -44,11 +44,11 @@ class DiskBlocks:
 
     def num_after(self, key: bytes) -> int:
         """Return the number of blocks that directly follow a block. One counts twice while it is written."""
-        return self._queue.num_after(key) + self._holdings.index.num_after(key)
+        return self._queue.num_children(key) + self._holdings.index.num_after(key)
 
     def lengths(self, parent: bytes) -> tuple[int, ...]:
         """The lengths in tokens of the blocks that follow `parent`, the longest first."""
-        queued = self._queue.lengths(parent)
+        queued = self._queue.lengths_after(parent)
         return tuple(sorted(queued.union(self._holdings.index.lengths(parent)), reverse=True))
 
     def longest(self, parent: bytes, start: int, ids: TokenIds, *, at_marks: bool = False) -> Walk[TierMatch]:

@@ -8,12 +8,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from kvstrata.tiers.block import Block, BlockId, Chain
-from kvstrata.tiers.block_file import DamagedBlock
+from kvstrata.tiers.block_file import Damage, DamagedBlock
 from kvstrata.tiers.disk.block_store import Holdings
-from kvstrata.tiers.disk.errors import Damage, Fault, fault_of
+from kvstrata.tiers.disk.errors import Fault, fault_of
 from kvstrata.tiers.disk.filesystem import NotAFile
 from kvstrata.tiers.disk.reader import read_block
-from kvstrata.tiers.interface import Counters, Event
+from kvstrata.tiers.interface import BlockEvent, TierCounters
 from kvstrata.tiers.read_pool import Loaded, Missing, MissReason
 from kvstrata.tiers.read_rates import RateMeter
 
@@ -30,7 +30,7 @@ class Loader:
         self,
         holdings: Holdings,
         queued: Callable[[BlockId], list[Block]],
-        counters: Counters,
+        counters: TierCounters,
         *,
         chain: Chain,
         clock: Callable[[], float],
@@ -49,7 +49,7 @@ class Loader:
         result = self._load(block, root)
         match result:
             case Missing(_, reason):
-                self._counters.add(Event.MISSED, reason)
+                self._counters.add(BlockEvent.MISSED, reason)
             case Loaded():
                 self._holdings.records.touches.add([block], self._clock())
         return result
@@ -64,7 +64,7 @@ class Loader:
         for queued in self._queued(block):
             if queued.root != root:
                 return Missing(block, Damage.ROOT)
-            self._counters.add(Event.READ, "queue", nbytes=queued.nbytes)
+            self._counters.add(BlockEvent.READ, "queue", nbytes=queued.nbytes)
             return Loaded(queued)
         if self._holdings.index.leaving.row(block) is not None:
             return Missing(block, MissReason.ABSENT)  # it was cleared, and its file is still there
@@ -80,7 +80,7 @@ class Loader:
                 self._holdings.forget(block)
             return Missing(block, MissReason.ABSENT)
         except NotAFile:
-            self._counters.add(Event.FAILED, Fault.NOT_A_FILE)
+            self._counters.add(BlockEvent.FAILED, Fault.NOT_A_FILE)
             self._holdings.forget(block)
             return Missing(block, Fault.NOT_A_FILE)
         except OSError as error:
@@ -91,12 +91,12 @@ class Loader:
         with self.meter.reading() as measure:
             found = read_block(folder.files, folder.path(block), block, chain=self._chain, root=root)
             measure(found.nbytes)
-        self._counters.add(Event.READ, "disk", nbytes=found.nbytes)
+        self._counters.add(BlockEvent.READ, "disk", nbytes=found.nbytes)
         return Loaded(found)
 
     def _fault(self, block: BlockId, error: OSError) -> Fault:
         fault = fault_of(error)
-        self._counters.add(Event.FAILED, fault)
+        self._counters.add(BlockEvent.FAILED, fault)
         with self._lock:
             self._avoided[block] = (self._clock() + AVOIDED_FOR_S, fault)
             if len(self._avoided) > NUM_AVOIDED:

@@ -11,6 +11,7 @@ import numpy as np
 from kvstrata.tiers.block import Block, BlockId, Chain, Tensor
 from kvstrata.tiers.block_file import (
     ALIGNMENT_BYTES,
+    Damage,
     DamagedBlock,
     Header,
     header_bytes_of,
@@ -18,7 +19,6 @@ from kvstrata.tiers.block_file import (
     take_tensor,
     verify_header,
 )
-from kvstrata.tiers.disk.errors import Damage
 from kvstrata.tiers.disk.filesystem import Files, read_all
 
 

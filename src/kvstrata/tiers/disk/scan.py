@@ -9,14 +9,14 @@ from itertools import islice
 from pathlib import Path
 
 from kvstrata.tiers.block import BlockId, Tally, no_tally
-from kvstrata.tiers.block_file import FORMAT_VERSION, DamagedBlock
+from kvstrata.tiers.block_file import FORMAT_VERSION, Damage, DamagedBlock
 from kvstrata.tiers.disk.catalogue import Records
-from kvstrata.tiers.disk.errors import Damage, Fault, RemovalReason, fault_of
+from kvstrata.tiers.disk.errors import Fault, RemovalReason, fault_of
 from kvstrata.tiers.disk.filesystem import Files, unlink_if_there
 from kvstrata.tiers.disk.folder import CacheFolder, Quarantine, file_name
 from kvstrata.tiers.disk.index import BlockRow, write_tally
 from kvstrata.tiers.disk.reader import opened, read_header
-from kvstrata.tiers.interface import Counters, Event
+from kvstrata.tiers.interface import BlockEvent, TierCounters
 from kvstrata.tiers.removals import RemovalCause
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def compare(
     folder: CacheFolder,
     records: Records,
     quarantine: Quarantine,
-    counters: Counters,
+    counters: TierCounters,
     tally: Tally,
 ) -> Compared:
     """Reconcile rows and files. The lock of the records is held for some files at a time."""
@@ -81,7 +81,7 @@ def compare(
 
 class _Comparison:
     def __init__(
-        self, folder: CacheFolder, records: Records, quarantine: Quarantine, counters: Counters, tally: Tally
+        self, folder: CacheFolder, records: Records, quarantine: Quarantine, counters: TierCounters, tally: Tally
     ) -> None:
         self._files = folder.files
         self._path = folder.path
@@ -103,7 +103,7 @@ class _Comparison:
                 case DamagedFile(path, reason, what):
                     self._isolate(path, reason, what)
                 case UnreadFile(path, reason):
-                    self._counters.add(Event.FAILED, reason)
+                    self._counters.add(BlockEvent.FAILED, reason)
                     if reason is not Fault.NOT_A_FILE:
                         self.strays.append(path)
         self._records.found(found)
@@ -115,16 +115,16 @@ class _Comparison:
                 self._remove_outdated(path, what)
             else:
                 self._quarantine.take(path, reason)
-                self._counters.add(Event.QUARANTINED, reason)
+                self._counters.add(BlockEvent.QUARANTINED, reason)
         except OSError as error:
-            self._counters.add(Event.FAILED, fault_of(error))
+            self._counters.add(BlockEvent.FAILED, fault_of(error))
             self.strays.append(path)
             log.warning("A damaged block of the disk cache (%s) cannot be deleted: %s", reason, error)
 
     def _remove_outdated(self, path: Path, what: str) -> None:
         disk_bytes = self._files.status(path).disk_bytes
         unlink_if_there(self._files, path)
-        self._counters.add(Event.EVICTED, RemovalReason.OUTDATED, nbytes=disk_bytes)
+        self._counters.add(BlockEvent.EVICTED, RemovalReason.OUTDATED, nbytes=disk_bytes)
         self.outdated.num_blocks += 1
         self.outdated.num_bytes += disk_bytes
         self.outdated.formats.add(what)

@@ -18,7 +18,7 @@ from kvstrata.tiers.disk.errors import DropReason, RemovalReason, fault_of
 from kvstrata.tiers.disk.filesystem import unlink_if_there
 from kvstrata.tiers.disk.folder import CacheFolder, Quarantine
 from kvstrata.tiers.disk.index import BlockRow
-from kvstrata.tiers.interface import Counters, Event
+from kvstrata.tiers.interface import BlockEvent, TierCounters
 from kvstrata.tiers.options import DiskOptions
 from kvstrata.tiers.removals import RemovalCause
 
@@ -96,7 +96,7 @@ class Space:
         folder: CacheFolder,
         records: Records,
         quarantine: Quarantine,
-        counters: Counters,
+        counters: TierCounters,
         options: DiskOptions,
         is_pinned: Callable[[bytes], bool],
     ) -> None:
@@ -242,11 +242,11 @@ class Space:
 
     def _count_evicted(self, rows: Iterable[BlockRow], reason: RemovalReason) -> None:
         for row in rows:
-            self._counters.add(Event.EVICTED, reason, nbytes=row.disk_bytes)
+            self._counters.add(BlockEvent.EVICTED, reason, nbytes=row.disk_bytes)
 
     def _note_undeletable(self, stuck: Mapping[BlockId, OSError], what_then: str) -> None:
         for block, error in stuck.items():
-            self._counters.add(Event.FAILED, fault_of(error))
+            self._counters.add(BlockEvent.FAILED, fault_of(error))
             if block not in self._undeletable:
                 self._undeletable.add(block)
                 log.warning("A block of the disk cache cannot be deleted, %s: %s", what_then, error)

@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvstrata.tiers.block import BASE, Block, BlockId
-from kvstrata.tiers.interface import Refusal
+from kvstrata.tiers.block_file import DamagedBlock
+from kvstrata.tiers.interface import BlockEvent, Refusal, TierCounters
 from kvstrata.tiers.options import RemoteOptions
 from kvstrata.tiers.read_pool import Loaded, Missing, MissReason
 from kvstrata.tiers.read_rates import RateMeter, Rates
 from kvstrata.tiers.remote.chains import Avoided
 from kvstrata.tiers.remote.cluster import Cluster
-from kvstrata.tiers.remote.health import Counters, DamagedBlock, Event, Health, StoreFault
+from kvstrata.tiers.remote.health import Health, StoreFault
 from kvstrata.tiers.remote.payload import LARGEST_HEADER_BYTES
 from kvstrata.tiers.remote.store import Store
-from kvstrata.tiers.write_limits import DailyBudget
+from kvstrata.tiers.write_limits import DailyWriteBudget
 
 # Most bytes of a sealed block beside its tensors: the header and the seal.
 SEAL_MARGIN_BYTES = LARGEST_HEADER_BYTES + (1 << 20)
@@ -31,7 +32,7 @@ class SealedBlocks:
         store: Store,
         cluster: Cluster,
         health: Health,
-        counters: Counters,
+        counters: TierCounters,
         options: RemoteOptions,
         clock: Callable[[], float],
     ) -> None:
@@ -42,7 +43,7 @@ class SealedBlocks:
         self._ttl_s = options.ttl_s
         self._largest_bytes = options.max_block_bytes + SEAL_MARGIN_BYTES
         self._clock = clock
-        self._budget = DailyBudget(options.daily_write_bytes)
+        self._budget = DailyWriteBudget(options.daily_write_bytes)
         self._meter = RateMeter()
         self.avoided = Avoided()
 
@@ -62,7 +63,7 @@ class SealedBlocks:
     def write(self, block: Block) -> None:
         sealed = self._cluster.sealed(block)
         if not self._budget.take(len(sealed), self._clock()):
-            self._counters.add(Event.DROPPED, Refusal.WRITE_BUDGET)
+            self._counters.add(BlockEvent.DROPPED, Refusal.WRITE_BUDGET)
             return
         name = self._cluster.name_of(block.id)
         try:
@@ -73,18 +74,18 @@ class SealedBlocks:
             raise
         if not is_new:
             self._budget.give_back(len(sealed), self._clock())
-            self._counters.add(Event.DROPPED, Refusal.PRESENT)
+            self._counters.add(BlockEvent.DROPPED, Refusal.PRESENT)
             return
         self.avoided.discard(name)
         num_tokens = block.num_tokens if block.part == BASE else 0
-        self._counters.add(Event.WRITTEN, block.part, nbytes=len(sealed), tokens=num_tokens)
+        self._counters.add(BlockEvent.WRITTEN, block.part, nbytes=len(sealed), num_tokens=num_tokens)
 
     def fetch(self, block: BlockId, root: bytes) -> Loaded | Missing:
         """Read and verify a block. The caller should delete the value after a miss with a Damage: values are never
         replaced, so a damaged one would keep its name."""
         result = self._fetched(block, root)
         if isinstance(result, Missing):
-            self._counters.add(Event.MISSED, result.reason)
+            self._counters.add(BlockEvent.MISSED, result.reason)
         return result
 
     def _fetched(self, block: BlockId, root: bytes) -> Loaded | Missing:
@@ -106,7 +107,7 @@ class SealedBlocks:
             self.avoided.add(name)
             return Missing(block, damage.reason)
         num_tokens = found.num_tokens if found.part == BASE else 0
-        self._counters.add(Event.READ, found.part, nbytes=len(sealed), tokens=num_tokens)
+        self._counters.add(BlockEvent.READ, found.part, nbytes=len(sealed), num_tokens=num_tokens)
         return Loaded(found)
 
     def touch(self, names: Sequence[str]) -> None:
@@ -120,4 +121,4 @@ class SealedBlocks:
     def delete(self, block: BlockId, reason: str) -> None:
         with self._health.asking(writes=True):
             self._store.delete([self._cluster.name_of(block)])
-        self._counters.add(Event.DELETED, reason)
+        self._counters.add(BlockEvent.DELETED, reason)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstrata.tiers.block import Chain
-from kvstrata.tiers.remote.health import DamagedBlock
+from kvstrata.tiers.block_file import DamagedBlock
 from kvstrata.tiers.remote.payload import decode
 from kvstrata.tiers.remote.sealing import Keys, is_name, unseal
 from kvstrata.tiers.remote.store import LARGEST_VALUE_BYTES, Store, StoredValue

@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from kvstrata.errors import ConfigError
-from kvstrata.tiers.remote.health import DamagedBlock, Fault, StoreFault
+from kvstrata.tiers.block_file import DamagedBlock
+from kvstrata.tiers.remote.health import Fault, StoreFault
 from kvstrata.tiers.remote.store import LARGEST_VALUE_BYTES, PREFIX, Content, StoredValue, require_size
 from kvstrata.tiers.remote.url import RemoteUrl
 

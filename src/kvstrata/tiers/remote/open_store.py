@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable
 
 from kvstrata.errors import ConfigError
+from kvstrata.tiers.block_file import DamagedBlock
 from kvstrata.tiers.remote.folder_store import FolderStore
-from kvstrata.tiers.remote.health import DamagedBlock, Fault, StoreFault
+from kvstrata.tiers.remote.health import Fault, StoreFault
 from kvstrata.tiers.remote.object_store import ObjectStore
 from kvstrata.tiers.remote.redis_store import RedisStore
 from kvstrata.tiers.remote.sealing import Keys, aes_gcm, seal, unseal

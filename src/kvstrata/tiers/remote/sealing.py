@@ -13,8 +13,8 @@ from blake3 import blake3
 from kvstrata.backend.private_file import OpenToAll, read_private
 from kvstrata.errors import ConfigError
 from kvstrata.tiers.block import BLOCK_TOKENS, Chain
+from kvstrata.tiers.block_file import Damage, DamagedBlock
 from kvstrata.tiers.interface import Link, TokenIds
-from kvstrata.tiers.remote.health import Damage, DamagedBlock
 from kvstrata.tiers.remote.url import RemoteUrl
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvstrata.tiers.remote.health import Damage, DamagedBlock
+from kvstrata.tiers.block_file import Damage, DamagedBlock
 
 # Before every name, so that others can use the same store.
 PREFIX = "kvstrata1"

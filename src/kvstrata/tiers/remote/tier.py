@@ -11,7 +11,19 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from kvstrata.tiers.block import Block, BlockId, Chain
-from kvstrata.tiers.interface import Accepted, Flushed, Refusal, Refused, Removed, SharedUsage, Usage, Writing
+from kvstrata.tiers.block_file import Damage
+from kvstrata.tiers.interface import (
+    Accepted,
+    BlockEvent,
+    Flushed,
+    Refusal,
+    Refused,
+    Removed,
+    SharedUsage,
+    TierCounters,
+    Usage,
+    Writing,
+)
 from kvstrata.tiers.lookups import Lookup, Lookups, Walk
 from kvstrata.tiers.options import RemoteOptions
 from kvstrata.tiers.read_pool import BlockReading, Deliver, Loaded, Missing, Reader
@@ -19,11 +31,11 @@ from kvstrata.tiers.read_rates import Rates
 from kvstrata.tiers.remote.block_store import SealedBlocks
 from kvstrata.tiers.remote.chains import RemoteBlocks
 from kvstrata.tiers.remote.cluster import Cluster
-from kvstrata.tiers.remote.health import Counters, Damage, Event, Health
+from kvstrata.tiers.remote.health import REMOTE_EVENTS, Health
 from kvstrata.tiers.remote.open_store import open_store
 from kvstrata.tiers.remote.sealing import Names, keys_for
 from kvstrata.tiers.remote.store import Store
-from kvstrata.tiers.remote.writer import Writer
+from kvstrata.tiers.remote.writer import RemoteWriter
 from kvstrata.tiers.removals import RemovalLog
 
 T = TypeVar("T")
@@ -54,12 +66,12 @@ class RemoteTier:
         keys = keys_for(options.url, options.secret_file)
         self._cluster = Cluster(keys, Names(keys, options.precision, backend), chain)
         self._store = store or open_store(options.url, keys, clock, ttl_s=options.ttl_s)
-        self._counters = Counters()
+        self._counters = TierCounters(REMOTE_EVENTS)
         self._health = Health(
             self._counters, first_pause_s=options.first_pause_s, longest_pause_s=options.longest_pause_s
         )
         self._sealed = SealedBlocks(self._store, self._cluster, self._health, self._counters, options, clock)
-        self._writer = Writer(
+        self._writer = RemoteWriter(
             self._sealed.write,
             self._sealed.sweep,
             self._health,
@@ -83,7 +95,7 @@ class RemoteTier:
         refusal = self._refusal(block, asked_twice=asked_twice) or self._writer.offer(block)
         if refusal is None:
             return Accepted()
-        self._counters.add(Event.REFUSED, refusal, nbytes=block.nbytes)
+        self._counters.add(BlockEvent.REFUSED, refusal, nbytes=block.nbytes)
         return Refused(refusal, block.nbytes)
 
     def _refusal(self, block: Block, *, asked_twice: bool) -> Refusal | None:
@@ -91,19 +103,19 @@ class RemoteTier:
             return Refusal.FIRST_TOUCH
         if self._health.paused_because:
             return Refusal.PAUSED
-        if self._writer.queue_bytes + block.nbytes > self._sealed.budget_bytes:
+        if self._writer.queue.num_bytes + block.nbytes > self._sealed.budget_bytes:
             return Refusal.WRITE_BUDGET
         return None
 
     def skipped(self, num_tokens: int) -> None:
         """Count a block that was not offered, because it has fewer bits than blocks of this tier."""
-        self._counters.add(Event.SKIPPED, "fewer_bits", tokens=num_tokens)
+        self._counters.add(BlockEvent.SKIPPED, "fewer_bits", num_tokens=num_tokens)
 
     def writing(self) -> Writing:
         reason = self._health.paused_because
         return Writing(
-            queue_bytes=self._writer.queue_bytes,
-            limit_bytes=self._writer.limit_bytes,
+            queue_bytes=self._writer.queue.num_bytes,
+            limit_bytes=self._writer.queue.limit_bytes,
             budget_bytes=self._sealed.budget_bytes,
             is_failing=bool(reason),
             paused_because=reason,
@@ -175,13 +187,13 @@ class RemoteTier:
         del under
         return Usage(
             limit_bytes=self.limit_bytes,
-            queue_bytes=self._writer.queue_bytes,
-            num_queued=self._writer.num_queued,
+            queue_bytes=self._writer.queue.num_bytes,
+            num_queued=len(self._writer.queue),
             num_pending_reads=self._reader.num_pending,
             unused_bytes=self._reader.ahead_bytes,
-            written_bytes=self._counters.nbytes(Event.WRITTEN),
+            written_bytes=self._counters.nbytes(BlockEvent.WRITTEN),
             written_today_bytes=self._sealed.written_today_bytes,
-            read_bytes=self._counters.nbytes(Event.READ),
+            read_bytes=self._counters.nbytes(BlockEvent.READ),
             paused_because=self._health.paused_because,
             counters=self._counters.snapshot(),
         )
@@ -190,8 +202,8 @@ class RemoteTier:
         return SharedUsage(
             place=self._options.url.shown,
             precision=self._options.precision,
-            written_tokens=self._counters.tokens(Event.WRITTEN),
-            read_tokens=self._counters.tokens(Event.READ),
+            written_tokens=self._counters.num_tokens(BlockEvent.WRITTEN),
+            read_tokens=self._counters.num_tokens(BlockEvent.READ),
             latency_s=self._health.latency_s,
             read_bytes_per_s=self.rates.read_bytes_per_s,
             usage=self.usage(),
