@@ -14,7 +14,7 @@ from kvstrata.tiers.interface import BlockEvent, TierCounters
 from kvstrata.tiers.write_limits import Backoff
 
 
-class Fault(StrEnum):
+class StoreFaultReason(StrEnum):
     UNREACHABLE = "unreachable"
     TIMEOUT = "timeout"
     DENIED = "denied"  # a wrong password, or no permission
@@ -26,13 +26,13 @@ class Fault(StrEnum):
 
 
 # Faults that prevent writing and not reading.
-WRITE_FAULTS = frozenset({Fault.READ_ONLY, Fault.FULL})
+WRITE_FAULTS = frozenset({StoreFaultReason.READ_ONLY, StoreFaultReason.FULL})
 
 
 class StoreFault(KvstrataError):
     """A fault of a store, inside remote/. The tier answers with a miss or a refusal, at the start with ConfigError."""
 
-    def __init__(self, reason: Fault, what: str) -> None:
+    def __init__(self, reason: StoreFaultReason, what: str) -> None:
         super().__init__(what)
         self.reason = reason
 
@@ -50,7 +50,7 @@ LATENCY_HALF_LIFE_S = 10.0
 REMOTE_EVENTS = frozenset(BlockEvent) - {BlockEvent.QUARANTINED, BlockEvent.EVICTED}
 
 
-class Health:
+class StoreHealth:
     def __init__(
         self,
         counters: TierCounters,
@@ -101,17 +101,17 @@ class Health:
             self._writes.lift()
 
     @contextmanager
-    def asking(self, *, writes: bool = False, measures: bool = False) -> Iterator[None]:
+    def query(self, *, writes: bool = False, measures: bool = False) -> Iterator[None]:
         """Wrap a call of the store. Record a StoreFault and let it through, or record that the store works."""
         began_s = self._clock()
         try:
             yield
         except StoreFault as fault:
-            self._note(fault)
+            self._record_fault(fault)
             raise
-        self._works(writes, self._clock() - began_s if measures else None)
+        self._record_success(writes, self._clock() - began_s if measures else None)
 
-    def _note(self, fault: StoreFault) -> None:
+    def _record_fault(self, fault: StoreFault) -> None:
         self._counters.add(BlockEvent.FAILED, fault.reason)
         with self._lock:
             backoff = self._writes if fault.reason in WRITE_FAULTS else self._all
@@ -122,7 +122,7 @@ class Health:
         if is_news:
             log.warning("The remote cache is left alone for %.0f s (%s): %s", pause_s, fault.reason, fault)
 
-    def _works(self, writes: bool, seconds: float | None) -> None:
+    def _record_success(self, writes: bool, seconds: float | None) -> None:
         with self._lock:
             was_failing = self._all.end()
             if writes:

@@ -28,7 +28,7 @@ class StoredValue:
     nbytes: int
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     def sizes(self, names: Sequence[str]) -> list[int]:
         """Return sizes in bytes; 0: absent. Takes as few round trips as the store allows."""
         ...

@@ -14,13 +14,14 @@ from collections.abc import Callable
 
 from kvstrata.tiers.block import Block
 from kvstrata.tiers.interface import BlockEvent, Flushed, Refusal, TierCounters
-from kvstrata.tiers.remote.health import Health, StoreFault
+from kvstrata.tiers.remote.block_store import SealedBlockStore
+from kvstrata.tiers.remote.health import StoreFault, StoreHealth
 from kvstrata.tiers.write_limits import QueuedBlock, WriteQueue
 
 log = logging.getLogger(__name__)
 
 # Touches and deletes that wait; more are dropped.
-MAX_ERRANDS = 256
+MAX_TASKS = 256
 
 # Interval of sweeps, for values that the store does not delete itself.
 SWEEP_EVERY_S = 3600.0
@@ -29,23 +30,20 @@ SWEEP_EVERY_S = 3600.0
 class RemoteWriter:
     def __init__(
         self,
-        write: Callable[[Block], None],
-        sweep: Callable[[], None],
-        health: Health,
+        block_store: SealedBlockStore,
+        health: StoreHealth,
         counters: TierCounters,
         limit_bytes: int,
         on_room: Callable[[], None],
     ) -> None:
-        """Start the thread. `write` stores one block; `write` and `sweep` may raise StoreFault. The thread calls
-        `on_room` after each attempt to write a block."""
+        """Start the thread, which calls `on_room` after each attempt to write a block."""
         self.queue = WriteQueue(limit_bytes)
         self._changed = self.queue.changed
-        self._write = write
-        self._sweep = sweep
+        self._block_store = block_store
         self._health = health
         self._counters = counters
         self._on_room = on_room
-        self._errands: deque[Callable[[], None]] = deque()
+        self._tasks: deque[Callable[[], None]] = deque()
         self._is_busy = False
         self._is_closing = False
         self._sweeps_s = time.monotonic() + SWEEP_EVERY_S
@@ -59,11 +57,11 @@ class RemoteWriter:
         with self._changed:
             return Refusal.CLOSED if self._is_closing else self.queue.add(block)
 
-    def run_errand(self, errand: Callable[[], None]) -> None:
+    def add_task(self, task: Callable[[], None]) -> None:
         """Queue work that may be left undone."""
         with self._changed:
-            if not self._is_closing and len(self._errands) < MAX_ERRANDS:
-                self._errands.append(errand)
+            if not self._is_closing and len(self._tasks) < MAX_TASKS:
+                self._tasks.append(task)
                 self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> Flushed:
@@ -75,7 +73,7 @@ class RemoteWriter:
         """Drop and count the queued blocks. False: the thread still waits for the store."""
         with self._changed:
             self._is_closing = True
-            self._errands.clear()
+            self._tasks.clear()
             self._drop_all("closed")
             self._changed.notify_all()
         self._thread.join(timeout_s)
@@ -84,7 +82,7 @@ class RemoteWriter:
     # The thread.
 
     def _has_work(self) -> bool:
-        return bool(len(self.queue) or self._errands)
+        return bool(len(self.queue) or self._tasks)
 
     def _run(self) -> None:
         while True:
@@ -96,18 +94,18 @@ class RemoteWriter:
                 if self._is_closing:
                     return
                 self._is_busy = True
-                errand = self._errands.popleft() if self._errands else None
+                task = self._tasks.popleft() if self._tasks else None
                 entries = self.queue.entries()[:1]
-            if errand is not None:
-                self._try(errand)
+            if task is not None:
+                self._try(task)
             elif entries:
                 self._write_one(entries[0])
             else:
                 self._sweeps_s = time.monotonic() + SWEEP_EVERY_S
-                self._try(self._sweep)
+                self._try(self._block_store.sweep)
 
     def _write_one(self, entry: QueuedBlock) -> None:
-        is_done = self._try(lambda: self._write(entry.block))
+        is_done = self._try(lambda: self._block_store.write(entry.block))
         with self._changed:
             if is_done:
                 self.queue.remove(entry)
