@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvstrata.errors import ConfigError
 from kvstrata.tiers.block import Block, BlockId, Tally
-from kvstrata.tiers.block_file import Damage, EncodedBlock, encode, fastest
+from kvstrata.tiers.block_file import Damage, EncodedBlock, encode_block, fastest
 from kvstrata.tiers.disk.catalogue import CatalogueFault, Records
 from kvstrata.tiers.disk.errors import DropReason, Fault, fault_of
 from kvstrata.tiers.disk.filesystem import make_folder_if_missing, unlink_if_there, write_all
@@ -121,7 +121,7 @@ class Publisher:
         self, block: Block, kept: Callable[[], frozenset[bytes]], is_wanted: Callable[[], bool], pace: Pace
     ) -> Written:
         self._get_in_step()
-        encoded = encode(block, self._checksum, pace)
+        encoded = encode_block(block, self._checksum, pace)
         # After a parent that did not fit, space for its children would come from evicting their own chain.
         self._holdings.space.make(encoded.nbytes, kept(), may_evict=block.parent not in self._without_room)
         if not self.budget.take(encoded.nbytes, self._clock()):

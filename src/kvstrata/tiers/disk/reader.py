@@ -11,12 +11,12 @@ import numpy as np
 from kvstrata.tiers.block import Block, BlockId, Chain, Tensor
 from kvstrata.tiers.block_file import (
     ALIGNMENT_BYTES,
+    BlockHeader,
     Damage,
     DamagedBlock,
-    Header,
+    decode_tensor,
     header_bytes_of,
     parse_header,
-    take_tensor,
     verify_header,
 )
 from kvstrata.tiers.disk.filesystem import Files, read_all
@@ -31,7 +31,7 @@ def opened(files: Files, path: Path) -> Iterator[int]:
         files.close(fd)
 
 
-def read_header(files: Files, fd: int) -> Header:
+def read_header(files: Files, fd: int) -> BlockHeader:
     """Read and verify a header: for nearly every block one page, and no payload."""
     beginning = _read(files, fd, 0, ALIGNMENT_BYTES)
     length = header_bytes_of(beginning)
@@ -61,10 +61,10 @@ def _read_block(files: Files, path: Path, wanted: BlockId, *, chain: Chain, root
     return header.block(tensors)
 
 
-def _read_tensors(files: Files, fd: int, header: Header) -> dict[str, Tensor]:
+def _read_tensors(files: Files, fd: int, header: BlockHeader) -> dict[str, Tensor]:
     payload = _fill(files, fd, header.header_bytes, header.file_bytes - header.header_bytes)
     return {
-        name: take_tensor(name, place, payload[place.offset - header.header_bytes :][: place.nbytes])
+        name: decode_tensor(name, place, payload[place.offset - header.header_bytes :][: place.nbytes])
         for name, place in header.places.items()
     }
 
