@@ -19,8 +19,8 @@ from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.request import Failed, Request
 from kvstrata.prefix_cache.keys import as_ids
 from kvstrata.tiers.disk.tier import DiskTier
-from kvstrata.tiers.disk.writer import Pause
 from kvstrata.tiers.lookups import finish
+from kvstrata.tiers.write_limits import Backoff
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import MIB, cached, engine_on, flush_tier, make_computing_slow, make_prefill_fail, settle
 from tests.engine.test_engine import Reply
@@ -72,18 +72,18 @@ def is_on_disk(engine: Engine, seed: int) -> bool:
     return engine.ask(question).result(60)
 
 
-class LongPause(Pause):
+class LongBackoff(Backoff):
     """It is not over before the test is, however busy the machine."""
 
-    def __init__(self, _: float, clock: Callable[[], float]) -> None:
-        super().__init__(3600.0, clock)
+    def __init__(self, _: float, __: float) -> None:
+        super().__init__(3600.0, 3600.0)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
 def test_what_the_disk_failed_to_write_is_written_when_it_can_be(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstrata.tiers.disk.writer.Pause", LongPause)
+    monkeypatch.setattr("kvstrata.tiers.disk.writer.Backoff", LongBackoff)
     loaded, files = tiny_loaded(architecture), FaultyFiles()
     with engine_on(tmp_path, loaded, KvConfig(), files=files) as engine:
         files.before = {"sync": fail(errno.ENOSPC)}

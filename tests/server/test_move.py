@@ -340,8 +340,8 @@ def test_prompt_caches_that_say_something_else_are_refused(plain_file: bytes) ->
 
 
 def enveloped(content: bytes) -> bytes:
-    from kvstrata.tiers.bundle import BundleWriter, Header
+    from kvstrata.tiers.bundle import BundleHeader, BundleWriter
 
-    writer = BundleWriter(Header("prompt_cache", prompt={"tokens": PROMPT}))
+    writer = BundleWriter(BundleHeader("prompt_cache", prompt={"tokens": PROMPT}))
     pieces = itertools.chain(writer.begin(), writer.record([memoryview(content)], len(content)), writer.end())
     return b"".join(map(bytes, pieces))

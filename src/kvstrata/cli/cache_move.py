@@ -94,9 +94,9 @@ def _content(file: Path, prompt: dict[str, Any]) -> Iterator[bytes]:
     if not prompt:
         yield from _read(file)
         return
-    from kvstrata.tiers.bundle import BundleWriter, Header
+    from kvstrata.tiers.bundle import BundleHeader, BundleWriter
 
-    writer = BundleWriter(Header("prompt_cache", prompt=prompt))
+    writer = BundleWriter(BundleHeader("prompt_cache", prompt=prompt))
     pieces = (memoryview(piece) for piece in _read(file))
     for each in (writer.begin(), writer.record(pieces, file.stat().st_size), writer.end()):
         yield from map(bytes, each)

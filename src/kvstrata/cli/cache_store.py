@@ -13,8 +13,8 @@ import typer
 from kvstrata.errors import KvstrataError
 
 if TYPE_CHECKING:
-    from kvstrata.tiers.remote.inspect import Measured
-    from kvstrata.tiers.remote.store import Store
+    from kvstrata.tiers.remote.block_store import MeasuredStore
+    from kvstrata.tiers.remote.store import KeyValueStore
 
 Remote = Annotated[
     str | None,
@@ -41,10 +41,10 @@ SecretFile = Annotated[
 def ls(url: str, *, as_json: bool) -> None:
     """Names tell nothing without the tokens, so there are only sizes."""
     from kvstrata.sizes import human_bytes
-    from kvstrata.tiers.remote.inspect import blocks_in
+    from kvstrata.tiers.remote.block_store import list_sealed_blocks
 
     with opened(url) as store:
-        blocks = blocks_in(store)
+        blocks = list_sealed_blocks(store)
     if as_json:
         typer.echo(json.dumps({"blocks": [{"name": each.name, "bytes": each.nbytes} for each in blocks]}))
         return
@@ -57,13 +57,13 @@ def verify(url: str, secret_file: Path | None, *, as_json: bool) -> None:
     """Ends with 1 if something is damaged."""
     from kvstrata.prefix_cache.keys import chain
     from kvstrata.sizes import human_bytes
-    from kvstrata.tiers.remote.inspect import verify as verify_blocks
+    from kvstrata.tiers.remote.block_store import verify_store
     from kvstrata.tiers.remote.sealing import keys_for
-    from kvstrata.tiers.remote.url import parse
+    from kvstrata.tiers.remote.url import parse_url
 
-    keys = keys_for(parse(url), secret_file)
+    keys = keys_for(parse_url(url), secret_file)
     with opened(url) as store:
-        found = verify_blocks(store, keys, chain)
+        found = verify_store(store, keys, chain)
     if as_json:
         damaged = [{"name": name, "reason": reason} for name, reason in found.damaged]
         typer.echo(json.dumps({"blocks": found.num_blocks, "bytes": found.num_bytes, "damaged": damaged}))
@@ -76,21 +76,21 @@ def verify(url: str, secret_file: Path | None, *, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def measured(url: str) -> Measured:
-    from kvstrata.tiers.remote.inspect import measure
+def measured(url: str) -> MeasuredStore:
+    from kvstrata.tiers.remote.block_store import measure_store
 
     with opened(url) as store:
-        return measure(store)
+        return measure_store(store)
 
 
 @contextmanager
-def opened(url: str) -> Iterator[Store]:
+def opened(url: str) -> Iterator[KeyValueStore]:
     """A fault of the store is one line."""
     from kvstrata.tiers.remote.health import StoreFault
     from kvstrata.tiers.remote.open_store import make_store, words_for
-    from kvstrata.tiers.remote.url import parse
+    from kvstrata.tiers.remote.url import parse_url
 
-    place = parse(url)
+    place = parse_url(url)
     store = make_store(place)
     try:
         yield store

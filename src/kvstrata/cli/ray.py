@@ -12,7 +12,7 @@ from kvstrata.cli.flags import given, with_settings
 from kvstrata.config import load as load_settings
 from kvstrata.errors import ConfigError
 from kvstrata.fleet.ray.deploy import Scale, deploy_text
-from kvstrata.tiers.remote.url import parse as parse_url
+from kvstrata.tiers.remote.url import parse_url
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Serve replicas of a model on Ray Serve.")
 

@@ -35,7 +35,7 @@ from kvstrata.setting import (
 )
 from kvstrata.sizes import Size
 from kvstrata.tiers.options import DiskOptions, RemoteOptions
-from kvstrata.tiers.remote.url import parse as parse_url
+from kvstrata.tiers.remote.url import parse_url
 
 
 def _store_url(text: str) -> str:

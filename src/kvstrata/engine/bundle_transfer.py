@@ -36,12 +36,12 @@ from kvstrata.tiers.bundle import (
     MAGIC,
     PIECE_BYTES,
     Bundle,
+    BundleHeader,
     BundleWriter,
-    Header,
     Lineage,
     ModelNamed,
     Section,
-    blocks,
+    blocks_of,
     open_bundle,
     require_same_model,
 )
@@ -209,7 +209,7 @@ class BundleTransfer:
         lineage = Lineage(neutral_root(identity), chain, max_bytes)
         runs: list[TokenIds] = []
         nbytes, last_checkpoint_at = 0, 0
-        for block in blocks(bundle, lineage):
+        for block in blocks_of(bundle, lineage):
             self._verify_block(block, layout, example)
             nbytes += block.nbytes
             if block.part == BASE:
@@ -242,7 +242,7 @@ class BundleTransfer:
 
         cache, progress = self._thread.ask(begin).result()
         try:
-            for block in blocks(bundle, verified.lineage):
+            for block in blocks_of(bundle, verified.lineage):
                 self._run_task(_on_cache(cache, partial(_add_block, progress, block)))
             return self._run_task(_on_cache(cache, lambda core: core.prefix_cache.imports.finish_import(progress)))
         finally:
@@ -295,7 +295,7 @@ class BundleExport:
         conversation, progress = self._conversation, self._progress
         model = model_named(self._cache.matcher.identity)
         sections = dict(conversation.sections)
-        writer = BundleWriter(Header("conversation", model, self.num_tokens, conversation.session, sections))
+        writer = BundleWriter(BundleHeader("conversation", model, self.num_tokens, conversation.session, sections))
         yield from writer.begin()
         while not progress.is_done:
             for block in self._run_task(lambda core: core.prefix_cache.exports.next_blocks(progress)):

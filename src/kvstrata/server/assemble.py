@@ -52,7 +52,7 @@ from kvstrata.text.thinking_switch import ThinkingSwitch
 from kvstrata.text.tokens import longest_token_chars
 from kvstrata.tiers.options import DiskOptions, RemoteOptions
 from kvstrata.tiers.remote.sealing import keys_for
-from kvstrata.tiers.remote.url import parse as parse_url
+from kvstrata.tiers.remote.url import parse_url
 
 if TYPE_CHECKING:
     from kvstrata.events.publisher import Publisher

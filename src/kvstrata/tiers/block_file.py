@@ -17,8 +17,7 @@ from blake3 import blake3
 
 from kvstrata.errors import KvstrataError
 from kvstrata.tiers.block import ITEM_BYTES, Block, BlockId, Chain, Tensor, key_of
-from kvstrata.tiers.disk.errors import Damage
-from kvstrata.tiers.write_limits import Take, at_once, strides_of
+from kvstrata.tiers.write_limits import Pace, slices_of, unpaced
 
 PROBE_BYTES = 1 << 20
 
@@ -29,15 +28,15 @@ class Checksum(StrEnum):
     SHA256 = "sha256"
     BLAKE3 = "blake3"
 
-    def of(self, content: memoryview, take: Take = at_once) -> str:
+    def of(self, content: memoryview, pace: Pace = unpaced) -> str:
         """Return the digest with its name. Both algorithms release the GIL for all but the smallest input."""
         digest = hashlib.sha256() if self is Checksum.SHA256 else blake3()
-        for stride in strides_of(content):
-            take(partial(digest.update, stride))
+        for piece in slices_of(content):
+            pace(partial(digest.update, piece))
         return f"{self.value}:{digest.hexdigest()}"
 
 
-def matches(expected: str, content: memoryview) -> bool:
+def _matches(expected: str, content: memoryview) -> bool:
     name = expected.partition(":")[0]
     return any(checksum.of(content) == expected for checksum in Checksum if checksum.value == name)
 
@@ -75,8 +74,22 @@ CHECKSUM_AT = LENGTH_BYTES + len(OPENING)
 CHECKSUM_ENDS = CHECKSUM_AT + NUM_DIGITS
 
 
+class Damage(StrEnum):
+    """The ways in which the bytes of a block differ from its name, its header or its seal."""
+
+    LENGTH = "length"
+    HEADER = "header"
+    VERSION = "version"
+    KEY = "key"
+    TOKENS = "tokens"
+    ROOT = "root"
+    TENSOR = "tensor"
+    SEAL = "seal"  # damaged, forged, moved here from another name, or sealed with another secret
+    SIZE = "size"  # larger than any block of this model
+
+
 class DamagedBlock(KvstrataError):
-    """A block failed verification. The disk tier answers with a miss with `reason`, a bundle with UnusableFile."""
+    """A block failed verification. Tiers answer with a miss with `reason`, a bundle with UnusableFile."""
 
     def __init__(self, reason: Damage, what: str) -> None:
         super().__init__(what)
@@ -93,7 +106,7 @@ class TensorPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class BlockHeader:
     id: BlockId
     parent: bytes
     root: bytes
@@ -128,7 +141,8 @@ class EncodedBlock:
     nbytes: int
 
 
-def encode(block: Block, checksum: Checksum, take: Take = at_once) -> EncodedBlock:
+def encode_block(block: Block, checksum: Checksum, pace: Pace = unpaced) -> EncodedBlock:
+    """Encode a block without a copy of its tensors. `pace` throttles the checksums."""
     names = _in_file_order(block.tensors)
     views = tuple(block.tensors[name].view() for name in names)
     metadata = {
@@ -141,7 +155,7 @@ def encode(block: Block, checksum: Checksum, take: Take = at_once) -> EncodedBlo
         "token_ids": base64.b64encode(block.token_ids).decode(),
         "description": json.dumps(block.description, sort_keys=True, separators=(",", ":"), allow_nan=False),
     }
-    metadata |= {f"checksum.{name}": checksum.of(view, take) for name, view in zip(names, views, strict=True)}
+    metadata |= {f"checksum.{name}": checksum.of(view, pace) for name, view in zip(names, views, strict=True)}
     header = _seal(metadata, _table(block.tensors, names))
     return EncodedBlock((memoryview(header), *views), len(header) + sum(view.nbytes for view in views))
 
@@ -191,7 +205,7 @@ def _version_of(beginning: bytes) -> str:
     return digits.group().decode() if digits else "unknown"
 
 
-def parse_header(header: bytes) -> Header:
+def parse_header(header: bytes) -> BlockHeader:
     """Parse and verify a header of exactly `header_bytes_of(...)` bytes."""
     stored = header[CHECKSUM_AT:CHECKSUM_ENDS]
     blank = header[:CHECKSUM_AT] + b"0" * NUM_DIGITS + header[CHECKSUM_ENDS:]
@@ -204,13 +218,13 @@ def parse_header(header: bytes) -> Header:
         raise DamagedBlock(Damage.HEADER, f"the header makes no sense: {error!r}") from error
 
 
-def _read_header(fields: dict[str, Any], header_bytes: int) -> Header:
+def _read_header(fields: dict[str, Any], header_bytes: int) -> BlockHeader:
     metadata = fields.pop("__metadata__")
     places = {name: _place(entry, metadata[f"checksum.{name}"], header_bytes) for name, entry in fields.items()}
     token_ids = base64.b64decode(metadata["token_ids"], validate=True)
     if len(token_ids) != 4 * int(metadata["num_tokens"]):
         raise ValueError("num_tokens is not how many token ids there are")
-    return Header(
+    return BlockHeader(
         id=BlockId(bytes.fromhex(metadata["key"]), metadata["part"]),
         parent=bytes.fromhex(metadata["parent"]),
         root=bytes.fromhex(metadata["root"]),
@@ -228,7 +242,7 @@ def _place(entry: Mapping[str, Any], checksum: str, header_bytes: int) -> Tensor
     return TensorPlace(entry["dtype"], tuple(entry["shape"]), header_bytes + begin, end - begin, checksum)
 
 
-def verify_header(header: Header, *, wanted: BlockId, root: bytes | None, chain: Chain, size_bytes: int) -> None:
+def verify_header(header: BlockHeader, *, wanted: BlockId, root: bytes | None, chain: Chain, size_bytes: int) -> None:
     """Verify that a header is that of the wanted block. `root` None: any root, for a check of the whole folder."""
     if header.id != wanted:
         raise DamagedBlock(Damage.KEY, "the file holds another block than its name says")
@@ -240,10 +254,41 @@ def verify_header(header: Header, *, wanted: BlockId, root: bytes | None, chain:
         raise DamagedBlock(Damage.LENGTH, f"{size_bytes} bytes instead of {header.file_bytes}")
 
 
-def take_tensor(name: str, place: TensorPlace, content: memoryview) -> Tensor:
-    if not matches(place.checksum, content):
+def decode_tensor(name: str, place: TensorPlace, content: memoryview, *, verify: bool = True) -> Tensor:
+    """Decode a tensor, and verify its checksum unless a seal has covered it."""
+    if verify and not _matches(place.checksum, content):
         raise DamagedBlock(Damage.TENSOR, f"the checksum of {name} is another")
     try:
         return Tensor(place.dtype, place.shape, content)
     except ValueError as error:
         raise DamagedBlock(Damage.HEADER, str(error)) from error
+
+
+def decode_block(
+    content: memoryview, wanted: BlockId | None, *, root: bytes | None, chain: Chain, verify_tensors: bool = True
+) -> Block:
+    """Decode a whole block. Raises DamagedBlock unless it is the wanted one, under this root; None: any.
+
+    The content may come from an attacker. `verify_tensors` False skips the checksums of tensors, for content of which
+    a seal has covered every byte.
+    """
+    length = header_bytes_of(bytes(content[:ALIGNMENT_BYTES]))
+    if content.nbytes < length:
+        raise DamagedBlock(Damage.LENGTH, "the content ends in its header")
+    try:
+        header = parse_header(bytes(content[:length]))
+        id_ = header.id if wanted is None else wanted
+        verify_header(header, wanted=id_, root=root, chain=chain, size_bytes=content.nbytes)
+        tensors = {
+            name: decode_tensor(name, place, content[place.offset : place.offset + place.nbytes], verify=verify_tensors)
+            for name, place in header.places.items()
+            if place.offset >= length
+        }
+        if len(tensors) != len(header.places):
+            raise ValueError("a tensor is outside its block")
+        if any(type(size) is not int for tensor in tensors.values() for size in tensor.shape):
+            raise ValueError("a size is no integer")
+        return header.block(tensors)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError) as error:
+        # The checksums are right, and yet no version of kvstrata wrote this.
+        raise DamagedBlock(Damage.HEADER, f"the header makes no sense: {type(error).__name__}") from error

@@ -17,12 +17,9 @@ from kvstrata.tiers.block_file import (
     ALIGNMENT_BYTES,
     Checksum,
     DamagedBlock,
-    encode,
-    parse_header,
-    take_tensor,
-    verify_header,
+    decode_block,
+    encode_block,
 )
-from kvstrata.tiers.block_file import header_bytes_of as block_header_bytes_of
 
 MAGIC = b"kvstrata bundle\n"
 
@@ -45,7 +42,13 @@ MAX_LAYERS = 4096
 
 MAX_TOKENS = 1 << 28
 
+PIECE_BYTES = 1 << 20  # of a piece that the writer yields, at most
+
+HASHED_BYTES = 4 << 20  # read and hashed at once
+
 AGAIN = "Export it again, or copy it again."
+
+CHANGED = "Nothing was changed."
 
 Kind = Literal["conversation", "prompt_cache"]
 
@@ -63,7 +66,7 @@ class ModelNamed:
 
 
 @dataclass(frozen=True)
-class Header:
+class BundleHeader:
     """The header of a bundle. `session`: the name of the session, and how it was recognised. `sections`: data of
     other packages about the conversation, by name, such as `replies`. `prompt`: the source of a prompt cache."""
 
@@ -75,7 +78,7 @@ class Header:
     prompt: Mapping[str, Any] = field(default_factory=dict)
 
 
-def encode_header(header: Header) -> bytes:
+def encode_header(header: BundleHeader) -> bytes:
     """Return the beginning of a file: preamble, header and their digest."""
     fields: dict[str, Any] = {"kind": header.kind}
     if header.model is not None:
@@ -100,7 +103,7 @@ def encode_header(header: Header) -> bytes:
     return beginning + blake3(beginning).digest()
 
 
-def header_bytes_of(preamble: bytes) -> int:
+def _header_bytes_of(preamble: bytes) -> int:
     """Return the length of the JSON header; UnusableFile where the preamble is not one of ours."""
     if len(preamble) < PREAMBLE.size or not preamble.startswith(MAGIC):
         raise UnusableFile("This is no file that kvstrata exported.")
@@ -115,7 +118,7 @@ def header_bytes_of(preamble: bytes) -> int:
     return length
 
 
-def decode_header(text: bytes) -> Header:
+def _decode_header(text: bytes) -> BundleHeader:
     num_values = sum(map(text.count, (b",", b"[", b"{")))
     if num_values > MAX_HEADER_VALUES:
         raise UnusableFile(f"The file's header has {num_values} values; at most {MAX_HEADER_VALUES} are read. {AGAIN}")
@@ -126,13 +129,13 @@ def decode_header(text: bytes) -> Header:
         raise UnusableFile(f"The file's header makes no sense: {type(error).__name__}. {AGAIN}") from error
 
 
-def _header(fields: Any) -> Header:
+def _header(fields: Any) -> BundleHeader:
     _require(isinstance(fields, dict))
     kind = fields["kind"]
     if kind == "prompt_cache":
         prompt = fields["prompt"]
         _require(isinstance(prompt, dict))
-        return Header("prompt_cache", prompt=prompt)
+        return BundleHeader("prompt_cache", prompt=prompt)
     _require(kind == "conversation")
     num_tokens, session, sections = fields["num_tokens"], fields["session"], fields["sections"]
     _require(type(num_tokens) is int and 0 < num_tokens <= MAX_TOKENS)
@@ -141,7 +144,7 @@ def _header(fields: Any) -> Header:
     _require(isinstance(sections, dict) and len(sections) <= 16)
     for section in sections.values():
         _require(isinstance(section, list) and all(isinstance(each, dict) for each in section))
-    return Header("conversation", _model(fields["model"]), num_tokens, session, sections)
+    return BundleHeader("conversation", _model(fields["model"]), num_tokens, session, sections)
 
 
 def _model(fields: Any) -> ModelNamed:
@@ -182,12 +185,8 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# Most bytes of a piece that the writer yields.
-PIECE_BYTES = 1 << 20
-
-
 class BundleWriter:
-    def __init__(self, header: Header) -> None:
+    def __init__(self, header: BundleHeader) -> None:
         self._beginning = encode_header(header)
         self._digest = blake3()
 
@@ -195,7 +194,7 @@ class BundleWriter:
         yield from self._hashed([memoryview(self._beginning)])
 
     def block(self, block: Block) -> Iterator[memoryview]:
-        encoded = encode(block, Checksum.BLAKE3)
+        encoded = encode_block(block, Checksum.BLAKE3)
         yield from self.record(encoded.pieces, encoded.nbytes)
 
     def record(self, pieces: Iterable[memoryview], nbytes: int) -> Iterator[memoryview]:
@@ -213,13 +212,8 @@ class BundleWriter:
                 yield stride
 
 
-HASHED_BYTES = 4 << 20  # read and hashed at once
-
-CHANGED = "Nothing was changed."
-
-
 @dataclass(frozen=True)
-class Record:
+class BundleRecord:
     offset: int
     nbytes: int
 
@@ -229,8 +223,8 @@ class Bundle:
     """A file whose checksum was verified."""
 
     file: BinaryIO
-    header: Header
-    records: tuple[Record, ...]
+    header: BundleHeader
+    records: tuple[BundleRecord, ...]
 
 
 @dataclass(frozen=True)
@@ -246,7 +240,7 @@ def open_bundle(file: BinaryIO, size_bytes: int, on_hashed: Callable[[], None] =
     """Verify a whole file, or raise UnusableFile. `on_hashed` is called now and then; it may raise to end the read."""
     file.seek(0)
     preamble = file.read(PREAMBLE.size)
-    header_end = PREAMBLE.size + header_bytes_of(preamble)
+    header_end = PREAMBLE.size + _header_bytes_of(preamble)
     if size_bytes < header_end + 2 * DIGEST_BYTES + LENGTH.size:
         raise UnusableFile(f"The file ends early: it has {size_bytes} bytes. {AGAIN} {CHANGED}")
     _check_whole(file, size_bytes, on_hashed)
@@ -254,7 +248,7 @@ def open_bundle(file: BinaryIO, size_bytes: int, on_hashed: Callable[[], None] =
     beginning = file.read(header_end)
     if file.read(DIGEST_BYTES) != blake3(beginning).digest():
         raise UnusableFile(f"The file's header is damaged. {AGAIN} {CHANGED}")
-    header = decode_header(beginning[PREAMBLE.size :])
+    header = _decode_header(beginning[PREAMBLE.size :])
     return Bundle(file, header, tuple(_records(file, header_end + DIGEST_BYTES, size_bytes - DIGEST_BYTES)))
 
 
@@ -272,7 +266,7 @@ def _check_whole(file: BinaryIO, size_bytes: int, on_hashed: Callable[[], None])
         raise UnusableFile(f"The file is damaged or cut short: its checksum is another. {AGAIN} {CHANGED}")
 
 
-def _records(file: BinaryIO, offset: int, end: int) -> Iterator[Record]:
+def _records(file: BinaryIO, offset: int, end: int) -> Iterator[BundleRecord]:
     while True:
         file.seek(offset)
         stored = file.read(LENGTH.size) if offset + LENGTH.size <= end else b""
@@ -284,13 +278,13 @@ def _records(file: BinaryIO, offset: int, end: int) -> Iterator[Record]:
             break
         if nbytes < ALIGNMENT_BYTES // 8 or offset + nbytes > end:
             raise UnusableFile(f"The file has a record of {nbytes} bytes where none can be. {AGAIN} {CHANGED}")
-        yield Record(offset, nbytes)
+        yield BundleRecord(offset, nbytes)
         offset += nbytes
     if offset != end:
         raise UnusableFile(f"The file goes on after its end. {AGAIN} {CHANGED}")
 
 
-def blocks(bundle: Bundle, lineage: Lineage) -> Iterator[Block]:
+def blocks_of(bundle: Bundle, lineage: Lineage) -> Iterator[Block]:
     """Yield all blocks in order, each verified: they follow each other from the first token to the last. A checkpoint
     comes after the block that ends at it."""
     parent, at, last = lineage.root, 0, None
@@ -317,38 +311,22 @@ def _out_of_order() -> UnusableFile:
     return UnusableFile(f"The blocks of the file do not follow each other. {AGAIN} {CHANGED}")
 
 
-def _block(file: BinaryIO, record: Record, lineage: Lineage) -> Block:
+def _block(file: BinaryIO, record: BundleRecord, lineage: Lineage) -> Block:
     if record.nbytes > lineage.max_bytes:
         raise UnusableFile(
             f"A block of the file has {record.nbytes} bytes; of this model none has more than {lineage.max_bytes}. "
             f"{AGAIN} {CHANGED}"
         )
     try:
-        return _decode(_read(file, record), lineage)
+        return decode_block(_read(file, record), None, root=lineage.root, chain=lineage.chain)
     except DamagedBlock as error:
         raise UnusableFile(f"A block of the file is damaged: {error}. {AGAIN} {CHANGED}") from error
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError) as error:
-        raise UnusableFile(f"A block of the file makes no sense: {type(error).__name__}. {AGAIN} {CHANGED}") from error
 
 
-def _read(file: BinaryIO, record: Record) -> memoryview:
+def _read(file: BinaryIO, record: BundleRecord) -> memoryview:
     # Uninitialised memory: clearing it first would cost as much as reading.
     buffer = np.empty(record.nbytes, np.uint8).data
     file.seek(record.offset)
     if file.readinto(buffer) != record.nbytes:  # pyright: ignore[reportAttributeAccessIssue]
         raise UnusableFile(f"The file ends early. {AGAIN} {CHANGED}")
     return buffer.toreadonly()
-
-
-def _decode(content: memoryview, lineage: Lineage) -> Block:
-    length = block_header_bytes_of(bytes(content[:ALIGNMENT_BYTES]))
-    header = parse_header(bytes(content[:length]))
-    verify_header(header, wanted=header.id, root=lineage.root, chain=lineage.chain, size_bytes=content.nbytes)
-    tensors = {
-        name: take_tensor(name, place, content[place.offset : place.offset + place.nbytes])
-        for name, place in header.places.items()
-        if place.offset >= length
-    }
-    if len(tensors) != len(header.places) or any(type(size) is not int for t in tensors.values() for size in t.shape):
-        raise ValueError("a tensor lies outside its block")
-    return header.block(tensors)

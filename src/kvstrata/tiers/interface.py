@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol, TypeVar
@@ -319,37 +319,46 @@ class OnDisk:
     has_others_only: bool = False  # the tier has blocks, and none under this root
 
 
-class Event(StrEnum):
-    WRITTEN = "written"  # published and on the disk
+class BlockEvent(StrEnum):
+    """The events that tiers count. Each tier counts some of them."""
+
+    WRITTEN = "written"  # published, and on the tier
     REFUSED = "refused"  # not accepted by put
     DROPPED = "dropped"  # accepted, then given up
-    FAILED = "failed"  # a fault of the disk in writes, reads or the catalogue
+    FAILED = "failed"  # a fault of the tier in writes, reads or its catalogue
     READ = "read"
     MISSED = "missed"  # requested, not delivered
     QUARANTINED = "quarantined"
     EVICTED = "evicted"
+    DELETED = "deleted"  # damaged blocks of a shared tier
+    SKIPPED = "skipped"  # not offered to a shared tier: it has fewer bits than blocks there
 
 
-class Counters:
-    """Event counters, updated on every thread of the tier."""
+class TierCounters:
+    """Counters of a tier's events by reason, updated on every thread of the tier."""
 
-    def __init__(self) -> None:
+    def __init__(self, events: Collection[BlockEvent]) -> None:
+        """Count these events, and no others."""
         self._lock = threading.Lock()
-        self._counts: Counter[tuple[Event, str]] = Counter()
-        self._bytes: Counter[Event] = Counter()
+        self._counts: dict[BlockEvent, Counter[str]] = {event: Counter() for event in BlockEvent if event in events}
+        self._bytes: Counter[BlockEvent] = Counter()
+        self._tokens: Counter[BlockEvent] = Counter()
 
-    def add(self, event: Event, reason: str = "ok", *, nbytes: int = 0) -> None:
+    def add(self, event: BlockEvent, reason: str = "ok", *, nbytes: int = 0, num_tokens: int = 0) -> None:
         with self._lock:
-            self._counts[event, reason] += 1
+            self._counts[event][str(reason)] += 1
             self._bytes[event] += nbytes
+            self._tokens[event] += num_tokens
 
-    def nbytes(self, event: Event) -> int:
+    def nbytes(self, event: BlockEvent) -> int:
         with self._lock:
             return self._bytes[event]
 
-    def snapshot(self) -> dict[str, dict[str, int]]:
+    def num_tokens(self, event: BlockEvent) -> int:
         with self._lock:
-            by_event: dict[str, dict[str, int]] = {event.value: {} for event in Event}
-            for (event, reason), count in sorted(self._counts.items()):
-                by_event[event.value][str(reason)] = count
-            return by_event
+            return self._tokens[event]
+
+    def snapshot(self) -> dict[str, dict[str, int]]:
+        """Return how often each event was counted, by its reasons."""
+        with self._lock:
+            return {event.value: dict(sorted(counts.items())) for event, counts in self._counts.items()}

@@ -33,11 +33,11 @@ from kvstrata.tiers.bundle import (
     PREAMBLE,
     VERSION,
     Bundle,
+    BundleHeader,
     BundleWriter,
-    Header,
     Lineage,
     ModelNamed,
-    blocks,
+    blocks_of,
     encode_header,
     open_bundle,
 )
@@ -48,7 +48,7 @@ from tests.tiny import tiny_loaded
 GOLDEN = Path(__file__).parent / "golden" / "bundle-1.kvstrata"
 ROOT = bytes(range(32))
 MODEL = ModelNamed("weights", "float32", ("full:1:4:4",), None)
-HEADER = Header("conversation", MODEL, 3, {"id": "chat-1"}, {"replies": [{"call": "c1", "ids": [1, 2]}]})
+HEADER = BundleHeader("conversation", MODEL, 3, {"id": "chat-1"}, {"replies": [{"call": "c1", "ids": [1, 2]}]})
 
 
 def golden_block() -> Block:
@@ -57,7 +57,7 @@ def golden_block() -> Block:
     return Block(chain(ROOT, ids), ROOT, ROOT, 0, ids.tobytes(), {"0.k.values": tensor}, {"groups": []})
 
 
-def written(header: Header, given_blocks: Sequence[Block]) -> bytes:
+def written(header: BundleHeader, given_blocks: Sequence[Block]) -> bytes:
     writer = BundleWriter(header)
     pieces = [*writer.begin(), *(p for block in given_blocks for p in writer.block(block)), *writer.end()]
     return b"".join(map(bytes, pieces))
@@ -72,7 +72,7 @@ def test_bundle_format_equals_the_golden_file() -> None:
     assert written(HEADER, [golden_block()]) == content
     bundle = opened(content)
     assert bundle.header == HEADER
-    (block,) = blocks(bundle, Lineage(ROOT, chain, 1 << 20))
+    (block,) = blocks_of(bundle, Lineage(ROOT, chain, 1 << 20))
     assert block.token_ids == golden_block().token_ids
     assert bytes(block.tensors["0.k.values"].view()) == np.arange(12, dtype="<f4").tobytes()
 
@@ -98,7 +98,7 @@ def test_bundle_with_any_changed_byte_is_refused(data: st.DataObject) -> None:
     else:
         changed = content + content[at:]
     with pytest.raises(UnusableFile):
-        list(blocks(opened(changed), Lineage(ROOT, chain, 1 << 20)))
+        list(blocks_of(opened(changed), Lineage(ROOT, chain, 1 << 20)))
 
 
 # Files with correct checksums and wrong content, sent to a server.
@@ -135,10 +135,10 @@ def assert_refused(served: Served, content: bytes) -> None:
     assert error.value.status == 400
 
 
-def parts_of(served: Served, content: bytes) -> tuple[Header, list[Block], bytes]:
+def parts_of(served: Served, content: bytes) -> tuple[BundleHeader, list[Block], bytes]:
     identity = served.server.service.engine.ask(lambda core: core.prefix_cache.matcher.identity).result(60)
     root, bundle = neutral_root(identity), opened(content)
-    return bundle.header, list(blocks(bundle, Lineage(root, chain, 1 << 30))), root
+    return bundle.header, list(blocks_of(bundle, Lineage(root, chain, 1 << 30))), root
 
 
 def chained(given_blocks: Sequence[Block], root: bytes) -> list[Block]:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from kvstrata.tiers.block import BlockId
+from kvstrata.tiers.block_file import Damage
 from kvstrata.tiers.disk.catalogue import BLOCK_FORMAT, Catalogue, CatalogueFault, open_catalogue
-from kvstrata.tiers.disk.errors import Damage
 from kvstrata.tiers.disk.filesystem import Files
 from kvstrata.tiers.disk.folder import file_name
 from kvstrata.tiers.disk.index import BlockRecord

@@ -13,8 +13,7 @@ import pytest
 
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.block import Block, BlockId
-from kvstrata.tiers.block_file import Checksum, DamagedBlock, encode
-from kvstrata.tiers.disk.errors import Damage
+from kvstrata.tiers.block_file import Checksum, Damage, DamagedBlock, encode_block
 from kvstrata.tiers.disk.filesystem import Files, FileStatus
 from kvstrata.tiers.disk.folder import file_name
 from kvstrata.tiers.disk.reader import read_block
@@ -57,7 +56,7 @@ def test_any_flipped_byte_is_noticed(tmp_path: Path) -> None:
     """Every byte of the file, padding included, with every single bit wherever a header says something."""
     block = make_block(num_values=8)
     path = tmp_path / "block"
-    content = b"".join(encode(block, Checksum.BLAKE3).pieces)
+    content = b"".join(encode_block(block, Checksum.BLAKE3).pieces)
     path.write_bytes(content)
     said = len(content.rstrip(b" ")) if content[-1] == 32 else content.index(b"   ")
     reasons: set[Damage] = set()
@@ -76,7 +75,7 @@ def test_any_flipped_byte_is_noticed(tmp_path: Path) -> None:
 def test_cut_at_any_length(tmp_path: Path) -> None:
     block = make_block(num_values=8)
     path = tmp_path / "block"
-    content = b"".join(encode(block, Checksum.SHA256).pieces)
+    content = b"".join(encode_block(block, Checksum.SHA256).pieces)
     path.write_bytes(content)
     for length in reversed(range(len(content))):
         cut(path, length)
@@ -140,7 +139,7 @@ def test_a_part_under_another_parts_name(stored) -> None:
 def plant(directory: Path, block: Block, name: BlockId) -> None:
     path = directory / "blocks" / name.key[:1].hex() / file_name(name)
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(b"".join(encode(block, Checksum.BLAKE3).pieces))
+    path.write_bytes(b"".join(encode_block(block, Checksum.BLAKE3).pieces))
 
 
 def test_a_block_of_another_model_or_salt(stored) -> None:
@@ -193,7 +192,7 @@ def test_headers_with_right_checksums_that_make_no_sense(tmp_path: Path, monkeyp
     ):
         monkeypatch.setattr(format_module, "_seal", lambda m, t, change=change: seal({**m, **change}, t))
         path = tmp_path / "block"
-        path.write_bytes(b"".join(encode(block, Checksum.BLAKE3).pieces))
+        path.write_bytes(b"".join(encode_block(block, Checksum.BLAKE3).pieces))
         with pytest.raises(DamagedBlock):
             read(path, block)
 
@@ -239,7 +238,7 @@ def test_ten_thousand_random_damages(tmp_path: Path, caplog: pytest.LogCaptureFi
     files = Damaging()
     tier = open_tier(tmp_path / "cache", files=files)
     blocks = make_chain(2, num_values=200)
-    contents = [b"".join(encode(block, Checksum.BLAKE3).pieces) for block in blocks]
+    contents = [b"".join(encode_block(block, Checksum.BLAKE3).pieces) for block in blocks]
     tier.put(blocks[1])
     assert tier.flush(10).is_empty  # the writer has compared the folder, and no longer looks for new files
     path = path_of(tmp_path / "cache", blocks[0])

@@ -15,7 +15,8 @@ import pytest
 
 from kvstrata.errors import CacheDirectoryBusy, ConfigError
 from kvstrata.tiers.block import ITEM_BYTES, Block, BlockId
-from kvstrata.tiers.disk.errors import Damage, DropReason
+from kvstrata.tiers.block_file import Damage
+from kvstrata.tiers.disk.errors import DropReason
 from kvstrata.tiers.disk.tier import DiskTier
 from kvstrata.tiers.interface import Accepted, Refusal, Refused
 from kvstrata.tiers.read_pool import Loaded, Missing, MissReason

@@ -16,9 +16,9 @@ from kvstrata.tiers.disk.errors import Fault
 from kvstrata.tiers.disk.filesystem import Files
 from kvstrata.tiers.disk.folder import file_name
 from kvstrata.tiers.disk.tier import DiskTier
-from kvstrata.tiers.disk.writer import Pause
 from kvstrata.tiers.interface import Accepted, Refusal, Refused
 from kvstrata.tiers.read_pool import Missing
+from kvstrata.tiers.write_limits import Backoff
 from tests.tiers.disk.blocks import (
     ROOT,
     is_same,
@@ -70,7 +70,7 @@ def test_a_write_that_fails_at_any_step(
     assert tier.put(after) == Refused(Refusal.PAUSED)
     assert is_same(read_now(tier, before.id, root=ROOT), before)
     files.before = {}
-    monkeypatch.setattr(Pause, "remaining_s", 0.0)  # the minute is over
+    monkeypatch.setattr(Backoff, "remaining_s", 0.0)  # the minute is over
     assert tier.put(after) == Accepted()
     assert tier.flush(10).is_empty
     assert is_same(read_now(tier, after.id, root=ROOT), after)
@@ -421,18 +421,3 @@ def test_a_description_that_is_no_json_is_dropped(tier: DiskTier) -> None:
     tier.put(block)
     assert tier.flush(10).is_empty
     assert is_same(read_now(tier, block.id, root=ROOT), block)
-
-
-def test_pauses_grow_and_end() -> None:
-    now = [0.0]
-    pause = Pause(5.0, lambda: now[0])
-    lengths: list[float] = []
-    for _ in range(10):
-        pause.begin(Fault.IO_ERROR, "what the system said")
-        lengths.append(pause.remaining_s)
-        now[0] += pause.remaining_s
-        assert not pause.is_on
-    assert lengths == [5, 10, 20, 40, 80, 160, 300, 300, 300, 300]
-    pause.end()
-    pause.begin(Fault.IO_ERROR, "again")
-    assert pause.remaining_s == 5

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.block import ITEM_BYTES, Block, BlockId, Tensor
-from kvstrata.tiers.block_file import ALIGNMENT_BYTES, Checksum, encode, fastest
+from kvstrata.tiers.block_file import ALIGNMENT_BYTES, Checksum, encode_block, fastest
 from kvstrata.tiers.disk.filesystem import Files
 from kvstrata.tiers.disk.reader import opened, read_block, read_header
 from tests.tiers.disk.blocks import ROOT, make_block, random_tensor, same
@@ -41,7 +41,7 @@ def golden_block() -> Block:
 
 
 def write(path: Path, block: Block, checksum: Checksum = Checksum.BLAKE3) -> Path:
-    path.write_bytes(b"".join(encode(block, checksum).pieces))
+    path.write_bytes(b"".join(encode_block(block, checksum).pieces))
     return path
 
 
@@ -51,7 +51,7 @@ def read(path: Path, block: Block) -> Block:
 
 def test_the_bytes_are_those_of_format_1() -> None:
     """Where this fails the format has changed: raise FORMAT_VERSION, and add a golden file, never replace one."""
-    assert b"".join(encode(golden_block(), Checksum.SHA256).pieces) == GOLDEN.read_bytes()
+    assert b"".join(encode_block(golden_block(), Checksum.SHA256).pieces) == GOLDEN.read_bytes()
 
 
 def test_a_file_of_format_1_can_be_read() -> None:

@@ -9,7 +9,7 @@ import pytest
 from kvstrata.errors import CacheDirectoryBusy, ConfigError
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.block import Block
-from kvstrata.tiers.disk.errors import Damage
+from kvstrata.tiers.block_file import Damage
 from kvstrata.tiers.disk.inspect import collect_garbage, find_garbage, list_blocks, orphans, verify
 from tests.tiers.disk.blocks import ROOT, is_same, make_chain, open_tier, read_now
 from tests.tiers.disk.faults import flip

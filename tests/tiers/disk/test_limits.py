@@ -12,7 +12,7 @@ from kvstrata.tiers.block import BASE, Block
 from kvstrata.tiers.disk.errors import DropReason
 from kvstrata.tiers.disk.index import BlockRecord
 from kvstrata.tiers.interface import Accepted, Refusal, Refused, Writing
-from kvstrata.tiers.write_limits import DailyBudget
+from kvstrata.tiers.write_limits import DailyWriteBudget
 from tests.tiers.disk.blocks import ROOT, is_same, make_block, make_chain, open_tier, read_now, real_bytes, records_of
 from tests.tiers.disk.faults import FaultyFiles
 
@@ -344,7 +344,7 @@ def test_no_more_is_written_than_the_budget_allows(tmp_path: Path) -> None:
 
 
 def test_what_could_not_be_written_does_not_count_for_the_budget() -> None:
-    budget = DailyBudget(100)
+    budget = DailyWriteBudget(100)
     for _ in range(10):
         assert budget.take(60, now=0)
         budget.give_back(60, now=0)
@@ -354,7 +354,7 @@ def test_what_could_not_be_written_does_not_count_for_the_budget() -> None:
 
 
 def test_what_is_queued_counts_for_the_budget() -> None:
-    budget = DailyBudget(100)
+    budget = DailyWriteBudget(100)
 
     def allows(nbytes: int, queued_bytes: int, now: float) -> bool:
         writing = Writing(queue_bytes=queued_bytes, budget_bytes=budget.left_bytes(now))
@@ -365,5 +365,5 @@ def test_what_is_queued_counts_for_the_budget() -> None:
     assert budget.take(30, now=10)
     assert not allows(50, 50, now=20)
     assert allows(50, 50, now=86_401)
-    budget = DailyBudget(0)
+    budget = DailyWriteBudget(0)
     assert allows(10**12, 0, now=0)

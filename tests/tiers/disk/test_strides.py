@@ -20,27 +20,27 @@ from kvstrata.tiers.disk.tier import DiskTier
 from kvstrata.tiers.disk.writer import LARGEST_NICENESS, NICENESS
 from kvstrata.tiers.interface import Accepted
 from kvstrata.tiers.options import DiskOptions
-from kvstrata.tiers.write_limits import SHORTEST_REST_S, STRIDE_BYTES, Strides, at_once, strides_of
+from kvstrata.tiers.write_limits import SHORTEST_REST_S, SLICE_BYTES, Throttle, slices_of, unpaced
 from tests.tiers.disk.blocks import ROOT, is_same, make_block, make_chain, read_now
 from tests.tiers.disk.faults import FaultyFiles
 
 T = TypeVar("T")
 
 # Tensors of several strides: 4 bytes of two rows, and 2 of one.
-NUM_VALUES = STRIDE_BYTES // 2
+NUM_VALUES = SLICE_BYTES // 2
 NEARLY_NOTHING = 1e-12
 
 
 class Work:
-    """Strides of the given lengths on a clock that only they move."""
+    """Slices of work of the given lengths on a clock that only they move."""
 
     def __init__(self, share: float) -> None:
         self.now_s = 0.0
         self.rests_s: list[float] = []
-        self.strides = Strides(self.rests_s.append, share=share, clock=lambda: self.now_s)
+        self.strides = Throttle(self.rests_s.append, share=share, clock=lambda: self.now_s)
 
     def do(self, seconds: float) -> None:
-        self.strides.take(lambda: self._pass(seconds))
+        self.strides.pace(lambda: self._pass(seconds))
 
     def _pass(self, seconds: float) -> None:
         self.now_s += seconds
@@ -63,26 +63,26 @@ def test_work_and_rests_keep_to_the_share(lengths_s: list[float], share: float) 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.5])
 def test_a_share_that_makes_no_sense_is_refused(share: float) -> None:
     with pytest.raises(ValueError, match="at most 1"):
-        Strides(lambda _: None, share=share)
+        Throttle(lambda _: None, share=share)
 
 
-@given(st.sampled_from([0, 1, STRIDE_BYTES - 1, STRIDE_BYTES, STRIDE_BYTES + 1, 3 * STRIDE_BYTES]))
+@given(st.sampled_from([0, 1, SLICE_BYTES - 1, SLICE_BYTES, SLICE_BYTES + 1, 3 * SLICE_BYTES]))
 def test_strides_are_the_whole_content_in_order(nbytes: int) -> None:
     content = (b"0123456789abcdef!" * (nbytes // 17 + 1))[:nbytes]
-    strides = list(strides_of(memoryview(content)))
+    strides = list(slices_of(memoryview(content)))
     assert b"".join(strides) == content
-    assert all(0 < stride.nbytes <= STRIDE_BYTES for stride in strides)
+    assert all(0 < stride.nbytes <= SLICE_BYTES for stride in strides)
 
 
 @pytest.mark.parametrize("checksum", list(Checksum))
 def test_a_checksum_in_strides_is_that_of_the_whole(checksum: Checksum) -> None:
-    content = memoryview(bytes(range(256)) * (5 * STRIDE_BYTES // 512))
+    content = memoryview(bytes(range(256)) * (5 * SLICE_BYTES // 512))
     num_strides = 0
 
     def take(stride: Callable[[], T], /) -> T:
         nonlocal num_strides
         num_strides += 1
-        return at_once(stride)
+        return unpaced(stride)
 
     assert checksum.of(content, take) == checksum.of(content)
     assert num_strides == 3

@@ -12,12 +12,12 @@ import pytest
 
 from kvstrata.tiers.block import Block
 from kvstrata.tiers.disk.block_store import CaughtUp, DroppedBlock, Published, WriteFailed
-from kvstrata.tiers.disk.errors import DropReason, Fault
+from kvstrata.tiers.disk.errors import DISK_EVENTS, DropReason, Fault
 from kvstrata.tiers.disk.writer import MAX_ATTEMPTS, DiskWriter
-from kvstrata.tiers.interface import Counters, Refusal, Refused
+from kvstrata.tiers.interface import Refusal, Refused, TierCounters
 from kvstrata.tiers.options import DiskOptions
 from kvstrata.tiers.removals import RemovalLog
-from kvstrata.tiers.write_limits import Take
+from kvstrata.tiers.write_limits import Pace
 from tests.tiers.disk.blocks import make_block, make_chain
 
 
@@ -39,7 +39,7 @@ class Publishing:
 
 def make_writer(
     publish: Callable[..., Published | DroppedBlock | WriteFailed],
-    counters: Counters,
+    counters: TierCounters,
     first_pause_s: float = 60,
     limit_bytes: int = 1 << 30,
 ) -> DiskWriter:
@@ -52,13 +52,13 @@ def test_a_parent_stays_for_a_child_that_comes_while_another_block_is_written() 
     has_begun, goes_on = threading.Event(), threading.Event()
     kept_for: list[frozenset[bytes]] = []
 
-    def publish(_: Block, kept: Callable[[], frozenset[bytes]], __: Callable[[], bool], ___: Take) -> DroppedBlock:
+    def publish(_: Block, kept: Callable[[], frozenset[bytes]], __: Callable[[], bool], ___: Pace) -> DroppedBlock:
         has_begun.set()
         assert goes_on.wait(10)
         kept_for.append(kept())
         return DroppedBlock(DropReason.NO_ROOM)
 
-    writer = make_writer(publish, Counters())
+    writer = make_writer(publish, TierCounters(DISK_EVENTS))
     assert writer.offer(make_block(9)) is None
     assert has_begun.wait(10)
     assert writer.offer(child) is None
@@ -81,7 +81,7 @@ def test_what_is_given_up_takes_along_what_hangs_on_it_and_nothing_else(outcome:
         tried.append(block)
         return outcome if block is second else Published(1)
 
-    counters = Counters()
+    counters = TierCounters(DISK_EVENTS)
     writer = make_writer(publish, counters)
     for block in (first, second, third, mark, other):
         assert writer.offer(block) is None
@@ -105,7 +105,7 @@ def test_a_block_that_can_never_be_written_keeps_the_others_waiting_only_so_long
         is_written.set()
         return Published(1)
 
-    writer = make_writer(publish, Counters(), first_pause_s=1e-4)
+    writer = make_writer(publish, TierCounters(DISK_EVENTS), first_pause_s=1e-4)
     assert writer.offer(bad) is None
     while writer.offer(good) is Refusal.PAUSED:
         pass
@@ -124,7 +124,7 @@ def test_a_block_that_is_larger_than_the_queue_is_taken_alone() -> None:
         written.append(block)
         return Published(1)
 
-    writer = make_writer(publish, Counters(), limit_bytes=first.nbytes - 1)
+    writer = make_writer(publish, TierCounters(DISK_EVENTS), limit_bytes=first.nbytes - 1)
     assert writer.offer(first) is None
     assert writer.offer(second) is Refusal.QUEUE_FULL
     refused = Refused(Refusal.QUEUE_FULL, second.nbytes)

@@ -25,7 +25,7 @@ from kvstrata.metrics import Metrics
 from kvstrata.models.load import load
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.tiers.options import RemoteOptions
-from kvstrata.tiers.remote.url import parse
+from kvstrata.tiers.remote.url import parse_url
 from tests.engine.drive import GREEDY
 from tests.engine.test_engine import Reply
 from tests.tiers.remote.stores import SLOW_S, TROUBLES, Proxy, valkey
@@ -39,7 +39,7 @@ STREAM_TOKENS = 150
 @contextmanager
 def engine_on(loaded: LoadedModel, url: str | None) -> Iterator[Engine]:
     mx.eval(arrays_in(loaded.module))
-    engine = Engine(loaded, EngineLimits(), Metrics(), remote=None if url is None else RemoteOptions(parse(url)))
+    engine = Engine(loaded, EngineLimits(), Metrics(), remote=None if url is None else RemoteOptions(parse_url(url)))
     engine.start()
     try:
         yield engine

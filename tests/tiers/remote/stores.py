@@ -25,7 +25,7 @@ import pytest
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.options import RemoteOptions
 from kvstrata.tiers.remote.tier import RemoteTier
-from kvstrata.tiers.remote.url import parse
+from kvstrata.tiers.remote.url import parse_url
 
 SECRET = b"0123456789abcdef0123456789abcdef"
 # Of someone whose signature moto does not check.
@@ -199,7 +199,7 @@ def secret_file(tmp_path: Path, secret: bytes = SECRET, name: str = "secret") ->
 
 def options_for(url: str, secret: Path | None = None, **settings: Any) -> RemoteOptions:
     """Settings that a test does not care about: short pauses, and a secret where the store needs one."""
-    where = parse(url)
+    where = parse_url(url)
     if secret is None and where.needs_secret:
         secret = Path(_usual_secret().name)
     return RemoteOptions(where, secret, **{"first_pause_s": 0.05, "longest_pause_s": 0.4, **settings})

@@ -13,13 +13,13 @@ import pytest
 from kvstrata.engine.engine import Engine
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.block import Block, Tensor
+from kvstrata.tiers.block_file import DamagedBlock
 from kvstrata.tiers.read_pool import Loaded, Missing
 from kvstrata.tiers.remote import payload
-from kvstrata.tiers.remote.health import DamagedBlock
 from kvstrata.tiers.remote.open_store import make_store
 from kvstrata.tiers.remote.sealing import PIECE_BYTES, Keys, is_name, keys_of, seal, unseal
-from kvstrata.tiers.remote.store import PREFIX, Store
-from kvstrata.tiers.remote.url import parse
+from kvstrata.tiers.remote.store import PREFIX, KeyValueStore
+from kvstrata.tiers.remote.url import parse_url
 from tests.tiers.remote.chains import ids_of, put_chain, read_all, same
 from tests.tiers.remote.stores import SECRET, Valkey, open_remote, private_folder, secret_file
 from tests.tiers.remote.test_engines import counters, engine_on, say, share
@@ -77,12 +77,12 @@ def test_what_was_sealed_opens_as_it_was_at_any_length(keys: Keys, num_bytes: in
         unseal(keys, "name", sealed[:-1])
 
 
-def put_back(store: Store, name: str, content: bytes) -> None:
+def put_back(store: KeyValueStore, name: str, content: bytes) -> None:
     store.delete([name])
     assert store.create(name, content, 3600.0)
 
 
-def contents_of(store: Store) -> dict[str, bytes]:
+def contents_of(store: KeyValueStore) -> dict[str, bytes]:
     names = sorted(value.name for value in store.values() if is_name(value.name))
     return {name: bytes(store.get(name, 1 << 30) or b"") for name in names}
 
@@ -100,10 +100,10 @@ def test_no_attack_on_a_store_gets_a_wrong_block_read(
     ids, other_ids = ids_of(4, 4 * 256), ids_of(5, 4 * 256)
     blocks = [*put_chain(tier, ids, (512,)), *put_chain(tier, other_ids, (512,))]
     put_chain(foreign, ids)
-    whole, store = contents_of(tier._store), tier._store
+    whole, store = contents_of(tier.block_store.store), tier.block_store.store
     bodies = [bytes(payload.encode(block)) for block in blocks]
-    attacker = Attacker(list(whole.values()), list(contents_of(foreign._store).values()), bodies)
-    by_name = {tier._cluster.name_of(block.id): block for block in blocks}
+    attacker = Attacker(list(whole.values()), list(contents_of(foreign.block_store.store).values()), bodies)
+    by_name = {tier.block_store.names.name_of(block.id): block for block in blocks}
     for _ in range(NUM_ATTACKS):
         name = attacker.pick(list(whole))
         forged = attacker.forge(name, whole[name])
@@ -130,7 +130,7 @@ class Victim:
         self._number = 0
         say(engine, "first", PROMPT, 4)
         share(engine)
-        store = make_store(parse(server.url))
+        store = make_store(parse_url(server.url))
         self.whole = contents_of(store)
         store.close()
         self.right = {name: self.without(name) for name in self.whole}
@@ -157,7 +157,7 @@ class Victim:
         def forget(core) -> None:
             tier = core.prefix_cache.shared.tier
             assert tier.flush(10.0).is_empty
-            tier._sealed.avoided.discard(name)
+            tier.block_store.avoided.discard(name)
 
         self._engine.ask(forget).result(60)
         self._put(name, self.whole[name])

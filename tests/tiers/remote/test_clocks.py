@@ -36,7 +36,7 @@ def test_blocks_go_both_ways(store_url: str, tmp_path: Path, ahead_s: float) -> 
         reader.touch(block.id for block in put)
         assert reader.flush(10.0).is_empty
     for tier in (right, wrong):
-        tier._sealed.sweep()  # within a week, which is how long blocks stay, there is nothing to sweep
+        tier.block_store.sweep()  # within a week, which is how long blocks stay, there is nothing to sweep
         assert match_of(tier, first).num_tokens == match_of(tier, second).num_tokens == 1024
         assert tier.usage().counters["missed"] == {}
         tier.close()
@@ -48,7 +48,7 @@ def test_a_clock_that_is_ahead_lets_blocks_go_early(store_url: str, ahead_s: flo
     right, wrong = open_remote(store_url, ttl_s=DAY_S), open_remote(store_url, ttl_s=DAY_S, ahead_s=ahead_s)
     ids = ids_of(43, 1024)
     put_chain(right, ids)
-    wrong._sealed.sweep()
+    wrong.block_store.sweep()
 
     assert match_of(right, ids).num_tokens == (1024 if store_url.startswith("redis") else left_tokens)
     put_chain(right, ids)

@@ -12,7 +12,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.server.assemble import start_service
 from kvstrata.tiers.remote.open_store import open_store
 from kvstrata.tiers.remote.sealing import keys_of
-from kvstrata.tiers.remote.url import parse
+from kvstrata.tiers.remote.url import parse_url
 from tests.tiers.remote.clouds import GoogleFront
 from tests.tiers.remote.stores import S3, SECRET, Valkey, secret_file
 from tests.tiny import tiny_loaded
@@ -23,7 +23,7 @@ PASSWORD = "hunter2-very-secret"
 
 def denied(url: str) -> str:
     with pytest.raises(ConfigError, match=r"cannot be used \(denied\).*may read, write, list and delete") as error:
-        open_store(parse(url), keys_of(SECRET))
+        open_store(parse_url(url), keys_of(SECRET))
     return str(error.value)
 
 
@@ -45,7 +45,7 @@ def test_credentials_that_may_do_it_are_enough(shared_s3: S3, monkeypatch: pytes
     url = shared_s3.bucket(monkeypatch)
     shared_s3.log_in(monkeypatch, shared_s3.user(*ALL))
     with shared_s3.asking_who():
-        open_store(parse(url), keys_of(SECRET)).close()
+        open_store(parse_url(url), keys_of(SECRET)).close()
 
     assert objects(shared_s3, url) == ["some/prefix/kvstrata1/cluster"]
 
@@ -64,7 +64,7 @@ def test_credentials_that_no_one_has_are_said(shared_s3: S3, monkeypatch: pytest
 
 
 def objects(s3: S3, url: str) -> list[str]:
-    found = s3.admin("s3").list_objects_v2(Bucket=parse(url).host)
+    found = s3.admin("s3").list_objects_v2(Bucket=parse_url(url).host)
     return [each["Key"] for each in found.get("Contents", ())]
 
 

@@ -13,7 +13,7 @@ from kvstrata.tiers.interface import Refusal, Refused, TierMatch
 from kvstrata.tiers.lookups import finish
 from kvstrata.tiers.read_pool import Loaded, Missing
 from kvstrata.tiers.remote.tier import RemoteTier
-from kvstrata.tiers.remote.url import parse
+from kvstrata.tiers.remote.url import parse_url
 from tests.tiers.remote.chains import block_at, ids_of, match_of, put_chain, read_all, same, wanted
 from tests.tiers.remote.stores import Valkey, open_remote, secret_file
 
@@ -22,7 +22,7 @@ OTHER_ROOT = bytes(range(32, 64))
 
 @pytest.mark.parametrize("is_sealed", [True, False])
 def test_what_one_server_wrote_another_reads(store_url: str, tmp_path: Path, is_sealed: bool) -> None:
-    if not is_sealed and parse(store_url).needs_secret:
+    if not is_sealed and parse_url(store_url).needs_secret:
         pytest.skip("blocks are sealed there")
     secret = secret_file(tmp_path) if is_sealed else None
     first, second = open_remote(store_url, secret), open_remote(store_url, secret)
@@ -45,7 +45,7 @@ def test_only_the_leading_run_counts_and_what_is_missing_is_wanted_again(store_u
     tier = open_remote(store_url)
     ids = ids_of(2, 6 * 256)
     put = put_chain(tier, ids)
-    tier._store.delete([tier._cluster.names.of(put[2].key, "base")])
+    tier.block_store.store.delete([tier.block_store.names.name_of(put[2].id)])
     read_all(tier, [put[2].id])
 
     assert match_of(tier, ids).num_tokens == 512
@@ -71,15 +71,11 @@ def test_another_back_end_or_precision_finds_nothing(redis_url: str, other: dict
         each.close()
 
 
-def _id(block) -> tuple[bytes, str]:
-    return block.key, block.part
-
-
 def test_a_damaged_block_is_deleted_so_that_a_right_one_can_take_its_place(server: Valkey, tmp_path: Path) -> None:
     tier = open_remote(server.url, secret_file(tmp_path))
     ids = ids_of(7, 768)
     put = put_chain(tier, ids)
-    name = f"kvstrata1:{tier._cluster.names.of(put[1].key, 'base')}"
+    name = f"kvstrata1:{tier.block_store.names.name_of(put[1].id)}"
     server.client.set(name, b"forged")
     (came,) = read_all(tier, [put[1].id])
 
@@ -96,16 +92,16 @@ def test_block_larger_than_a_model_has_is_missed_unread_and_deleted(store_url: s
     tier = open_remote(store_url, secret_file(tmp_path), max_block_bytes=1 << 10)
     ids = ids_of(9, 512)
     put = put_chain(tier, ids)
-    name = tier._cluster.name_of(put[1].id)
-    tier._store.delete([name])
-    assert tier._store.create(name, bytes(6 << 20), 60.0)
+    name = tier.block_store.names.name_of(put[1].id)
+    tier.block_store.store.delete([name])
+    assert tier.block_store.store.create(name, bytes(6 << 20), 60.0)
     (came,) = read_all(tier, [put[1].id])
 
     assert isinstance(came, Missing)
     assert came.reason == "size"
     assert tier.usage().counters["read"] == {}
     tier.flush(5.0)
-    assert tier._store.sizes([name]) == [0]
+    assert tier.block_store.store.sizes([name]) == [0]
     assert isinstance(read_all(tier, [put[0].id])[0], Loaded)
     tier.close()
 
@@ -139,7 +135,7 @@ def test_a_hit_refreshes_the_whole_chain(server: Valkey) -> None:
     tier = open_remote(server.url, ttl_s=100.0)
     ids = ids_of(9, 1024)
     put = put_chain(tier, ids, (1024,))
-    names = [f"kvstrata1:{tier._cluster.names.of(*_id(block))}" for block in put]
+    names = [f"kvstrata1:{tier.block_store.names.name_of(block.id)}" for block in put]
     for name in names:
         server.client.expire(name, 5)
     tier.touch(BlockId(block.key, part) for block in put for part in ("base", MARK))

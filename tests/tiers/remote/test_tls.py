@@ -13,7 +13,7 @@ from kvstrata.tiers.read_pool import Loaded
 from kvstrata.tiers.remote.open_store import open_store
 from kvstrata.tiers.remote.sealing import keys_of
 from kvstrata.tiers.remote.tier import RemoteTier
-from kvstrata.tiers.remote.url import parse
+from kvstrata.tiers.remote.url import parse_url
 from tests.tiers.remote.chains import ids_of, match_of, put_chain, read_all, same
 from tests.tiers.remote.stores import SECRET, Valkey, open_remote, secret_file
 from tests.tiers.remote.tls import Authority, Certificate, TlsFront
@@ -43,13 +43,13 @@ def front(shared_valkey: Valkey) -> Iterator[Fronts]:
 def refused(url: str, valkey: Valkey, reason: str = "tls") -> str:
     """What is said at the start. Nothing was written."""
     with pytest.raises(ConfigError, match=rf"cannot be used \({reason}\)") as error:
-        open_store(parse(url), keys_of(SECRET))
+        open_store(parse_url(url), keys_of(SECRET))
     assert valkey.client.dbsize() == 0
     return str(error.value)
 
 
 def joins(url: str, valkey: Valkey) -> None:
-    open_store(parse(url), keys_of(SECRET)).close()
+    open_store(parse_url(url), keys_of(SECRET)).close()
     assert valkey.client.dbsize() == 1
     valkey.client.flushall()
 
@@ -128,10 +128,10 @@ def test_a_server_without_tls_is_said(shared_valkey: Valkey) -> None:
 def test_a_file_that_is_not_there_is_named(option: str) -> None:
     pytest.importorskip("redis")
     with pytest.raises(ConfigError, match=rf"{option} names /no/such/file, which cannot be read"):
-        open_store(parse(f"rediss://127.0.0.1:1/0?{option}=/no/such/file"), keys_of(SECRET))
+        open_store(parse_url(f"rediss://127.0.0.1:1/0?{option}=/no/such/file"), keys_of(SECRET))
 
 
 @pytest.mark.parametrize("option", ["ssl_cert_reqs=none", "ssl_min_version=769", "ssl_ciphers=NULL"])
 def test_tls_cannot_be_weakened_by_other_options(option: str) -> None:
     with pytest.raises(ConfigError, match="no option"):
-        parse(f"rediss://127.0.0.1:1/0?{option}")
+        parse_url(f"rediss://127.0.0.1:1/0?{option}")

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from kvstrata.errors import ConfigError
 from kvstrata.prefix_cache.keys import chain
-from kvstrata.tiers.block import BASE, MARK, BlockId
+from kvstrata.tiers.block import MARK, BlockId
+from kvstrata.tiers.block_file import DamagedBlock
 from kvstrata.tiers.remote import payload, sealing
-from kvstrata.tiers.remote.health import DamagedBlock
-from kvstrata.tiers.remote.sealing import Keys, Names, is_name, keys_for, keys_of, links_of, read_secret
-from kvstrata.tiers.remote.url import parse
+from kvstrata.tiers.remote.sealing import BlockNames, Keys, is_name, keys_for, keys_of, links_of, read_secret
+from kvstrata.tiers.remote.url import parse_url
 from tests.tiers.disk.blocks import ROOT, make_block
 from tests.tiers.remote.stores import SECRET, secret_file
 
@@ -37,22 +37,22 @@ PLAIN = Keys(KEYS.names, None)
     ],
 )
 def test_a_url_is_shown_without_its_password(text: str, shown: str) -> None:
-    url = parse(text)
+    url = parse_url(text)
 
     assert url.shown == str(url) == shown
     assert PASSWORD not in repr(url)
 
 
 def test_a_password_may_be_the_name_of_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    url = parse("redis://me:${KV_TEST_PASSWORD}@cache.example:6379/2")
+    url = parse_url("redis://me:${KV_TEST_PASSWORD}@cache.example:6379/2")
     assert not url.has_plain_password
-    assert parse(f"redis://:{PASSWORD}@cache.example").has_plain_password
+    assert parse_url(f"redis://:{PASSWORD}@cache.example").has_plain_password
     monkeypatch.setenv("KV_TEST_PASSWORD", "p@ss/${HOME}")
     assert url.with_login == "redis://me:p%40ss%2F%24%7BHOME%7D@cache.example:6379/2"
     monkeypatch.delenv("KV_TEST_PASSWORD")
     with pytest.raises(ConfigError, match="KV_TEST_PASSWORD, which is not set"):
         _ = url.with_login
-    assert parse("redis://cache.example/0").with_login == "redis://cache.example/0"
+    assert parse_url("redis://cache.example/0").with_login == "redis://cache.example/0"
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_password_may_be_the_name_of_a_variable(monkeypatch: pytest.MonkeyPatc
 )
 def test_a_url_that_makes_no_sense_is_refused_and_not_repeated(text: str, word: str) -> None:
     with pytest.raises(ConfigError, match=word) as error:
-        parse(text)
+        parse_url(text)
 
     assert PASSWORD not in str(error.value)
 
@@ -99,7 +99,7 @@ def test_a_url_that_makes_no_sense_is_refused_and_not_repeated(text: str, word: 
     ],
 )
 def test_a_store_that_other_users_reach_needs_a_secret(text: str) -> None:
-    url = parse(text)
+    url = parse_url(text)
 
     assert url.needs_secret
     with pytest.raises(ConfigError, match="--remote-secret-file"):
@@ -107,7 +107,7 @@ def test_a_store_that_other_users_reach_needs_a_secret(text: str) -> None:
 
 
 def test_a_folder_needs_no_secret_if_it_is_this_users_alone(tmp_path: Path) -> None:
-    url = parse(f"file://{tmp_path}")
+    url = parse_url(f"file://{tmp_path}")
     tmp_path.chmod(0o700)
     assert not url.needs_secret
     assert keys_for(url, None).seal is None
@@ -132,18 +132,18 @@ def test_a_secret_is_long_and_not_for_everyone(tmp_path: Path) -> None:
 
 def test_names_differ_by_all_that_decides_what_a_block_is() -> None:
     key, other = chain(ROOT, [1]), chain(ROOT, [2])
-    names = Names(KEYS, "planes:8", "cpu")
+    names = BlockNames(KEYS, "planes:8", "cpu")
     others = [
-        names.of(other, BASE),
-        names.of(key, MARK),
-        Names(KEYS, "planes:4", "cpu").of(key, BASE),
-        Names(keys_of(SECRET[::-1]), "planes:8", "cpu").of(key, BASE),
+        names.name_of(BlockId(other)),
+        names.name_of(BlockId(key, MARK)),
+        BlockNames(KEYS, "planes:4", "cpu").name_of(BlockId(key)),
+        BlockNames(keys_of(SECRET[::-1]), "planes:8", "cpu").name_of(BlockId(key)),
     ]
 
-    assert len({names.of(key, BASE), *others}) == 5
+    assert len({names.name_of(BlockId(key)), *others}) == 5
     assert all(is_name(name) for name in others)
-    assert names.of(key, BASE) == Names(KEYS, "planes:8", "metal").of(key, BASE)
-    assert names.root(ROOT) != Names(KEYS, "planes:8", "metal").root(ROOT), "the back-end is in the root"
+    assert names.name_of(BlockId(key)) == BlockNames(KEYS, "planes:8", "metal").name_of(BlockId(key))
+    assert names.root_of(ROOT) != BlockNames(KEYS, "planes:8", "metal").root_of(ROOT), "the back-end is in the root"
 
 
 @given(length=st.integers(0, 2000), shared=st.integers(0, 2000))

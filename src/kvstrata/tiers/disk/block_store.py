@@ -19,18 +19,18 @@ from pathlib import Path
 
 from kvstrata.errors import ConfigError
 from kvstrata.tiers.block import Block, BlockId, Tally
-from kvstrata.tiers.block_file import EncodedBlock, encode, fastest
+from kvstrata.tiers.block_file import Damage, EncodedBlock, encode_block, fastest
 from kvstrata.tiers.disk.catalogue import Catalogue, CatalogueFault, add_saved, open_catalogue
-from kvstrata.tiers.disk.errors import Damage, DropReason, Fault, fault_of
+from kvstrata.tiers.disk.errors import DropReason, Fault, fault_of
 from kvstrata.tiers.disk.filesystem import make_folder_if_missing, unlink_if_there, write_all
 from kvstrata.tiers.disk.folder import CacheFolder, MarkerFiles, Quarantine, file_name
 from kvstrata.tiers.disk.index import BlockIndex, BlockRecord, write_labels
 from kvstrata.tiers.disk.scan import Reconciler
 from kvstrata.tiers.disk.space import BlockDropped, Space
-from kvstrata.tiers.interface import Counters, Event
+from kvstrata.tiers.interface import BlockEvent, TierCounters
 from kvstrata.tiers.options import DiskOptions
 from kvstrata.tiers.removals import RemovalCause
-from kvstrata.tiers.write_limits import DailyBudget, Take, day_of
+from kvstrata.tiers.write_limits import DailyWriteBudget, Pace, day_of
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class DiskBlockStore:
         self,
         folder: CacheFolder,
         options: DiskOptions,
-        counters: Counters,
+        counters: TierCounters,
         *,
         is_pinned: Callable[[bytes], bool],
         count_labels: Tally,
@@ -111,10 +111,10 @@ class DiskBlockStore:
     # On the writer's thread.
 
     def publish(
-        self, block: Block, kept: Callable[[], frozenset[bytes]], is_wanted: Callable[[], bool], pace: Take
+        self, block: Block, kept: Callable[[], frozenset[bytes]], is_wanted: Callable[[], bool], pace: Pace
     ) -> Published | DroppedBlock | WriteFailed:
         """Write a block. `kept` returns the keys that evictions must keep. `is_wanted` is asked at the moment of
-        publication. `pace` interrupts long work."""
+        publication. `pace` throttles long work."""
         try:
             return self._publish(block, kept, is_wanted, pace)
         except BlockDropped as dropped:
@@ -151,7 +151,7 @@ class DiskBlockStore:
                 oldest = self.space.delete_expired(now - self._ttl_s, kept)
             return min(oldest - now, 0.0) + self._ttl_s
         except OSError as error:
-            self._counters.add(Event.FAILED, fault_of(error))
+            self._counters.add(BlockEvent.FAILED, fault_of(error))
             log.warning("Blocks that expired could not be removed: %s", error)
         return self._ttl_s
 
@@ -188,7 +188,7 @@ class DiskBlockStore:
 
     def quarantine_block(self, block: BlockId, damage: Damage) -> None:
         """Quarantine a damaged file. Never raises, because readers call it."""
-        self._counters.add(Event.QUARANTINED, damage)
+        self._counters.add(BlockEvent.QUARANTINED, damage)
         log.warning("Quarantined a damaged block of the disk cache (%s): %s", damage, file_name(block))
         record = self.index.get(block)
         self.index.hide([block])
@@ -217,11 +217,11 @@ class DiskBlockStore:
     # Publishing.
 
     def _publish(
-        self, block: Block, kept: Callable[[], frozenset[bytes]], is_wanted: Callable[[], bool], pace: Take
+        self, block: Block, kept: Callable[[], frozenset[bytes]], is_wanted: Callable[[], bool], pace: Pace
     ) -> Published:
         self._require_folder()
         self._reconcile_once()
-        encoded = encode(block, self._checksum, pace)
+        encoded = encode_block(block, self._checksum, pace)
         with self.changes:
             # After a parent that did not fit, space for its children would come from evicting their own chain.
             self.space.free_space(encoded.nbytes, kept(), may_evict=block.parent not in self._without_space)
@@ -241,7 +241,7 @@ class DiskBlockStore:
         self.save(NUM_UNSAVED)
         return Published(encoded.nbytes, record.last_use + self._ttl_s - self._clock())
 
-    def _write(self, temporary: Path, encoded: EncodedBlock, created: float, pace: Take) -> int:
+    def _write(self, temporary: Path, encoded: EncodedBlock, created: float, pace: Pace) -> int:
         """Write and sync a file. Return the bytes that it takes on the volume, which are known only afterwards."""
         files = self.folder.files
         fd = files.create(temporary)
@@ -369,13 +369,13 @@ class DiskBlockStore:
             last = records[-1].id
             yield records
 
-    def _open_budget(self, limit_bytes: int) -> DailyBudget:
+    def _open_budget(self, limit_bytes: int) -> DailyWriteBudget:
         try:
             properties = (DAY, WRITTEN_BYTES)
             day, written_bytes = (self._catalogue.read_property(name) if self._catalogue else 0 for name in properties)
         except CatalogueFault:
             day, written_bytes = 0, 0
-        return DailyBudget(limit_bytes, day=day, written_bytes=written_bytes)
+        return DailyWriteBudget(limit_bytes, day=day, written_bytes=written_bytes)
 
     def _save_some(self, catalogue: Catalogue) -> None:
         now = self._clock()
@@ -397,7 +397,7 @@ class DiskBlockStore:
         if isinstance(error, CatalogueFault) and error.is_other_version:
             log.info("The disk cache's catalogue is rebuilt from the blocks: %s", error)
         else:
-            self._counters.add(Event.FAILED, Fault.CATALOGUE)
+            self._counters.add(BlockEvent.FAILED, Fault.CATALOGUE)
             self._log_fault(error, is_damaged=is_damaged)
         if is_damaged:
             self._close_catalogue()

@@ -13,11 +13,11 @@ from kvstrata.tiers.disk.index import read_labels
 from kvstrata.tiers.disk.reader import DiskReader
 from kvstrata.tiers.interface import Link, OnDisk, TierMatch, TokenIds
 from kvstrata.tiers.lookups import Walk
-from kvstrata.tiers.write_limits import BlockQueue
+from kvstrata.tiers.write_limits import WriteQueue
 
 
 class DiskChains:
-    def __init__(self, store: DiskBlockStore, queue: BlockQueue, reader: DiskReader, chain: Chain) -> None:
+    def __init__(self, store: DiskBlockStore, queue: WriteQueue, reader: DiskReader, chain: Chain) -> None:
         self._store = store
         self._queue = queue
         self._reader = reader
@@ -44,11 +44,11 @@ class DiskChains:
 
     def num_after(self, key: bytes) -> int:
         """Return the number of blocks that directly follow a block. One counts twice while it is written."""
-        return self._queue.num_after(key) + self._store.index.num_children(key)
+        return self._queue.num_children(key) + self._store.index.num_children(key)
 
     def lengths(self, parent: bytes) -> tuple[int, ...]:
         """The lengths in tokens of the blocks that follow `parent`, the longest first."""
-        queued = self._queue.lengths(parent)
+        queued = self._queue.lengths_after(parent)
         return tuple(sorted(queued.union(self._store.index.lengths_after(parent)), reverse=True))
 
     def longest(self, parent: bytes, start: int, ids: TokenIds, *, at_marks: bool = False) -> Walk[TierMatch]:

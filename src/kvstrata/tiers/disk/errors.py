@@ -1,4 +1,4 @@
-"""Reasons that the disk tier counts: drops, damage, faults and removals."""
+"""Reasons that the disk tier counts: drops, faults and removals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import errno
 from enum import StrEnum
 
 from kvstrata.tiers.disk.filesystem import NotAFile
+from kvstrata.tiers.interface import BlockEvent
 from kvstrata.tiers.removals import RemovalCause
+
+DISK_EVENTS = frozenset(BlockEvent) - {BlockEvent.DELETED, BlockEvent.SKIPPED}
 
 
 class DropReason(StrEnum):
@@ -18,18 +21,6 @@ class DropReason(StrEnum):
     CLOSED = "closed"
     UNWRITABLE = "unwritable"
     CLEARED = "cleared"
-
-
-class Damage(StrEnum):
-    """The ways in which a file differs from its name and its header."""
-
-    LENGTH = "length"
-    HEADER = "header"
-    VERSION = "version"
-    KEY = "key"
-    TOKENS = "tokens"
-    ROOT = "root"
-    TENSOR = "tensor"
 
 
 class Fault(StrEnum):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kvstrata.tiers.write_limits import STRIDE_BYTES, Take, at_once
+from kvstrata.tiers.write_limits import SLICE_BYTES, Pace, unpaced
 
 FILE_MODE = 0o600
 
@@ -127,11 +127,11 @@ class Files:
         return fd
 
 
-def write_all(files: Files, fd: int, pieces: Iterable[memoryview], take: Take = at_once) -> None:
+def write_all(files: Files, fd: int, pieces: Iterable[memoryview], pace: Pace = unpaced) -> None:
     for piece in pieces:
         done = 0
         while done < piece.nbytes:
-            done += take(partial(files.write, fd, piece[done : done + STRIDE_BYTES]))
+            done += pace(partial(files.write, fd, piece[done : done + SLICE_BYTES]))
 
 
 def read_all(files: Files, fd: int, buffer: memoryview, offset: int) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvstrata.errors import CacheDirectoryBusy, ConfigError
 from kvstrata.tiers.block import KEY_BYTES, PART_NAME, BlockId
-from kvstrata.tiers.disk.errors import Damage
+from kvstrata.tiers.block_file import Damage
 from kvstrata.tiers.disk.filesystem import (
     FILE_MODE,
     FOLDER_MODE,

@@ -19,18 +19,19 @@ import numpy as np
 from kvstrata.tiers.block import Block, BlockId, Chain, Tensor
 from kvstrata.tiers.block_file import (
     ALIGNMENT_BYTES,
+    BlockHeader,
+    Damage,
     DamagedBlock,
-    Header,
+    decode_tensor,
     header_bytes_of,
     parse_header,
-    take_tensor,
     verify_header,
 )
-from kvstrata.tiers.disk.errors import Damage, Fault, fault_of
+from kvstrata.tiers.disk.errors import Fault, fault_of
 from kvstrata.tiers.disk.filesystem import Files, NotAFile, read_all
 from kvstrata.tiers.disk.folder import CacheFolder
 from kvstrata.tiers.disk.index import BlockIndex
-from kvstrata.tiers.interface import Counters, Event
+from kvstrata.tiers.interface import BlockEvent, TierCounters
 from kvstrata.tiers.read_pool import Loaded, Missing, MissReason
 from kvstrata.tiers.read_rates import RateMeter
 
@@ -51,7 +52,7 @@ def opened(files: Files, path: Path) -> Iterator[int]:
         files.close(fd)
 
 
-def read_header(files: Files, fd: int) -> Header:
+def read_header(files: Files, fd: int) -> BlockHeader:
     """Read and verify a header: for nearly every block one page, and no payload."""
     beginning = _read(files, fd, 0, ALIGNMENT_BYTES)
     length = header_bytes_of(beginning)
@@ -81,10 +82,10 @@ def _read_block(files: Files, path: Path, wanted: BlockId, *, chain: Chain, root
     return header.block(tensors)
 
 
-def _read_tensors(files: Files, fd: int, header: Header) -> dict[str, Tensor]:
+def _read_tensors(files: Files, fd: int, header: BlockHeader) -> dict[str, Tensor]:
     payload = _fill(files, fd, header.header_bytes, header.file_bytes - header.header_bytes)
     return {
-        name: take_tensor(name, place, payload[place.offset - header.header_bytes :][: place.nbytes])
+        name: decode_tensor(name, place, payload[place.offset - header.header_bytes :][: place.nbytes])
         for name, place in header.places.items()
     }
 
@@ -121,7 +122,7 @@ class DiskReader:
         self,
         store: ReadableStore,
         find_queued: Callable[[BlockId], list[Block]],
-        counters: Counters,
+        counters: TierCounters,
         *,
         chain: Chain,
         clock: Callable[[], float],
@@ -141,7 +142,7 @@ class DiskReader:
         result = self._load(block, root)
         match result:
             case Missing(_, reason):
-                self._counters.add(Event.MISSED, reason)
+                self._counters.add(BlockEvent.MISSED, reason)
             case Loaded():
                 self._store.index.record_uses([block], self._clock())
         return result
@@ -156,7 +157,7 @@ class DiskReader:
         for queued in self._find_queued(block):
             if queued.root != root:
                 return Missing(block, Damage.ROOT)
-            self._counters.add(Event.READ, "queue", nbytes=queued.nbytes)
+            self._counters.add(BlockEvent.READ, "queue", nbytes=queued.nbytes)
             return Loaded(queued)
         if self._store.index.pending.get(block) is not None:
             return Missing(block, MissReason.ABSENT)  # it was removed, and its file is still there
@@ -172,7 +173,7 @@ class DiskReader:
                 self._store.forget(block)
             return Missing(block, MissReason.ABSENT)
         except NotAFile:
-            self._counters.add(Event.FAILED, Fault.NOT_A_FILE)
+            self._counters.add(BlockEvent.FAILED, Fault.NOT_A_FILE)
             self._store.forget(block)
             return Missing(block, Fault.NOT_A_FILE)
         except OSError as error:
@@ -183,13 +184,13 @@ class DiskReader:
         with self.meter.reading() as measure:
             found = read_block(folder.files, folder.path(block), block, chain=self._chain, root=root)
             measure(found.nbytes)
-        self._counters.add(Event.READ, "disk", nbytes=found.nbytes)
+        self._counters.add(BlockEvent.READ, "disk", nbytes=found.nbytes)
         return Loaded(found)
 
     def _avoid(self, block: BlockId, error: OSError) -> Fault:
         """Keep readers from a block for a while after a fault of the disk. Return the fault."""
         fault = fault_of(error)
-        self._counters.add(Event.FAILED, fault)
+        self._counters.add(BlockEvent.FAILED, fault)
         with self._lock:
             self._avoided[block] = (self._clock() + AVOIDED_FOR_S, fault)
             if len(self._avoided) > NUM_AVOIDED:

@@ -14,14 +14,14 @@ from pathlib import Path
 from threading import RLock
 
 from kvstrata.tiers.block import BlockId, Tally, no_tally
-from kvstrata.tiers.block_file import FORMAT_VERSION, DamagedBlock
+from kvstrata.tiers.block_file import FORMAT_VERSION, Damage, DamagedBlock
 from kvstrata.tiers.disk.catalogue import add_saved
-from kvstrata.tiers.disk.errors import Damage, Fault, RemovalReason, fault_of
+from kvstrata.tiers.disk.errors import Fault, RemovalReason, fault_of
 from kvstrata.tiers.disk.filesystem import Files, unlink_if_there
 from kvstrata.tiers.disk.folder import CacheFolder, Quarantine, file_name
 from kvstrata.tiers.disk.index import BlockIndex, BlockRecord, write_labels
 from kvstrata.tiers.disk.reader import opened, read_header
-from kvstrata.tiers.interface import Counters, Event
+from kvstrata.tiers.interface import BlockEvent, TierCounters
 from kvstrata.tiers.removals import RemovalCause
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Reconciler:
         folder: CacheFolder,
         index: BlockIndex,
         quarantine: Quarantine,
-        counters: Counters,
+        counters: TierCounters,
         count_labels: Tally,
         changes: RLock,
     ) -> None:
@@ -100,7 +100,7 @@ class Reconciler:
             case DamagedFile(path, damage):
                 return self._quarantine_file(path, damage)
             case UnreadFile(path, fault):
-                self._counters.add(Event.FAILED, fault)
+                self._counters.add(BlockEvent.FAILED, fault)
                 return [] if fault is Fault.NOT_A_FILE else [path]
         return []
 
@@ -110,7 +110,7 @@ class Reconciler:
             self._quarantine.take(path, damage)
         except OSError as error:
             return self._undeletable(path, damage, error)
-        self._counters.add(Event.QUARANTINED, damage)
+        self._counters.add(BlockEvent.QUARANTINED, damage)
         return []
 
     def _delete_outdated(self, path: Path, found_format: str, outdated: OutdatedFiles) -> list[Path]:
@@ -119,12 +119,12 @@ class Reconciler:
             unlink_if_there(self._folder.files, path)
         except OSError as error:
             return self._undeletable(path, Damage.VERSION, error)
-        self._counters.add(Event.EVICTED, RemovalReason.OUTDATED, nbytes=disk_bytes)
+        self._counters.add(BlockEvent.EVICTED, RemovalReason.OUTDATED, nbytes=disk_bytes)
         outdated.count(disk_bytes, found_format)
         return []
 
     def _undeletable(self, path: Path, damage: Damage, error: OSError) -> list[Path]:
-        self._counters.add(Event.FAILED, fault_of(error))
+        self._counters.add(BlockEvent.FAILED, fault_of(error))
         log.warning("A damaged block of the disk cache (%s) cannot be deleted: %s", damage, error)
         return [path]
 

@@ -18,7 +18,7 @@ from kvstrata.tiers.disk.errors import DropReason, RemovalReason, fault_of
 from kvstrata.tiers.disk.filesystem import unlink_if_there
 from kvstrata.tiers.disk.folder import CacheFolder, MarkerFiles, Quarantine
 from kvstrata.tiers.disk.index import BlockIndex, BlockRecord
-from kvstrata.tiers.interface import Counters, Event
+from kvstrata.tiers.interface import BlockEvent, TierCounters
 from kvstrata.tiers.options import DiskOptions
 from kvstrata.tiers.removals import RemovalCause
 
@@ -101,7 +101,7 @@ class Space:
         index: BlockIndex,
         quarantine: Quarantine,
         markers: MarkerFiles,
-        counters: Counters,
+        counters: TierCounters,
         options: DiskOptions,
         is_pinned: Callable[[bytes], bool],
         save: Callable[[], None],
@@ -175,7 +175,7 @@ class Space:
             self._markers.save(markers)
         except OSError as error:
             self._index.give_back_markers(markers)
-            self._counters.add(Event.FAILED, fault_of(error))
+            self._counters.add(BlockEvent.FAILED, fault_of(error))
             if not self._has_logged_markers:
                 self._has_logged_markers = True
                 log.warning("Cleared blocks may come back if this process is killed before it deletes them: %s", error)
@@ -264,11 +264,11 @@ class Space:
 
     def _count_evicted(self, records: Iterable[BlockRecord], reason: RemovalReason) -> None:
         for record in records:
-            self._counters.add(Event.EVICTED, reason, nbytes=record.disk_bytes)
+            self._counters.add(BlockEvent.EVICTED, reason, nbytes=record.disk_bytes)
 
     def _report_undeletable(self, stuck: Mapping[BlockId, OSError], what_then: str) -> None:
         for block, error in stuck.items():
-            self._counters.add(Event.FAILED, fault_of(error))
+            self._counters.add(BlockEvent.FAILED, fault_of(error))
             if block not in self._undeletable:
                 self._undeletable.add(block)
                 log.warning("A block of the disk cache cannot be deleted, %s: %s", what_then, error)

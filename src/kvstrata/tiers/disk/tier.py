@@ -17,12 +17,23 @@ from kvstrata.tiers.block import Block, BlockId, Chain, Tally, no_tally
 from kvstrata.tiers.disk.block_store import DiskBlockStore
 from kvstrata.tiers.disk.catalogue import CatalogueFault
 from kvstrata.tiers.disk.chains import DiskChains
+from kvstrata.tiers.disk.errors import DISK_EVENTS
 from kvstrata.tiers.disk.filesystem import Files
 from kvstrata.tiers.disk.folder import CacheFolder, prepare
 from kvstrata.tiers.disk.index import BlockIndex, IndexTotals
 from kvstrata.tiers.disk.reader import DiskReader
 from kvstrata.tiers.disk.writer import DiskWriter
-from kvstrata.tiers.interface import Accepted, Counters, Event, Flushed, Refusal, Refused, Removed, Usage, Writing
+from kvstrata.tiers.interface import (
+    Accepted,
+    BlockEvent,
+    Flushed,
+    Refusal,
+    Refused,
+    Removed,
+    TierCounters,
+    Usage,
+    Writing,
+)
 from kvstrata.tiers.lookups import Lookup, Lookups, Walk
 from kvstrata.tiers.options import DiskOptions
 from kvstrata.tiers.read_pool import BlockReading, Deliver, Reader
@@ -60,7 +71,7 @@ class DiskTier:
         self.read_ahead_bytes = options.read_ahead_bytes
         self._clock = clock
         self.on_room: Callable[[], None] = lambda: None  # called on the writer thread when the queue may accept blocks
-        self._counters = Counters()
+        self._counters = TierCounters(DISK_EVENTS)
         self._folder = CacheFolder(options.directory, files or Files())
         prepare(self._folder)
         self._store = self._open_store(options, is_pinned, tally)
@@ -81,7 +92,7 @@ class DiskTier:
         refusal = self._refusal(block, asked_twice, replace) or self._writer.offer(block, replaces=replace)
         if refusal is None:
             return Accepted()
-        self._counters.add(Event.REFUSED, refusal, nbytes=block.nbytes)
+        self._counters.add(BlockEvent.REFUSED, refusal, nbytes=block.nbytes)
         return Refused(refusal, block.nbytes)
 
     def _refusal(self, block: Block, asked_twice: bool, replace: bool) -> Refusal | None:
@@ -176,9 +187,9 @@ class DiskTier:
             num_queued=len(self._writer.queue),
             num_pending_reads=self._read_pool.num_pending,
             unused_bytes=self._read_pool.ahead_bytes,
-            written_bytes=self._counters.nbytes(Event.WRITTEN),
+            written_bytes=self._counters.nbytes(BlockEvent.WRITTEN),
             written_today_bytes=self._store.budget.written_bytes(self._clock()),
-            read_bytes=self._counters.nbytes(Event.READ),
+            read_bytes=self._counters.nbytes(BlockEvent.READ),
             paused_because=state.paused_because,
             counters=self._counters.snapshot(),
         )

@@ -19,10 +19,10 @@ from typing import Protocol, TypeVar
 from kvstrata.tiers.block import Block
 from kvstrata.tiers.disk.block_store import CaughtUp, DroppedBlock, Published, WriteFailed
 from kvstrata.tiers.disk.errors import CAUSES, DropReason, Fault
-from kvstrata.tiers.interface import Counters, Event, Flushed, Refusal, Writing
+from kvstrata.tiers.interface import BlockEvent, Flushed, Refusal, TierCounters, Writing
 from kvstrata.tiers.options import DiskOptions
 from kvstrata.tiers.removals import BlockRemoval, RemovalCause, RemovalLog
-from kvstrata.tiers.write_limits import BlockQueue, Offer, Strides, Take
+from kvstrata.tiers.write_limits import Backoff, Pace, QueuedBlock, Throttle, WriteQueue
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +47,10 @@ class DiskWork(Protocol):
     """The disk operations of the thread. Faults of the disk do not raise."""
 
     def publish(
-        self, block: Block, kept: Callable[[], frozenset[bytes]], is_wanted: Callable[[], bool], pace: Take
+        self, block: Block, kept: Callable[[], frozenset[bytes]], is_wanted: Callable[[], bool], pace: Pace
     ) -> Published | DroppedBlock | WriteFailed:
         """Write a block. `kept` returns the keys that evictions must keep. `is_wanted` is asked at the moment of
-        publication. `pace` interrupts long work."""
+        publication. `pace` throttles long work."""
         ...
 
     def catch_up(self) -> CaughtUp | WriteFailed:
@@ -67,67 +67,25 @@ class DiskWork(Protocol):
         ...
 
 
-class Pause:
-    """The pause after a fault of the disk. Each pause is twice as long as the last, up to a limit."""
-
-    def __init__(self, first_s: float, clock: Callable[[], float]) -> None:
-        self._first_s = first_s
-        self._clock = clock
-        self._next_s = first_s
-        self._until = 0.0
-        self.reason = ""
-
-    @property
-    def remaining_s(self) -> float:
-        return max(0.0, self._until - self._clock()) if self.reason else 0.0
-
-    @property
-    def is_on(self) -> bool:
-        return self.remaining_s > 0
-
-    def begin(self, reason: Fault | DropReason, what: str) -> None:
-        """Begin a pause. Its reason is logged unless the last pause had the same."""
-        if reason != self.reason:
-            log.warning(
-                "The disk cache cannot be written (%s): %s. The server goes on from memory and tries again in %.0f s",
-                reason,
-                what,
-                self._next_s,
-            )
-        self.reason = reason
-        self._until = self._clock() + self._next_s
-        self._next_s = min(2 * self._next_s, max(self._first_s, LONGEST_PAUSE_S))
-
-    def lift(self) -> None:
-        """Allow an attempt now. After another fault the next pause is longer all the same."""
-        self._until = 0.0
-
-    def end(self) -> None:
-        if self.reason:
-            log.info("The disk cache can be written again")
-        self.reason = ""
-        self._next_s = self._first_s
-
-
 class DiskWriter:
     def __init__(
         self,
         work: DiskWork,
         options: DiskOptions,
-        counters: Counters,
+        counters: TierCounters,
         removals: RemovalLog,
         on_room: Callable[[], None],
     ) -> None:
         """Start the thread. `removals` receives the blocks that are given up. The thread calls `on_room` after each
         attempt to write a block."""
-        self.queue = BlockQueue(options.queue_bytes)
+        self.queue = WriteQueue(options.queue_bytes)
         self._changed = self.queue.changed
         self._work = work
         self._counters = counters
         self._removals = removals
         self._on_room = on_room
-        self._pause = Pause(options.first_pause_s, time.monotonic)
-        self._strides = Strides(self._rest, share=options.writer_share)
+        self._backoff = Backoff(options.first_pause_s, LONGEST_PAUSE_S)
+        self._throttle = Throttle(self._rest, share=options.writer_share)
         self._expires_s = -math.inf  # when a block on the disk may expire
         self._must_catch_up = True
         self._has_just_caught_up = False
@@ -146,33 +104,33 @@ class DiskWriter:
         with self._changed:
             if self._is_closing:
                 return Refusal.CLOSED
-            return Refusal.PAUSED if self._pause.is_on else self.queue.add(block, replaces=replaces)
+            return Refusal.PAUSED if self._backoff.is_paused else self.queue.add(block, replaces=replaces)
 
     def withdraw(self, is_unwanted: Callable[[Block], bool]) -> None:
         """Drop queued blocks. A block that is being written is not published any more, unless it just was: then the
         caller removes it from the disk. The thread deletes files once no pause is on."""
         with self._changed:
-            unwanted = [offer for offer in self.queue.offers() if is_unwanted(offer.block)]
-            self._drop(unwanted, Event.DROPPED, DropReason.CLEARED)
+            unwanted = [entry for entry in self.queue.entries() if is_unwanted(entry.block)]
+            self._drop(unwanted, BlockEvent.DROPPED, DropReason.CLEARED)
 
     def state(self, budget_bytes: float) -> Writing:
         with self._changed:
-            is_paused = self._pause.is_on
+            is_paused = self._backoff.is_paused
             return Writing(
                 queue_bytes=self.queue.num_bytes,
                 limit_bytes=self.queue.limit_bytes,
                 budget_bytes=budget_bytes,
                 unmoved_s=time.monotonic() - self.queue.moved_s if len(self.queue) else 0.0,
-                is_failing=self._is_closing or bool(self._pause.reason),
-                paused_because=self._pause.reason if is_paused else "",
-                is_full=is_paused and self._pause.reason in FULL,
+                is_failing=self._is_closing or bool(self._backoff.reason),
+                paused_because=self._backoff.reason if is_paused else "",
+                is_full=is_paused and self._backoff.reason in FULL,
                 num_faults=self._num_faults,
             )
 
     def end_pause(self) -> None:
         """Accept blocks again despite the last fault, until the next one: there may be no later attempt."""
         with self._changed:
-            self._pause.lift()
+            self._backoff.lift()
             self._changed.notify_all()
 
     def wake(self) -> None:
@@ -199,7 +157,7 @@ class DiskWriter:
             self._changed.notify_all()
         self._thread.join(timeout_s)
         with self._changed:
-            self._drop(self.queue.offers(), Event.DROPPED, DropReason.CLOSED)
+            self._drop(self.queue.entries(), BlockEvent.DROPPED, DropReason.CLOSED)
             self._changed.notify_all()
         return not self._thread.is_alive()
 
@@ -214,7 +172,7 @@ class DiskWriter:
                 # Deletes run in slices, so that a block can be written between two of them.
                 catches_up = self._must_catch_up and not (self._has_just_caught_up and len(self.queue))
                 expires = not catches_up and self._must_expire()
-                offers = [] if catches_up or expires else self.queue.offers()[:1]
+                entries = [] if catches_up or expires else self.queue.entries()[:1]
                 self._is_writing = True
                 self._has_just_caught_up = catches_up
                 self._must_catch_up = self._must_catch_up and not catches_up
@@ -222,22 +180,22 @@ class DiskWriter:
                 self._catch_up()
             elif expires:
                 self._expire()
-            for offer in offers:
-                self._write(offer)
+            for entry in entries:
+                self._write(entry)
                 if not len(self.queue):
                     _guarded(self._work.save)
             with self._changed:
                 self._is_writing = False
                 self._changed.notify_all()
-            if offers:
+            if entries:
                 self._on_room()
 
     def _catch_up(self) -> None:
         outcome = _guarded(self._work.catch_up)
         with self._changed:
             if isinstance(outcome, WriteFailed):
-                self._counters.add(Event.FAILED, outcome.reason)
-                self._pause.begin(outcome.reason, outcome.what)
+                self._counters.add(BlockEvent.FAILED, outcome.reason)
+                self._begin_pause(outcome.reason, outcome.what)
             elif not outcome.is_done:
                 self._must_catch_up = True
 
@@ -258,9 +216,9 @@ class DiskWriter:
     def _wait_for_work(self) -> bool:
         while not self._is_closing:
             has_work = self._has_work()
-            if has_work and (self._num_flushing or not self._pause.is_on):
+            if has_work and (self._num_flushing or not self._backoff.is_paused):
                 return True
-            seconds = self._pause.remaining_s if has_work else self._expires_s - time.monotonic()
+            seconds = self._backoff.remaining_s if has_work else self._expires_s - time.monotonic()
             self._changed.wait(min(max(seconds, 0.0), threading.TIMEOUT_MAX))
         return False
 
@@ -272,50 +230,61 @@ class DiskWriter:
         is_filling_up = self.queue.num_bytes > REST_BELOW * self.queue.limit_bytes
         return self._is_closing or self._num_flushing > 0 or is_filling_up
 
-    def _write(self, offer: Offer) -> None:
-        is_wanted, take = (lambda: self.queue.has(offer)), self._strides.take
-        match _guarded(lambda: self._work.publish(offer.block, self.queue.needed_keys, is_wanted, take)):
+    def _write(self, entry: QueuedBlock) -> None:
+        is_wanted, pace = (lambda: self.queue.has(entry)), self._throttle.pace
+        match _guarded(lambda: self._work.publish(entry.block, self.queue.needed_keys, is_wanted, pace)):
             case Published(file_bytes, expires_in_s):
-                self._counters.add(Event.WRITTEN, offer.block.part, nbytes=file_bytes)
+                self._counters.add(BlockEvent.WRITTEN, entry.block.part, nbytes=file_bytes)
                 with self._changed:
                     self._expires_s = min(self._expires_s, time.monotonic() + expires_in_s)
                     # The disk works again: catch up with what it did not do meanwhile.
-                    self._must_catch_up = self._must_catch_up or bool(self._pause.reason)
-                    self._pause.end()
-                    self.queue.remove(offer)
+                    self._must_catch_up = self._must_catch_up or bool(self._backoff.reason)
+                    if self._backoff.end():
+                        log.info("The disk cache can be written again")
+                    self.queue.remove(entry)
             case DroppedBlock(DropReason.CLEARED):
                 pass  # it left the queue when it was withdrawn
             case DroppedBlock(DropReason.RESERVE as reason):
                 # Other programs fill the volume, and may free space again: as with a full disk.
-                self._hold(offer, Event.DROPPED, reason, "what is free is left to others")
+                self._hold(entry, BlockEvent.DROPPED, reason, "what is free is left to others")
             case DroppedBlock(reason):
-                self._give_up(offer, Event.DROPPED, reason)
+                self._give_up(entry, BlockEvent.DROPPED, reason)
             case WriteFailed(reason, what):
-                self._hold(offer, Event.FAILED, reason, what)
+                self._hold(entry, BlockEvent.FAILED, reason, what)
 
-    def _hold(self, offer: Offer, event: Event, reason: Fault | DropReason, what: str) -> None:
+    def _begin_pause(self, reason: Fault | DropReason, what: str) -> None:
+        """Begin a pause. Its reason is logged unless the last pause had the same."""
+        if self._backoff.begin(reason):
+            log.warning(
+                "The disk cache cannot be written (%s): %s. The server goes on from memory and tries again in %.0f s",
+                reason,
+                what,
+                self._backoff.remaining_s,
+            )
+
+    def _hold(self, entry: QueuedBlock, event: BlockEvent, reason: Fault | DropReason, what: str) -> None:
         """Keep a block for an attempt after a pause, unless it had enough attempts or a flush waits."""
         with self._changed:
             self._num_faults += 1
-            self._pause.begin(reason, what)
-            offer.num_attempts += 1
-            if self._num_flushing or offer.num_attempts == MAX_ATTEMPTS:
-                self._give_up(offer, event, reason)
-            elif event is Event.FAILED:
+            self._begin_pause(reason, what)
+            entry.num_attempts += 1
+            if self._num_flushing or entry.num_attempts == MAX_ATTEMPTS:
+                self._give_up(entry, event, reason)
+            elif event is BlockEvent.FAILED:
                 self._counters.add(event, reason)
 
-    def _give_up(self, offer: Offer, event: Event, reason: Fault | DropReason) -> None:
+    def _give_up(self, entry: QueuedBlock, event: BlockEvent, reason: Fault | DropReason) -> None:
         """Drop a block, and the queued blocks that no lookup could reach without it."""
         with self._changed:
             self._num_faults += reason is DropReason.WRITE_BUDGET  # it may be accepted tomorrow
-            self._drop(self.queue.hanging_on(offer), event, reason)
+            self._drop(self.queue.unreachable_without(entry), event, reason)
 
-    def _drop(self, offers: list[Offer], event: Event, reason: Fault | DropReason) -> None:
-        for offer in offers:
-            self.queue.remove(offer)
+    def _drop(self, entries: list[QueuedBlock], event: BlockEvent, reason: Fault | DropReason) -> None:
+        for entry in entries:
+            self.queue.remove(entry)
             self._counters.add(event, reason)
         if reason is not DropReason.CLOSED:
-            self._removals.add(_removal(offer, reason) for offer in offers)
+            self._removals.add(_removal(entry, reason) for entry in entries)
 
 
 Outcome = TypeVar("Outcome")
@@ -329,9 +298,9 @@ def _guarded(work: Callable[[], Outcome]) -> Outcome | WriteFailed:
         return WriteFailed(Fault.OTHER, repr(error))
 
 
-def _removal(offer: Offer, reason: Fault | DropReason) -> BlockRemoval:
-    block, cause = offer.block, CAUSES.get(reason, RemovalCause.FAILED)
-    if offer.replaces and cause is not RemovalCause.CLEARED:
+def _removal(entry: QueuedBlock, reason: Fault | DropReason) -> BlockRemoval:
+    block, cause = entry.block, CAUSES.get(reason, RemovalCause.FAILED)
+    if entry.replaces and cause is not RemovalCause.CLEARED:
         cause = RemovalCause.REPLACEMENT
     return BlockRemoval(block.id, block.start, block.start + block.num_tokens, cause)
 

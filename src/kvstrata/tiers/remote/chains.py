@@ -11,13 +11,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from kvstrata.tiers.block import BASE, MARK, BlockId
+from kvstrata.tiers.block import BASE, MARK, BlockId, Chain
 from kvstrata.tiers.interface import Link, OnDisk, TierMatch, TokenIds, Wanted
 from kvstrata.tiers.lookups import Walk
-from kvstrata.tiers.remote.cluster import Cluster
-from kvstrata.tiers.remote.health import Health, StoreFault
-from kvstrata.tiers.remote.sealing import links_of
-from kvstrata.tiers.remote.store import Store
+from kvstrata.tiers.remote.health import StoreFault, StoreHealth
+from kvstrata.tiers.remote.sealing import BlockNames, links_of
+from kvstrata.tiers.remote.store import KeyValueStore
 
 # Checkpoints in one query, from the end of a chain backwards.
 MARKS_AT_ONCE = 64
@@ -28,7 +27,7 @@ AVOIDED_S = 60.0
 NUM_AVOIDED = 4096
 
 
-class Avoided:
+class AvoidedNames:
     """Names that a store seemed to have, but whose values could not be read."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -51,19 +50,20 @@ class Avoided:
             return self._until_s.get(name, 0.0) > self._clock()
 
 
-class RemoteBlocks:
+class RemoteChains:
     def __init__(
         self,
-        store: Store,
-        cluster: Cluster,
-        health: Health,
-        avoided: Avoided,
+        store: KeyValueStore,
+        names: BlockNames,
+        chain: Chain,
+        health: StoreHealth,
+        avoided: AvoidedNames,
         touch: Callable[[Sequence[str]], None],
     ) -> None:
         """Read from a store. `touch(names)` lets values expire later, on another thread."""
         self._store = store
-        self._names = cluster.names
-        self._chain = cluster.chain
+        self._names = names
+        self._chain = chain
         self._health = health
         self._avoided = avoided
         self._touch = touch
@@ -87,7 +87,7 @@ class RemoteBlocks:
         """Return the longest chain of a root. `start` must be 0: a chain is queried from its first token on."""
         if start:
             raise ValueError("The chain of a remote tier begins at its first token")
-        links = yield from self._present(links_of(self._chain, self._names.root(parent), ids))
+        links = yield from self._present(links_of(self._chain, self._names.root_of(parent), ids))
         if not at_marks or not links:
             return TierMatch(tuple(links))
         yield
@@ -99,23 +99,24 @@ class RemoteBlocks:
 
     def wanted(self, root: bytes, ids: TokenIds, marks: Sequence[int]) -> Walk[Wanted]:
         """Return the absent blocks. Count the present ones as used."""
-        own_root = self._names.root(root)
+        own_root = self._names.root_of(root)
         links = links_of(self._chain, own_root, ids)
         present = yield from self._present(links)
-        self._touch([self._names.of(link.key, part) for link in present for part in (BASE, MARK)[: 1 + bool(marks)]])
+        parts = (BASE, MARK) if marks else (BASE,)
+        self._touch([self._names.name_of(BlockId(link.key, part)) for link in present for part in parts])
         at_marks = [link for link in links if link.end in set(marks)]
-        sizes = self._sizes([self._names.of(link.key, MARK) for link in at_marks])
+        sizes = self._sizes([self._names.name_of(BlockId(link.key, MARK)) for link in at_marks])
         missing = tuple(link for link, nbytes in zip(at_marks, sizes, strict=False) if not nbytes)
         return Wanted(own_root, tuple(links[len(present) :]), missing, is_known=not self._health.is_paused)
 
     def _present(self, links: list[Link]) -> Walk[list[Link]]:
         yield
-        names = [self._names.of(link.key, BASE) for link in links]
+        names = [self._names.name_of(BlockId(link.key)) for link in links]
         usable = next((at for at, name in enumerate(names) if self._avoided.has(name)), len(names))
         if not usable or self._health.is_paused:
             return []
         try:
-            with self._health.asking(measures=True):
+            with self._health.query(measures=True):
                 sizes = self._store.leading(names[:usable])
         except StoreFault:
             return []
@@ -125,7 +126,7 @@ class RemoteBlocks:
         """Return the chain up to its last block with a checkpoint."""
         for end in range(len(links), 0, -MARKS_AT_ONCE):
             first = max(0, end - MARKS_AT_ONCE)
-            sizes = self._sizes([self._names.of(link.key, MARK) for link in links[first:end]])
+            sizes = self._sizes([self._names.name_of(BlockId(link.key, MARK)) for link in links[first:end]])
             for at in range(len(sizes) - 1, -1, -1):
                 if sizes[at]:
                     return TierMatch(tuple(links[: first + at + 1]), sizes[at])
@@ -136,7 +137,7 @@ class RemoteBlocks:
         if not names or self._health.is_paused:
             return []
         try:
-            with self._health.asking():
+            with self._health.query():
                 sizes = self._store.sizes(names)
         except StoreFault:
             return []

@@ -15,20 +15,20 @@ from io import FileIO
 from itertools import takewhile
 from pathlib import Path
 
-from kvstrata.tiers.remote.health import Fault, StoreFault
+from kvstrata.tiers.remote.health import StoreFault, StoreFaultReason
 from kvstrata.tiers.remote.store import PREFIX, Content, StoredValue, require_size
 from kvstrata.tiers.remote.url import RemoteUrl
 
 FAULTS = {
-    errno.ENOSPC: Fault.FULL,
-    errno.EDQUOT: Fault.FULL,
-    errno.EROFS: Fault.READ_ONLY,
-    errno.EACCES: Fault.DENIED,
-    errno.EPERM: Fault.DENIED,
-    errno.ENOENT: Fault.NO_PLACE,
-    errno.ENOTDIR: Fault.NO_PLACE,
-    errno.ESTALE: Fault.UNREACHABLE,
-    errno.ETIMEDOUT: Fault.TIMEOUT,
+    errno.ENOSPC: StoreFaultReason.FULL,
+    errno.EDQUOT: StoreFaultReason.FULL,
+    errno.EROFS: StoreFaultReason.READ_ONLY,
+    errno.EACCES: StoreFaultReason.DENIED,
+    errno.EPERM: StoreFaultReason.DENIED,
+    errno.ENOENT: StoreFaultReason.NO_PLACE,
+    errno.ENOTDIR: StoreFaultReason.NO_PLACE,
+    errno.ESTALE: StoreFaultReason.UNREACHABLE,
+    errno.ETIMEDOUT: StoreFaultReason.TIMEOUT,
 }
 
 # Age of a temporary file that no server finishes any more.
@@ -168,4 +168,6 @@ def _faults() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StoreFault(FAULTS.get(error.errno or 0, Fault.OTHER), error.strerror or type(error).__name__) from None
+        raise StoreFault(
+            FAULTS.get(error.errno or 0, StoreFaultReason.OTHER), error.strerror or type(error).__name__
+        ) from None

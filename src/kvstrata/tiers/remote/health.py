@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 
 from kvstrata.errors import KvstrataError
+from kvstrata.tiers.interface import BlockEvent, TierCounters
+from kvstrata.tiers.write_limits import Backoff
 
 
-class Fault(StrEnum):
+class StoreFaultReason(StrEnum):
     UNREACHABLE = "unreachable"
     TIMEOUT = "timeout"
     DENIED = "denied"  # a wrong password, or no permission
@@ -25,31 +26,13 @@ class Fault(StrEnum):
 
 
 # Faults that prevent writing and not reading.
-WRITE_FAULTS = frozenset({Fault.READ_ONLY, Fault.FULL})
+WRITE_FAULTS = frozenset({StoreFaultReason.READ_ONLY, StoreFaultReason.FULL})
 
 
 class StoreFault(KvstrataError):
     """A fault of a store, inside remote/. The tier answers with a miss or a refusal, at the start with ConfigError."""
 
-    def __init__(self, reason: Fault, what: str) -> None:
-        super().__init__(what)
-        self.reason = reason
-
-
-class Damage(StrEnum):
-    """The ways in which a value is not what its name says."""
-
-    SEAL = "seal"  # damaged, forged, moved here from another name, or sealed with another secret
-    HEADER = "header"
-    SIZE = "size"  # larger than any block of this model
-    KEY = "key"
-    ROOT = "root"
-
-
-class DamagedBlock(KvstrataError):
-    """A block failed verification, inside remote/. The tier answers with a miss with `reason`."""
-
-    def __init__(self, reason: Damage, what: str) -> None:
+    def __init__(self, reason: StoreFaultReason, what: str) -> None:
         super().__init__(what)
         self.reason = reason
 
@@ -64,73 +47,13 @@ OLD_SHARE = 0.7
 LATENCY_HALF_LIFE_S = 10.0
 
 
-class Event(StrEnum):
-    WRITTEN = "written"
-    REFUSED = "refused"  # not accepted by put
-    DROPPED = "dropped"  # accepted, then given up
-    FAILED = "failed"  # a fault of the store
-    READ = "read"
-    MISSED = "missed"  # requested, not delivered
-    DELETED = "deleted"  # damaged blocks
-    SKIPPED = "skipped"  # not offered: it has fewer bits than blocks here
+REMOTE_EVENTS = frozenset(BlockEvent) - {BlockEvent.QUARANTINED, BlockEvent.EVICTED}
 
 
-class Counters:
-    """Event counters, updated on every thread of the tier."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: Counter[tuple[Event, str]] = Counter()
-        self._bytes: Counter[Event] = Counter()
-        self._tokens: Counter[Event] = Counter()
-
-    def add(self, event: Event, reason: str = "ok", *, nbytes: int = 0, tokens: int = 0) -> None:
-        with self._lock:
-            self._counts[event, str(reason)] += 1
-            self._bytes[event] += nbytes
-            self._tokens[event] += tokens
-
-    def nbytes(self, event: Event) -> int:
-        with self._lock:
-            return self._bytes[event]
-
-    def tokens(self, event: Event) -> int:
-        with self._lock:
-            return self._tokens[event]
-
-    def snapshot(self) -> dict[str, dict[str, int]]:
-        with self._lock:
-            by_event: dict[str, dict[str, int]] = {event.value: {} for event in Event}
-            for (event, reason), count in sorted(self._counts.items()):
-                by_event[event.value][reason] = count
-            return by_event
-
-
-class _Pause:
-    """A pause after a fault, guarded by its owner's lock."""
-
-    def __init__(self, first_s: float, longest_s: float) -> None:
-        self._first_s = first_s
-        self._longest_s = longest_s
-        self._next_s = first_s
-        self.until_s = 0.0
-        self.reason = ""
-
-    def begin(self, reason: str, now_s: float) -> None:
-        if now_s < self.until_s:
-            return  # another thread met the same fault
-        self.reason = reason
-        self.until_s = now_s + self._next_s
-        self._next_s = min(2 * self._next_s, self._longest_s)
-
-    def end(self) -> None:
-        self.reason, self.until_s, self._next_s = "", 0.0, self._first_s
-
-
-class Health:
+class StoreHealth:
     def __init__(
         self,
-        counters: Counters,
+        counters: TierCounters,
         *,
         first_pause_s: float,
         longest_pause_s: float,
@@ -139,8 +62,8 @@ class Health:
         self._counters = counters
         self._clock = clock
         self._lock = threading.Lock()
-        self._all = _Pause(first_pause_s, longest_pause_s)
-        self._writes = _Pause(first_pause_s, longest_pause_s)
+        self._all = Backoff(first_pause_s, longest_pause_s, clock)
+        self._writes = Backoff(first_pause_s, longest_pause_s, clock)
         self._latency_s = 0.0
         self._measured_s = 0.0  # when the latency was measured
 
@@ -148,14 +71,13 @@ class Health:
     def is_paused(self) -> bool:
         """Whether reads and lookups are paused."""
         with self._lock:
-            return self._clock() < self._all.until_s
+            return self._all.is_paused
 
     @property
     def paused_because(self) -> str:
         """The reason why blocks are not accepted; empty: they are."""
         with self._lock:
-            now_s = self._clock()
-            return next((pause.reason for pause in (self._all, self._writes) if now_s < pause.until_s), "")
+            return next((each.reason for each in (self._all, self._writes) if each.is_paused), "")
 
     @property
     def latency_s(self) -> float:
@@ -175,40 +97,41 @@ class Health:
     def lift(self) -> None:
         """Allow queries now. After another fault the next pause is longer all the same."""
         with self._lock:
-            self._all.until_s = self._writes.until_s = 0.0
+            self._all.lift()
+            self._writes.lift()
 
     @contextmanager
-    def asking(self, *, writes: bool = False, measures: bool = False) -> Iterator[None]:
+    def query(self, *, writes: bool = False, measures: bool = False) -> Iterator[None]:
         """Wrap a call of the store. Record a StoreFault and let it through, or record that the store works."""
         began_s = self._clock()
         try:
             yield
         except StoreFault as fault:
-            self._note(fault)
+            self._record_fault(fault)
             raise
-        self._works(writes, self._clock() - began_s if measures else None)
+        self._record_success(writes, self._clock() - began_s if measures else None)
 
-    def _note(self, fault: StoreFault) -> None:
-        self._counters.add(Event.FAILED, fault.reason)
+    def _record_fault(self, fault: StoreFault) -> None:
+        self._counters.add(BlockEvent.FAILED, fault.reason)
         with self._lock:
-            pause = self._writes if fault.reason in WRITE_FAULTS else self._all
-            is_news = pause.reason != fault.reason
-            pause.begin(fault.reason, self._clock())
-            seconds = pause.until_s - self._clock()
+            backoff = self._writes if fault.reason in WRITE_FAULTS else self._all
+            if backoff.is_paused:
+                return  # another thread met the same fault
+            is_news = backoff.begin(fault.reason)
+            pause_s = backoff.remaining_s
         if is_news:
-            log.warning("The remote cache is left alone for %.0f s (%s): %s", seconds, fault.reason, fault)
+            log.warning("The remote cache is left alone for %.0f s (%s): %s", pause_s, fault.reason, fault)
 
-    def _works(self, writes: bool, seconds: float | None) -> None:
+    def _record_success(self, writes: bool, seconds: float | None) -> None:
         with self._lock:
-            was = self._all.reason or (self._writes.reason if writes else "")
-            self._all.end()
+            was_failing = self._all.end()
             if writes:
-                self._writes.end()
+                was_failing |= self._writes.end()
             if seconds is not None:
                 now_s, old_s = self._clock(), self._latency_s
                 old_weight = OLD_SHARE * self._fading(now_s) if old_s else 0.0
                 new_weight = 1 - OLD_SHARE
                 self._latency_s = (old_weight * old_s + new_weight * seconds) / (old_weight + new_weight)
                 self._measured_s = now_s
-        if was:
+        if was_failing:
             log.warning("The remote cache works again")

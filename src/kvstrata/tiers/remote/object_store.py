@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from kvstrata.errors import ConfigError
-from kvstrata.tiers.remote.health import DamagedBlock, Fault, StoreFault
+from kvstrata.tiers.block_file import DamagedBlock
+from kvstrata.tiers.remote.health import StoreFault, StoreFaultReason
 from kvstrata.tiers.remote.store import LARGEST_VALUE_BYTES, PREFIX, Content, StoredValue, require_size
 from kvstrata.tiers.remote.url import RemoteUrl
 
@@ -201,40 +202,40 @@ def _faults() -> Iterator[None]:
     try:
         yield
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-        raise StoreFault(Fault.DENIED, _words(error)) from None
+        raise StoreFault(StoreFaultReason.DENIED, _words(error)) from None
     except exceptions.BaseError as error:
         raise StoreFault(_fault_of(str(error)), _words(error)) from None
     except FileNotFoundError as error:
-        raise StoreFault(Fault.NO_PLACE, _words(error)) from None
+        raise StoreFault(StoreFaultReason.NO_PLACE, _words(error)) from None
     except PermissionError as error:
-        raise StoreFault(Fault.DENIED, _words(error)) from None
+        raise StoreFault(StoreFaultReason.DENIED, _words(error)) from None
     except (OSError, ValueError) as error:
-        raise StoreFault(Fault.OTHER, _words(error)) from None
+        raise StoreFault(StoreFaultReason.OTHER, _words(error)) from None
 
 
 SIGNS = {
     # Without credentials obstore asks the metadata server of the cloud that it may run in.
-    "169.254.169.254": Fault.DENIED,
-    "metadata.google.internal": Fault.DENIED,
-    "Account must be specified": Fault.DENIED,
-    "NoSuchBucket": Fault.NO_PLACE,
-    "ContainerNotFound": Fault.NO_PLACE,
-    "AccessDenied": Fault.DENIED,
-    "InvalidAccessKeyId": Fault.DENIED,
-    "SignatureDoesNotMatch": Fault.DENIED,
-    "Forbidden": Fault.DENIED,
-    "InvalidCertificate": Fault.TLS,
-    "InvalidContentType": Fault.TLS,
-    "timed out": Fault.TIMEOUT,
-    "TimedOut": Fault.TIMEOUT,
-    "onnect": Fault.UNREACHABLE,
-    "error sending request": Fault.UNREACHABLE,
-    "not found": Fault.NO_PLACE,
+    "169.254.169.254": StoreFaultReason.DENIED,
+    "metadata.google.internal": StoreFaultReason.DENIED,
+    "Account must be specified": StoreFaultReason.DENIED,
+    "NoSuchBucket": StoreFaultReason.NO_PLACE,
+    "ContainerNotFound": StoreFaultReason.NO_PLACE,
+    "AccessDenied": StoreFaultReason.DENIED,
+    "InvalidAccessKeyId": StoreFaultReason.DENIED,
+    "SignatureDoesNotMatch": StoreFaultReason.DENIED,
+    "Forbidden": StoreFaultReason.DENIED,
+    "InvalidCertificate": StoreFaultReason.TLS,
+    "InvalidContentType": StoreFaultReason.TLS,
+    "timed out": StoreFaultReason.TIMEOUT,
+    "TimedOut": StoreFaultReason.TIMEOUT,
+    "onnect": StoreFaultReason.UNREACHABLE,
+    "error sending request": StoreFaultReason.UNREACHABLE,
+    "not found": StoreFaultReason.NO_PLACE,
 }
 
 
-def _fault_of(text: str) -> Fault:
-    return next((fault for sign, fault in SIGNS.items() if sign in text), Fault.OTHER)
+def _fault_of(text: str) -> StoreFaultReason:
+    return next((fault for sign, fault in SIGNS.items() if sign in text), StoreFaultReason.OTHER)
 
 
 def _words(error: Exception) -> str:

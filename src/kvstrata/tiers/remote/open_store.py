@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable
 
 from kvstrata.errors import ConfigError
+from kvstrata.tiers.block_file import DamagedBlock
 from kvstrata.tiers.remote.folder_store import FolderStore
-from kvstrata.tiers.remote.health import DamagedBlock, Fault, StoreFault
+from kvstrata.tiers.remote.health import StoreFault, StoreFaultReason
 from kvstrata.tiers.remote.object_store import ObjectStore
 from kvstrata.tiers.remote.redis_store import RedisStore
 from kvstrata.tiers.remote.sealing import Keys, aes_gcm, seal, unseal
-from kvstrata.tiers.remote.store import Content, Store
+from kvstrata.tiers.remote.store import Content, KeyValueStore
 from kvstrata.tiers.remote.url import FLAG, RemoteUrl
 
 MARKER = "cluster"
@@ -27,19 +28,20 @@ TRIED_TTL_S = 60.0
 LARGEST_MARKER_BYTES = 4096
 
 NEXT_STEP = {
-    Fault.UNREACHABLE: "Check the address, that the store runs, and whether it speaks TLS",
-    Fault.TIMEOUT: "Check the address, that the store answers, and whether it speaks TLS",
-    Fault.DENIED: "Check user, password or credentials, and that they may read, write, list and delete there",
-    Fault.TLS: "Check that the store speaks TLS, and its certificate's name, date and authority (your own one: "
-    "rediss://host:6380/0?ssl_ca_certs=FILE)",
-    Fault.READ_ONLY: "Name a store that can be written, not a replica",
-    Fault.FULL: "Make room there, or let the store evict (maxmemory-policy allkeys-lru)",
-    Fault.NO_PLACE: "Make the bucket or the folder first",
-    Fault.OTHER: "See what the store logs",
+    StoreFaultReason.UNREACHABLE: "Check the address, that the store runs, and whether it speaks TLS",
+    StoreFaultReason.TIMEOUT: "Check the address, that the store answers, and whether it speaks TLS",
+    StoreFaultReason.DENIED: "Check user, password or credentials, and that they may read, write, list and delete "
+    "there",
+    StoreFaultReason.TLS: "Check that the store speaks TLS, and its certificate's name, date and authority (your own "
+    "one: rediss://host:6380/0?ssl_ca_certs=FILE)",
+    StoreFaultReason.READ_ONLY: "Name a store that can be written, not a replica",
+    StoreFaultReason.FULL: "Make room there, or let the store evict (maxmemory-policy allkeys-lru)",
+    StoreFaultReason.NO_PLACE: "Make the bucket or the folder first",
+    StoreFaultReason.OTHER: "See what the store logs",
 }
 
 
-def make_store(url: RemoteUrl, clock: Callable[[], float] = time.time, *, ttl_s: float = 0.0) -> Store:
+def make_store(url: RemoteUrl, clock: Callable[[], float] = time.time, *, ttl_s: float = 0.0) -> KeyValueStore:
     """Make a store without a query. `ttl_s`: for stores that cannot tell themselves what has expired. Raises
     ConfigError if the environment lacks what this kind of store needs."""
     if url.is_redis:
@@ -50,7 +52,9 @@ def make_store(url: RemoteUrl, clock: Callable[[], float] = time.time, *, ttl_s:
         raise ConfigError(f"{FLAG} {words_for(url, fault)}") from None
 
 
-def open_store(url: RemoteUrl, keys: Keys, clock: Callable[[], float] = time.time, *, ttl_s: float = 0.0) -> Store:
+def open_store(
+    url: RemoteUrl, keys: Keys, clock: Callable[[], float] = time.time, *, ttl_s: float = 0.0
+) -> KeyValueStore:
     """Open a store that answers, can be written, and whose servers have this secret; otherwise raise ConfigError."""
     if keys.seal is not None:
         aes_gcm()
@@ -73,7 +77,7 @@ def words_for(url: RemoteUrl, fault: StoreFault) -> str:
     return f"{url.shown} cannot be used ({fault.reason}): {said}. {NEXT_STEP[fault.reason]}."
 
 
-def _try_out(store: Store) -> None:
+def _try_out(store: KeyValueStore) -> None:
     """Try every operation on a name that no value has: missing permissions show before anything is written."""
     no_one = os.urandom(32).hex()
     store.sizes([no_one])
@@ -82,7 +86,7 @@ def _try_out(store: Store) -> None:
     store.delete([no_one])
 
 
-def _join_cluster(store: Store, url: RemoteUrl, keys: Keys) -> None:
+def _join_cluster(store: KeyValueStore, url: RemoteUrl, keys: Keys) -> None:
     try:
         found = _marker_of(store, seal(keys, MARKER, BODY))
         if found is None or bytes(unseal(keys, MARKER, bytes(found))) != BODY:
@@ -95,13 +99,13 @@ def _join_cluster(store: Store, url: RemoteUrl, keys: Keys) -> None:
         ) from None
 
 
-def _marker_of(store: Store, made: Content) -> Content | None:
+def _marker_of(store: KeyValueStore, made: Content) -> Content | None:
     """Return the marker of a store: the new one if there was none."""
     try:
         return made if store.create(MARKER, made, 0.0) else store.get(MARKER, LARGEST_MARKER_BYTES)
     except StoreFault as fault:
         # A full store can be read, and may have space again; it must still prove that it is this cluster's.
-        found = store.get(MARKER, LARGEST_MARKER_BYTES) if fault.reason is Fault.FULL else None
+        found = store.get(MARKER, LARGEST_MARKER_BYTES) if fault.reason is StoreFaultReason.FULL else None
         if found is None:
             raise
         return found

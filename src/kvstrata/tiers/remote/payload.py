@@ -12,7 +12,7 @@ import json
 from typing import Any
 
 from kvstrata.tiers.block import ITEM_BYTES, Block, BlockId, Chain, Tensor, key_of
-from kvstrata.tiers.remote.health import Damage, DamagedBlock
+from kvstrata.tiers.block_file import Damage, DamagedBlock
 
 LENGTH_BYTES = 8
 

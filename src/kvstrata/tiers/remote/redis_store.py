@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from kvstrata.errors import ConfigError
-from kvstrata.tiers.remote.health import Fault, StoreFault
+from kvstrata.tiers.remote.health import StoreFault, StoreFaultReason
 from kvstrata.tiers.remote.store import ANSWER_S, CONNECT_S, PREFIX, Content, StoredValue, require_size
 from kvstrata.tiers.remote.url import FLAG, TLS_FILES, RemoteUrl
 
@@ -127,30 +127,30 @@ def _faults() -> Iterator[None]:
     except exceptions.RedisError as error:
         raise StoreFault(_fault_of(error), _words(error)) from None
     except OSError as error:
-        raise StoreFault(Fault.UNREACHABLE, _words(error)) from None
+        raise StoreFault(StoreFaultReason.UNREACHABLE, _words(error)) from None
 
 
-def _fault_of(error: Exception) -> Fault:
+def _fault_of(error: Exception) -> StoreFaultReason:
     from redis import exceptions as known
 
     denied = (known.AuthenticationError, known.AuthorizationError, known.NoPermissionError)
     match error:
         case _ if isinstance(error, denied) or str(error).startswith(("WRONGPASS", "NOAUTH", "NOPERM")):
-            return Fault.DENIED
+            return StoreFaultReason.DENIED
         case known.ReadOnlyError():
-            return Fault.READ_ONLY
+            return StoreFaultReason.READ_ONLY
         case known.OutOfMemoryError():
-            return Fault.FULL
+            return StoreFaultReason.FULL
         case known.TimeoutError():
-            return Fault.TIMEOUT
+            return StoreFaultReason.TIMEOUT
         case known.ConnectionError() if any(sign in str(error) for sign in TLS_SIGNS):
-            return Fault.TLS
+            return StoreFaultReason.TLS
         case known.ConnectionError():
-            return Fault.UNREACHABLE
+            return StoreFaultReason.UNREACHABLE
         case _ if "MISCONF" in str(error):
-            return Fault.READ_ONLY
+            return StoreFaultReason.READ_ONLY
         case _:
-            return Fault.OTHER
+            return StoreFaultReason.OTHER
 
 
 def _words(error: Exception) -> str:

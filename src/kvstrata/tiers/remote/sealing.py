@@ -12,9 +12,9 @@ from blake3 import blake3
 
 from kvstrata.backend.private_file import OpenToAll, read_private
 from kvstrata.errors import ConfigError
-from kvstrata.tiers.block import BLOCK_TOKENS, Chain
+from kvstrata.tiers.block import BLOCK_TOKENS, BlockId, Chain
+from kvstrata.tiers.block_file import Damage, DamagedBlock
 from kvstrata.tiers.interface import Link, TokenIds
-from kvstrata.tiers.remote.health import Damage, DamagedBlock
 from kvstrata.tiers.remote.url import RemoteUrl
 
 if TYPE_CHECKING:
@@ -76,19 +76,19 @@ ROOT_DOMAIN = b"kvstrata remote root 1\0"
 NUM_DIGITS = 64
 
 
-class Names:
+class BlockNames:
     def __init__(self, keys: Keys, precision: str, backend: str) -> None:
         self._key = keys.names
         self._precision = precision.encode()
         self._backend = backend.encode()
 
-    def root(self, root: bytes) -> bytes:
+    def root_of(self, root: bytes) -> bytes:
         """Return the root of a chain on this tier, from the chain's root in the prefix cache."""
         return blake3(ROOT_DOMAIN + root + self._backend).digest()
 
-    def of(self, key: bytes, part: str) -> str:
+    def name_of(self, block: BlockId) -> str:
         """Return a block's name. Each field has a fixed length or comes with its length, so no two blocks share one."""
-        fields = (key, len(self._precision).to_bytes(2, "little"), self._precision, part.encode())
+        fields = (block.key, len(self._precision).to_bytes(2, "little"), self._precision, block.part.encode())
         return blake3(b"".join(fields), key=self._key).hexdigest()
 
 

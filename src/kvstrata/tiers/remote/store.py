@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvstrata.tiers.remote.health import Damage, DamagedBlock
+from kvstrata.tiers.block_file import Damage, DamagedBlock
 
 # Before every name, so that others can use the same store.
 PREFIX = "kvstrata1"
@@ -28,7 +28,7 @@ class StoredValue:
     nbytes: int
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     def sizes(self, names: Sequence[str]) -> list[int]:
         """Return sizes in bytes; 0: absent. Takes as few round trips as the store allows."""
         ...

@@ -11,19 +11,30 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from kvstrata.tiers.block import Block, BlockId, Chain
-from kvstrata.tiers.interface import Accepted, Flushed, Refusal, Refused, Removed, SharedUsage, Usage, Writing
+from kvstrata.tiers.block_file import Damage
+from kvstrata.tiers.interface import (
+    Accepted,
+    BlockEvent,
+    Flushed,
+    Refusal,
+    Refused,
+    Removed,
+    SharedUsage,
+    TierCounters,
+    Usage,
+    Writing,
+)
 from kvstrata.tiers.lookups import Lookup, Lookups, Walk
 from kvstrata.tiers.options import RemoteOptions
 from kvstrata.tiers.read_pool import BlockReading, Deliver, Loaded, Missing, Reader
 from kvstrata.tiers.read_rates import Rates
-from kvstrata.tiers.remote.block_store import SealedBlocks
-from kvstrata.tiers.remote.chains import RemoteBlocks
-from kvstrata.tiers.remote.cluster import Cluster
-from kvstrata.tiers.remote.health import Counters, Damage, Event, Health
+from kvstrata.tiers.remote.block_store import SealedBlockStore
+from kvstrata.tiers.remote.chains import RemoteChains
+from kvstrata.tiers.remote.health import REMOTE_EVENTS, StoreHealth
 from kvstrata.tiers.remote.open_store import open_store
-from kvstrata.tiers.remote.sealing import Names, keys_for
-from kvstrata.tiers.remote.store import Store
-from kvstrata.tiers.remote.writer import Writer
+from kvstrata.tiers.remote.sealing import BlockNames, keys_for
+from kvstrata.tiers.remote.store import KeyValueStore
+from kvstrata.tiers.remote.writer import RemoteWriter
 from kvstrata.tiers.removals import RemovalLog
 
 T = TypeVar("T")
@@ -43,7 +54,7 @@ class RemoteTier:
         *,
         chain: Chain,
         backend: str,
-        store: Store | None = None,
+        store: KeyValueStore | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Open the store. `chain` is prefix_cache.keys.chain, `backend` names the model's back-end. Raises ConfigError
@@ -52,22 +63,18 @@ class RemoteTier:
         self.read_ahead_bytes = options.read_ahead_bytes
         self.on_room: Callable[[], None] = lambda: None
         keys = keys_for(options.url, options.secret_file)
-        self._cluster = Cluster(keys, Names(keys, options.precision, backend), chain)
-        self._store = store or open_store(options.url, keys, clock, ttl_s=options.ttl_s)
-        self._counters = Counters()
-        self._health = Health(
+        names = BlockNames(keys, options.precision, backend)
+        store = store or open_store(options.url, keys, clock, ttl_s=options.ttl_s)
+        self._counters = TierCounters(REMOTE_EVENTS)
+        self._health = StoreHealth(
             self._counters, first_pause_s=options.first_pause_s, longest_pause_s=options.longest_pause_s
         )
-        self._sealed = SealedBlocks(self._store, self._cluster, self._health, self._counters, options, clock)
-        self._writer = Writer(
-            self._sealed.write,
-            self._sealed.sweep,
-            self._health,
-            self._counters,
-            options.queue_bytes,
-            lambda: self.on_room(),
+        self.block_store = SealedBlockStore(store, keys, names, chain, self._health, self._counters, options, clock)
+        self._writer = RemoteWriter(
+            self.block_store, self._health, self._counters, options.queue_bytes, lambda: self.on_room()
         )
-        self.blocks = RemoteBlocks(self._store, self._cluster, self._health, self._sealed.avoided, self._touch_later)
+        avoided = self.block_store.avoided
+        self.blocks = RemoteChains(store, names, chain, self._health, avoided, self._touch_later)
         self._reader = Reader(self._load, options.num_readers, options.read_ahead_bytes)
         self._lookups = Lookups()
         self.removals = RemovalLog()
@@ -83,7 +90,7 @@ class RemoteTier:
         refusal = self._refusal(block, asked_twice=asked_twice) or self._writer.offer(block)
         if refusal is None:
             return Accepted()
-        self._counters.add(Event.REFUSED, refusal, nbytes=block.nbytes)
+        self._counters.add(BlockEvent.REFUSED, refusal, nbytes=block.nbytes)
         return Refused(refusal, block.nbytes)
 
     def _refusal(self, block: Block, *, asked_twice: bool) -> Refusal | None:
@@ -91,30 +98,30 @@ class RemoteTier:
             return Refusal.FIRST_TOUCH
         if self._health.paused_because:
             return Refusal.PAUSED
-        if self._writer.queue_bytes + block.nbytes > self._sealed.budget_bytes:
+        if self._writer.queue.num_bytes + block.nbytes > self.block_store.budget_bytes:
             return Refusal.WRITE_BUDGET
         return None
 
     def skipped(self, num_tokens: int) -> None:
         """Count a block that was not offered, because it has fewer bits than blocks of this tier."""
-        self._counters.add(Event.SKIPPED, "fewer_bits", tokens=num_tokens)
+        self._counters.add(BlockEvent.SKIPPED, "fewer_bits", num_tokens=num_tokens)
 
     def writing(self) -> Writing:
         reason = self._health.paused_because
         return Writing(
-            queue_bytes=self._writer.queue_bytes,
-            limit_bytes=self._writer.limit_bytes,
-            budget_bytes=self._sealed.budget_bytes,
+            queue_bytes=self._writer.queue.num_bytes,
+            limit_bytes=self._writer.queue.limit_bytes,
+            budget_bytes=self.block_store.budget_bytes,
             is_failing=bool(reason),
             paused_because=reason,
         )
 
     def touch(self, blocks: Iterable[BlockId]) -> None:
-        self._touch_later([self._cluster.name_of(block) for block in blocks])
+        self._touch_later([self.block_store.names.name_of(block) for block in blocks])
 
     def _touch_later(self, names: Sequence[str]) -> None:
         if names:
-            self._writer.run_errand(lambda: self._sealed.touch(names))
+            self._writer.add_task(lambda: self.block_store.touch(names))
 
     def end_pause(self) -> None:
         self._health.lift()
@@ -138,23 +145,23 @@ class RemoteTier:
     def read(
         self, blocks: Sequence[BlockId], deliver: Deliver, *, root: bytes, sizes: Sequence[int] | None = None
     ) -> BlockReading:
-        reading = BlockReading(blocks, self._cluster.names.root(root), deliver, sizes or [0] * len(blocks))
+        reading = BlockReading(blocks, self.block_store.names.root_of(root), deliver, sizes or [0] * len(blocks))
         self._reader.submit(reading)
         return reading
 
     @property
     def rates(self) -> Rates:
-        return self._sealed.rates
+        return self.block_store.rates
 
     def _load(self, block: BlockId, root: bytes) -> Loaded | Missing:
         """Load a block, on a reader thread."""
-        result = self._sealed.fetch(block, root)
+        result = self.block_store.load(block, root)
         if isinstance(result, Missing) and isinstance(result.reason, Damage):
             self._delete_later(block, result.reason)
         return result
 
     def _delete_later(self, block: BlockId, reason: str) -> None:
-        self._writer.run_errand(lambda: self._sealed.delete(block, reason))
+        self._writer.add_task(lambda: self.block_store.delete(block, reason))
 
     # Removal. A shared store is cleared by its operator, or by the expiry of its blocks.
 
@@ -162,7 +169,7 @@ class RemoteTier:
         """Delete blocks that no version of kvstrata could have written."""
         del durable
         for block in blocks:
-            self._sealed.avoided.add(self._cluster.name_of(block))
+            self.block_store.avoided.add(self.block_store.names.name_of(block))
             self._delete_later(block, "unreadable")
         return Removed(len(blocks))
 
@@ -176,13 +183,13 @@ class RemoteTier:
         del under
         return Usage(
             limit_bytes=self.limit_bytes,
-            queue_bytes=self._writer.queue_bytes,
-            num_queued=self._writer.num_queued,
+            queue_bytes=self._writer.queue.num_bytes,
+            num_queued=len(self._writer.queue),
             num_pending_reads=self._reader.num_pending,
             unused_bytes=self._reader.ahead_bytes,
-            written_bytes=self._counters.nbytes(Event.WRITTEN),
-            written_today_bytes=self._sealed.written_today_bytes,
-            read_bytes=self._counters.nbytes(Event.READ),
+            written_bytes=self._counters.nbytes(BlockEvent.WRITTEN),
+            written_today_bytes=self.block_store.written_today_bytes,
+            read_bytes=self._counters.nbytes(BlockEvent.READ),
             paused_because=self._health.paused_because,
             counters=self._counters.snapshot(),
         )
@@ -191,8 +198,8 @@ class RemoteTier:
         return SharedUsage(
             place=self._options.url.shown,
             precision=self._options.precision,
-            written_tokens=self._counters.tokens(Event.WRITTEN),
-            read_tokens=self._counters.tokens(Event.READ),
+            written_tokens=self._counters.num_tokens(BlockEvent.WRITTEN),
+            read_tokens=self._counters.num_tokens(BlockEvent.READ),
             latency_s=self._health.latency_s,
             read_bytes_per_s=self.rates.read_bytes_per_s,
             usage=self.usage(),
@@ -206,4 +213,4 @@ class RemoteTier:
         until_s = time.monotonic() + timeout_s
         for each in (self._lookups, self._reader, self._writer):
             each.close(max(0.0, until_s - time.monotonic()))
-        self._store.close()
+        self.block_store.store.close()

@@ -94,7 +94,7 @@ class RemoteUrl:
         return self.scheme != "file" or not _is_private(Path(self.path))
 
 
-def parse(text: str) -> RemoteUrl:
+def parse_url(text: str) -> RemoteUrl:
     """Parse a URL. Raises ConfigError, which never shows the text, because it may have a password in it."""
     try:
         parts = urlsplit(text.strip())

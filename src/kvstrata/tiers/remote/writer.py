@@ -12,95 +12,77 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from kvstrata.tiers.block import Block, BlockId
-from kvstrata.tiers.interface import Flushed, Refusal
-from kvstrata.tiers.remote.health import Counters, Event, Health, StoreFault
+from kvstrata.tiers.block import Block
+from kvstrata.tiers.interface import BlockEvent, Flushed, Refusal, TierCounters
+from kvstrata.tiers.remote.block_store import SealedBlockStore
+from kvstrata.tiers.remote.health import StoreFault, StoreHealth
+from kvstrata.tiers.write_limits import QueuedBlock, WriteQueue
 
 log = logging.getLogger(__name__)
 
 # Touches and deletes that wait; more are dropped.
-MAX_ERRANDS = 256
+MAX_TASKS = 256
 
 # Interval of sweeps, for values that the store does not delete itself.
 SWEEP_EVERY_S = 3600.0
 
 
-class Writer:
-    """Queue and thread of writes. `write` stores one block; `write` and `sweep` may raise StoreFault."""
-
+class RemoteWriter:
     def __init__(
         self,
-        write: Callable[[Block], None],
-        sweep: Callable[[], None],
-        health: Health,
-        counters: Counters,
+        block_store: SealedBlockStore,
+        health: StoreHealth,
+        counters: TierCounters,
         limit_bytes: int,
         on_room: Callable[[], None],
     ) -> None:
-        self._write = write
-        self._sweep = sweep
+        """Start the thread, which calls `on_room` after each attempt to write a block."""
+        self.queue = WriteQueue(limit_bytes)
+        self._changed = self.queue.changed
+        self._block_store = block_store
         self._health = health
         self._counters = counters
         self._on_room = on_room
-        self.limit_bytes = limit_bytes
-        self._changed = threading.Condition()
-        self._blocks: dict[BlockId, Block] = {}
-        self._errands: deque[Callable[[], None]] = deque()
-        self._queue_bytes = 0
+        self._tasks: deque[Callable[[], None]] = deque()
         self._is_busy = False
         self._is_closing = False
         self._sweeps_s = time.monotonic() + SWEEP_EVERY_S
         self._thread = threading.Thread(target=self._run, name="kvstrata-remote-writer", daemon=True)
         self._thread.start()
 
-    @property
-    def queue_bytes(self) -> int:
-        with self._changed:
-            return self._queue_bytes
-
-    @property
-    def num_queued(self) -> int:
-        with self._changed:
-            return len(self._blocks)
-
-    def find(self, block: BlockId) -> Block | None:
-        with self._changed:
-            return self._blocks.get(block)
+    # For callers.
 
     def offer(self, block: Block) -> Refusal | None:
         """Queue a block. None: accepted."""
         with self._changed:
-            if self._is_closing:
-                return Refusal.CLOSED
-            if block.id in self._blocks:
-                return Refusal.PRESENT
-            if self._blocks and self._queue_bytes + block.nbytes > self.limit_bytes:
-                return Refusal.QUEUE_FULL
-            self._blocks[block.id] = block
-            self._queue_bytes += block.nbytes
-            self._changed.notify_all()
-        return None
+            return Refusal.CLOSED if self._is_closing else self.queue.add(block)
 
-    def run_errand(self, errand: Callable[[], None]) -> None:
+    def add_task(self, task: Callable[[], None]) -> None:
         """Queue work that may be left undone."""
         with self._changed:
-            if not self._is_closing and len(self._errands) < MAX_ERRANDS:
-                self._errands.append(errand)
+            if not self._is_closing and len(self._tasks) < MAX_TASKS:
+                self._tasks.append(task)
                 self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> Flushed:
         with self._changed:
-            self._changed.wait_for(lambda: not (self._blocks or self._errands or self._is_busy), timeout_s)
-            return Flushed(not self._blocks, len(self._blocks), self._queue_bytes)
+            self._changed.wait_for(lambda: not (self._has_work() or self._is_busy), timeout_s)
+            return Flushed(not len(self.queue), len(self.queue), self.queue.num_bytes)
 
     def close(self, timeout_s: float) -> bool:
+        """Drop and count the queued blocks. False: the thread still waits for the store."""
         with self._changed:
             self._is_closing = True
-            self._errands.clear()
+            self._tasks.clear()
             self._drop_all("closed")
             self._changed.notify_all()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    # The thread.
+
+    def _has_work(self) -> bool:
+        return bool(len(self.queue) or self._tasks)
 
     def _run(self) -> None:
         while True:
@@ -108,26 +90,25 @@ class Writer:
                 self._is_busy = False
                 self._changed.notify_all()
                 until_s = max(0.0, self._sweeps_s - time.monotonic())
-                self._changed.wait_for(lambda: self._blocks or self._errands or self._is_closing, until_s)
+                self._changed.wait_for(lambda: self._has_work() or self._is_closing, until_s)
                 if self._is_closing:
                     return
                 self._is_busy = True
-                block = next(iter(self._blocks.values()), None)
-                errand = self._errands.popleft() if self._errands else None
-            if errand is not None:
-                self._try(errand)
-            elif block is not None:
-                self._write_one(block)
+                task = self._tasks.popleft() if self._tasks else None
+                entries = self.queue.entries()[:1]
+            if task is not None:
+                self._try(task)
+            elif entries:
+                self._write_one(entries[0])
             else:
                 self._sweeps_s = time.monotonic() + SWEEP_EVERY_S
-                self._try(self._sweep)
+                self._try(self._block_store.sweep)
 
-    def _write_one(self, block: Block) -> None:
-        is_done = self._try(lambda: self._write(block))
+    def _write_one(self, entry: QueuedBlock) -> None:
+        is_done = self._try(lambda: self._block_store.write(entry.block))
         with self._changed:
             if is_done:
-                if self._blocks.pop(block.id, None) is not None:
-                    self._queue_bytes -= block.nbytes
+                self.queue.remove(entry)
             else:
                 self._drop_all("fault")
         self._on_room()
@@ -146,7 +127,6 @@ class Writer:
         return True
 
     def _drop_all(self, reason: str) -> None:
-        for _ in self._blocks:
-            self._counters.add(Event.DROPPED, reason)
-        self._blocks.clear()
-        self._queue_bytes = 0
+        for entry in self.queue.entries():
+            self.queue.remove(entry)
+            self._counters.add(BlockEvent.DROPPED, reason)
