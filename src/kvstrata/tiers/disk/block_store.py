@@ -20,9 +20,8 @@ from kvstrata.tiers.disk.folder import CacheFolder, Quarantine, file_name
 from kvstrata.tiers.disk.index import BlockRow, RowIndex, write_tally
 from kvstrata.tiers.disk.scan import compare
 from kvstrata.tiers.disk.space import GivenUp, Space
-from kvstrata.tiers.interface import BlockEvent, TierCounters
+from kvstrata.tiers.interface import BlockEvent, RemovalCause, TierCounters
 from kvstrata.tiers.options import DiskOptions
-from kvstrata.tiers.removals import RemovalCause
 from kvstrata.tiers.write_limits import DailyWriteBudget, Pace, day_of
 
 log = logging.getLogger(__name__)

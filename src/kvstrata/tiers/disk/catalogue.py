@@ -15,8 +15,7 @@ from kvstrata.tiers.disk.errors import Fault
 from kvstrata.tiers.disk.filesystem import FILE_MODE, unlink_if_there
 from kvstrata.tiers.disk.folder import CacheFolder
 from kvstrata.tiers.disk.index import BlockRow, RowIndex, Victims
-from kvstrata.tiers.interface import BlockEvent, TierCounters
-from kvstrata.tiers.removals import BlockRemoval, RemovalCause, RemovalLog
+from kvstrata.tiers.interface import BlockEvent, BlockRemoval, RemovalCause, RemovalLog, TierCounters
 
 SCHEMA_VERSION = 3
 
