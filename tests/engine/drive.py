@@ -21,8 +21,7 @@ from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.tier_client import TierClient
-from kvstrata.tiers.interface import Tier
-from kvstrata.tiers.no_tier import NoTier
+from kvstrata.tiers.interface import NoTier, Tier
 from tests.tiny import layout_of
 
 GIB = 1 << 30

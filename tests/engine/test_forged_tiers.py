@@ -23,11 +23,22 @@ from kvstrata.engine.prefix_lookup import MAX_TIER_LOOKUPS
 from kvstrata.engine.sequence import Sequence as EngineSequence
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.block import BASE, BLOCK_TOKENS, MARK, Block, BlockId
-from kvstrata.tiers.interface import Accepted, Link, Refusal, Refused, Removed, TierMatch, TokenIds, Writing
+from kvstrata.tiers.interface import (
+    Accepted,
+    BlockRemoval,
+    Link,
+    NoBlocks,
+    NoTier,
+    Refusal,
+    Refused,
+    RemovalCause,
+    Removed,
+    TierMatch,
+    TokenIds,
+    Writing,
+)
 from kvstrata.tiers.lookups import Lookup, Walk
-from kvstrata.tiers.no_tier import NoBlocks, NoTier
 from kvstrata.tiers.read_pool import BlockReading, Deliver, Loaded, Missing, MissReason
-from kvstrata.tiers.removals import BlockRemoval, RemovalCause
 from tests.engine.drive import Client, Drive, do_one_step
 from tests.engine.test_loop import prompt
 from tests.engine.test_prefixes import DRAWN, settle, steady_loaded

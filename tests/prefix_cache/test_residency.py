@@ -10,7 +10,7 @@ import pytest
 
 from kvstrata.prefix_cache.entries import Entry
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
-from kvstrata.tiers import removals
+from kvstrata.tiers import interface
 from kvstrata.tiers.disk.folder import file_name
 from tests.prefix_cache.disk import load, random_tokens, reachable, store_on, written
 from tests.prefix_cache.kv import TOKEN_BYTES, settle, store_tokens
@@ -161,7 +161,7 @@ def test_damaged_block_in_the_middle_is_written_again(tmp_path: Path) -> None:
 
 
 def test_overflow_of_the_removal_log_withdraws_every_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(removals, "MAX_REMOVALS", 1)
+    monkeypatch.setattr(interface, "MAX_REMOVALS", 1)
     with store_on(tmp_path, disk_write="after-reply", limit_bytes=DISK_BYTES) as cache:
         chats = [random_tokens(NUM_TOKENS, 100 + seed) for seed in range(NUM_CHATS)]
         for tokens in chats:

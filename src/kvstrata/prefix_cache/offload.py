@@ -24,8 +24,7 @@ from kvstrata.prefix_cache.precision import PrecisionPolicy
 from kvstrata.prefix_cache.radix_tree import Node
 from kvstrata.prefix_cache.tier_client import TierClient, entry_at, first_live_entry, ids_to, make_block
 from kvstrata.tiers.block import BASE, MARK, Block, BlockId
-from kvstrata.tiers.interface import Link, Refusal, Refused, Tier, Writing
-from kvstrata.tiers.removals import BlockRemoval, RemovalCause
+from kvstrata.tiers.interface import BlockRemoval, Link, Refusal, Refused, RemovalCause, Tier, Writing
 
 # Share of the memory for cached spans from which on entries are written ahead of eviction.
 OFFLOAD_SHARE = 0.7

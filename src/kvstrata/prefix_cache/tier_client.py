@@ -27,9 +27,8 @@ from kvstrata.prefix_cache.entries import Entry, Lease
 from kvstrata.prefix_cache.keys import TokenIds
 from kvstrata.prefix_cache.radix_tree import Node
 from kvstrata.tiers.block import BASE, MARK, Block, BlockId, Tensor
-from kvstrata.tiers.interface import Link, OnDisk, Removed, Tier, TierMatch
+from kvstrata.tiers.interface import Link, NoTier, OnDisk, Removed, Tier, TierMatch
 from kvstrata.tiers.lookups import Lookup, Walk
-from kvstrata.tiers.no_tier import NoTier
 from kvstrata.tiers.read_pool import BlockReading, Loaded, Missing
 
 log = logging.getLogger(__name__)

@@ -1,10 +1,11 @@
-"""The tier protocol: blocks in and out, lookups of chains, the state of writing, usage."""
+# ruff: noqa: ARG002
+"""The tier protocol: blocks in and out, lookups of chains, the state of writing, removals, usage."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -14,15 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstrata.tiers.block import BASE, Block, BlockId
-from kvstrata.tiers.lookups import Lookup, Walk
-from kvstrata.tiers.read_pool import BlockReading, Deliver
+from kvstrata.tiers.lookups import Lookup, Walk, answered
+from kvstrata.tiers.read_pool import BlockReading, Deliver, Missing, MissReason
 from kvstrata.tiers.read_rates import Rates
-from kvstrata.tiers.removals import RemovalLog
 
 T = TypeVar("T")
 
 # Share of the queue's limit. With more bytes queued, a tier's writer may hurry.
 CALM_SHARE = 1 / 8
+
+MAX_REMOVALS = 1 << 14  # in a log
+
+TokenIds = NDArray[np.int32]
 
 
 class Refusal(StrEnum):
@@ -129,6 +133,47 @@ class Usage:
     counters: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # event -> reason -> how often
 
 
+@dataclass(frozen=True)
+class Link:
+    """A block of a chain."""
+
+    key: bytes
+    parent: bytes
+    start: int
+    end: int
+    nbytes: int = 0  # on the tier, or queued for it; 0: it is not there yet
+    is_queued: bool = False  # accepted, and not written yet
+
+
+@dataclass(frozen=True)
+class TierMatch:
+    links: tuple[Link, ...] = ()
+    mark_bytes: int = 0  # of the checkpoint at the end; 0: none is needed
+
+    @property
+    def num_tokens(self) -> int:
+        return self.links[-1].end if self.links else 0
+
+    def after(self, known_tokens: int) -> TierMatch:
+        """Return the blocks that end after the first `known_tokens` tokens."""
+        return replace(self, links=tuple(link for link in self.links if link.end > known_tokens))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each block, and of the checkpoint."""
+        blocks = tuple(link.nbytes for link in self.links)
+        return (*blocks, self.mark_bytes) if self.mark_bytes else blocks
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """The description of a prompt on a tier."""
+
+    num_tokens: int = 0  # that a sequence can resume from
+    is_damaged_next: bool = False  # the block after the end of the chain was damaged and is quarantined
+    has_others_only: bool = False  # the tier has blocks, and none under this root
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """The blocks and checkpoints of a conversation that a shared tier lacks."""
@@ -150,6 +195,72 @@ class SharedUsage:
     latency_s: float
     read_bytes_per_s: float
     usage: Usage
+
+
+class RemovalCause(StrEnum):
+    EVICTED = "evicted"  # other blocks needed the space, or no request used it in time
+    CLEARED = "cleared"  # a caller asked for it
+    LOST = "lost"  # damaged, or its file vanished
+    # Accepted, then given up before they were written:
+    NO_ROOM = "no_room"
+    VOLUME_FULL = "volume_full"  # may have free space again
+    WRITE_BUDGET = "write_budget"  # is renewed tomorrow
+    UNWRITABLE = "unwritable"
+    FAILED = "failed"
+    REPLACEMENT = "replacement"  # a copy in more bits; the block itself stays
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoval:
+    block: BlockId
+    start: int  # of its tokens
+    end: int
+    cause: RemovalCause
+
+
+class RemovalLog:
+    """The blocks that have left a tier, or never arrived. Used from any thread.
+
+    The tier's threads append; the engine thread takes some entries at a time. The log is bounded: where blocks leave
+    faster than they are taken, it drops the newest removals and reports that any block may have left.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._removals: deque[BlockRemoval] = deque()
+        self._is_incomplete = False
+
+    def add(self, removals: Iterable[BlockRemoval]) -> None:
+        with self._lock:
+            for removal in removals:
+                if len(self._removals) < MAX_REMOVALS:
+                    self._removals.append(removal)
+                else:
+                    self._is_incomplete = True
+
+    def set_incomplete(self) -> None:
+        """Record that any block may have left, or cannot be reached any more."""
+        self._is_incomplete = True
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._removals and not self._is_incomplete
+
+    def take(self, max_removals: int | None = None) -> list[BlockRemoval]:
+        """Take the oldest removals, or all, out of the log."""
+        if not self._removals:
+            return []
+        with self._lock:
+            num_removals = len(self._removals) if max_removals is None else min(max_removals, len(self._removals))
+            return [self._removals.popleft() for _ in range(num_removals)]
+
+    def take_incomplete(self) -> bool:
+        """Whether any block may have left since the last call."""
+        if not self._is_incomplete:
+            return False
+        with self._lock:
+            self._is_incomplete = False
+            return True
 
 
 class Blocks(Protocol):
@@ -275,50 +386,6 @@ class SharedTier(Tier, Protocol):
     def shared_usage(self) -> SharedUsage: ...
 
 
-TokenIds = NDArray[np.int32]
-
-
-@dataclass(frozen=True)
-class Link:
-    """A block of a chain."""
-
-    key: bytes
-    parent: bytes
-    start: int
-    end: int
-    nbytes: int = 0  # on the tier, or queued for it; 0: it is not there yet
-    is_queued: bool = False  # accepted, and not written yet
-
-
-@dataclass(frozen=True)
-class TierMatch:
-    links: tuple[Link, ...] = ()
-    mark_bytes: int = 0  # of the checkpoint at the end; 0: none is needed
-
-    @property
-    def num_tokens(self) -> int:
-        return self.links[-1].end if self.links else 0
-
-    def after(self, known_tokens: int) -> TierMatch:
-        """Return the blocks that end after the first `known_tokens` tokens."""
-        return replace(self, links=tuple(link for link in self.links if link.end > known_tokens))
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Bytes of each block, and of the checkpoint."""
-        blocks = tuple(link.nbytes for link in self.links)
-        return (*blocks, self.mark_bytes) if self.mark_bytes else blocks
-
-
-@dataclass(frozen=True)
-class OnDisk:
-    """The description of a prompt on a tier."""
-
-    num_tokens: int = 0  # that a sequence can resume from
-    is_damaged_next: bool = False  # the block after the end of the chain was damaged and is quarantined
-    has_others_only: bool = False  # the tier has blocks, and none under this root
-
-
 class BlockEvent(StrEnum):
     """The events that tiers count. Each tier counts some of them."""
 
@@ -362,3 +429,76 @@ class TierCounters:
         """Return how often each event was counted, by its reasons."""
         with self._lock:
             return {event.value: dict(sorted(counts.items())) for event, counts in self._counts.items()}
+
+
+class NoBlocks:
+    def find(self, key: bytes, part: str = BASE) -> int:
+        return 0
+
+    def contents(self, block: BlockId) -> Mapping[str, int]:
+        return {}
+
+    def num_after(self, key: bytes) -> int:
+        return 0
+
+    def longest(self, parent: bytes, start: int, ids: TokenIds, *, at_marks: bool = False) -> Walk[TierMatch]:
+        yield from ()
+        return TierMatch()
+
+    def about(self, root: bytes, ids: TokenIds, *, at_marks: bool) -> Walk[OnDisk]:
+        yield from ()
+        return OnDisk()
+
+
+class NoTier:
+    """The tier of a server without one: it has no blocks and refuses all."""
+
+    limit_bytes = 0
+    read_ahead_bytes = 0
+
+    def __init__(self) -> None:
+        self.on_room: Callable[[], None] = lambda: None
+        self.blocks = NoBlocks()
+        self.rates = Rates()
+        self.removals = RemovalLog()
+
+    def look(self, walk: Walk[T], otherwise: T, on_answer: Callable[[], None]) -> Lookup[T]:
+        """Return a lookup that has its answer: there is no thread."""
+        return answered(otherwise)
+
+    def put(
+        self, block: Block, *, asked_twice: bool = False, replace: bool = False, unused_s: float = 0.0
+    ) -> Accepted | Refused:
+        return Refused(Refusal.TOO_LARGE, block.nbytes)
+
+    def read(
+        self, blocks: Sequence[BlockId], deliver: Deliver, *, root: bytes, sizes: Sequence[int] | None = None
+    ) -> BlockReading:
+        reading = BlockReading(blocks, root, deliver, sizes or [0] * len(blocks))
+        for index, block in enumerate(blocks):
+            reading.give(index, Missing(block, MissReason.ABSENT))
+        return reading
+
+    def touch(self, blocks: Iterable[BlockId]) -> None:
+        return
+
+    def remove(self, blocks: Sequence[BlockId], *, durable: bool = False) -> Removed:
+        return Removed()
+
+    def clear(self, under: bytes = b"") -> Removed:
+        return Removed()
+
+    def writing(self) -> Writing:
+        return Writing(is_failing=True)
+
+    def end_pause(self) -> None:
+        return
+
+    def flush(self, timeout_s: float) -> Flushed:
+        return Flushed()
+
+    def usage(self, under: bytes = b"") -> Usage:
+        return Usage()
+
+    def close(self) -> None:
+        return

@@ -22,7 +22,7 @@ from kvstrata.tiers.disk.index import (
     RunningTotals,
     write_labels,
 )
-from kvstrata.tiers.removals import RemovalCause
+from kvstrata.tiers.interface import RemovalCause
 from tests.tiers.disk.blocks import OTHER_ROOT, ROOT
 
 

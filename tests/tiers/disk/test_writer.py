@@ -14,9 +14,8 @@ from kvstrata.tiers.block import Block
 from kvstrata.tiers.disk.block_store import CaughtUp, DroppedBlock, Published, WriteFailed
 from kvstrata.tiers.disk.errors import DISK_EVENTS, DropReason, Fault
 from kvstrata.tiers.disk.writer import MAX_ATTEMPTS, DiskWriter
-from kvstrata.tiers.interface import Refusal, Refused, TierCounters
+from kvstrata.tiers.interface import Refusal, Refused, RemovalLog, TierCounters
 from kvstrata.tiers.options import DiskOptions
-from kvstrata.tiers.removals import RemovalLog
 from kvstrata.tiers.write_limits import Pace
 from tests.tiers.disk.blocks import make_block, make_chain
 

@@ -13,11 +13,10 @@ import pytest
 from kvstrata.engine.engine import Engine
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.block import Block, Tensor
-from kvstrata.tiers.block_file import DamagedBlock
+from kvstrata.tiers.block_file import Checksum, DamagedBlock, decode_block, encode_block
 from kvstrata.tiers.read_pool import Loaded, Missing
-from kvstrata.tiers.remote import payload
 from kvstrata.tiers.remote.open_store import make_store
-from kvstrata.tiers.remote.sealing import PIECE_BYTES, Keys, is_name, keys_of, seal, unseal
+from kvstrata.tiers.remote.sealing import PIECE_BYTES, PLAIN, Keys, is_name, keys_of, seal, unseal
 from kvstrata.tiers.remote.store import PREFIX, KeyValueStore
 from kvstrata.tiers.remote.url import parse_url
 from tests.tiers.remote.chains import ids_of, put_chain, read_all, same
@@ -61,7 +60,7 @@ class Attacker:
             case 5:
                 return whole + chance.randbytes(chance.randrange(1, 64))
             case 6:
-                return b"kvsrem1p" + chance.randbytes(len(whole))
+                return PLAIN + chance.randbytes(len(whole))
             case _:
                 # As a store without a secret has them, with a right checksum.
                 return bytes(seal(Keys(b"", None), name, chance.choice(self._bodies)))
@@ -75,6 +74,11 @@ def test_what_was_sealed_opens_as_it_was_at_any_length(keys: Keys, num_bytes: in
     assert unseal(keys, "name", sealed) == body
     with pytest.raises(DamagedBlock):
         unseal(keys, "name", sealed[:-1])
+
+
+def content_of(block: Block) -> bytes:
+    """The bytes that are sealed."""
+    return b"".join(encode_block(block, Checksum.BLAKE3).pieces)
 
 
 def put_back(store: KeyValueStore, name: str, content: bytes) -> None:
@@ -101,7 +105,7 @@ def test_no_attack_on_a_store_gets_a_wrong_block_read(
     blocks = [*put_chain(tier, ids, (512,)), *put_chain(tier, other_ids, (512,))]
     put_chain(foreign, ids)
     whole, store = contents_of(tier.block_store.store), tier.block_store.store
-    bodies = [bytes(payload.encode(block)) for block in blocks]
+    bodies = [content_of(block) for block in blocks]
     attacker = Attacker(list(whole.values()), list(contents_of(foreign.block_store.store).values()), bodies)
     by_name = {tier.block_store.names.name_of(block.id): block for block in blocks}
     for _ in range(NUM_ATTACKS):
@@ -202,8 +206,8 @@ def test_no_attack_on_a_valkey_changes_a_token(
 
 def spoiled(name: str, body: bytes) -> bytes:
     """A right block but for its KV, made by someone who has the secret."""
-    block = payload.decode(memoryview(body), None, None, chain)
-    return bytes(seal(keys_of(SECRET), name, payload.encode(_with_other_bytes(block))))
+    block = decode_block(memoryview(body), None, root=None, chain=chain)
+    return bytes(seal(keys_of(SECRET), name, content_of(_with_other_bytes(block))))
 
 
 def _with_other_bytes(block: Block) -> Block:

@@ -47,7 +47,7 @@ def test_credentials_that_may_do_it_are_enough(shared_s3: S3, monkeypatch: pytes
     with shared_s3.asking_who():
         open_store(parse_url(url), keys_of(SECRET)).close()
 
-    assert objects(shared_s3, url) == ["some/prefix/kvstrata1/cluster"]
+    assert objects(shared_s3, url) == ["some/prefix/kvstrata2/cluster"]
 
 
 def test_credentials_that_no_one_has_are_said(shared_s3: S3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_azure_without_an_account_is_said(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_user_of_valkey_who_may_not_do_all_of_it_is_said(shared_valkey: Valkey, command: str) -> None:
     client = shared_valkey.client
     client.flushall()
-    rules = (f">{PASSWORD}", "on", "~kvstrata1:*", "+@all", f"-{command}")
+    rules = (f">{PASSWORD}", "on", "~kvstrata2:*", "+@all", f"-{command}")
     client.execute_command("ACL", "SETUSER", "someone", "reset", *rules)
 
     assert PASSWORD not in denied(f"redis://someone:{PASSWORD}@127.0.0.1:{shared_valkey.port}/0")

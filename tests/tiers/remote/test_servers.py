@@ -166,7 +166,7 @@ def test_a_store_can_be_listed_verified_and_measured(tmp_path: Path, capsys: pyt
     checked = ("verify", "--remote", url, "--remote-secret-file", str(secret))
     assert run(*checked)[0] == 0
     assert "2 blocks are whole" in run(*checked)[1]
-    victim = tmp_path / "shared" / "kvstrata1" / names[0][:2] / names[0]
+    victim = tmp_path / "shared" / "kvstrata2" / names[0][:2] / names[0]
     victim.write_bytes(victim.read_bytes()[:-1] + b"x")
     code, text = run(*checked)
     assert (code, "1 are damaged" in text) == (1, True)

@@ -75,7 +75,7 @@ def test_a_damaged_block_is_deleted_so_that_a_right_one_can_take_its_place(serve
     tier = open_remote(server.url, secret_file(tmp_path))
     ids = ids_of(7, 768)
     put = put_chain(tier, ids)
-    name = f"kvstrata1:{tier.block_store.names.name_of(put[1].id)}"
+    name = f"kvstrata2:{tier.block_store.names.name_of(put[1].id)}"
     server.client.set(name, b"forged")
     (came,) = read_all(tier, [put[1].id])
 
@@ -110,7 +110,7 @@ def test_a_long_chain_among_many_blocks_costs_two_round_trips(server: Valkey, mo
     client = server.client
     with client.pipeline(transaction=False) as pipeline:
         for number in range(100_000):
-            pipeline.set(f"kvstrata1:{number:064x}", b"x")
+            pipeline.set(f"kvstrata2:{number:064x}", b"x")
             if number % 10_000 == 9_999:
                 pipeline.execute()
     tier = open_remote(server.url)
@@ -135,7 +135,7 @@ def test_a_hit_refreshes_the_whole_chain(server: Valkey) -> None:
     tier = open_remote(server.url, ttl_s=100.0)
     ids = ids_of(9, 1024)
     put = put_chain(tier, ids, (1024,))
-    names = [f"kvstrata1:{tier.block_store.names.name_of(block.id)}" for block in put]
+    names = [f"kvstrata2:{tier.block_store.names.name_of(block.id)}" for block in put]
     for name in names:
         server.client.expire(name, 5)
     tier.touch(BlockId(block.key, part) for block in put for part in ("base", MARK))

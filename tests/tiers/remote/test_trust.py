@@ -1,4 +1,4 @@
-"""URLs, secrets, names, seals and payloads: who is trusted, and what is never shown."""
+"""URLs, secrets, names and seals: who is trusted, and what is never shown."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvstrata.errors import ConfigError
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.block import MARK, BlockId
 from kvstrata.tiers.block_file import DamagedBlock
-from kvstrata.tiers.remote import payload, sealing
+from kvstrata.tiers.remote import sealing
 from kvstrata.tiers.remote.sealing import BlockNames, Keys, is_name, keys_for, keys_of, links_of, read_secret
 from kvstrata.tiers.remote.url import parse_url
-from tests.tiers.disk.blocks import ROOT, make_block
+from tests.tiers.disk.blocks import ROOT
 from tests.tiers.remote.stores import SECRET, secret_file
 
 PASSWORD = "hunter2-very-secret"
@@ -184,20 +184,3 @@ def test_pieces_cannot_be_cut_off_or_swapped() -> None:
         with pytest.raises(DamagedBlock):
             sealing.unseal(KEYS, "name", sealed[:head] + b"".join(wrong))
     assert bytes(sealed).count(bytes(64)) == 0, "encrypted"
-
-
-@given(seed=st.integers(0, 2**32), values=st.integers(0, 300))
-def test_a_block_comes_back_as_it_was(seed: int, values: int) -> None:
-    block = make_block(seed, num_tokens=256, num_values=values)
-    body = memoryview(payload.encode(block))
-    back = payload.decode(body, block.id, ROOT, chain)
-
-    assert {name: (t.dtype, t.shape, bytes(t.view())) for name, t in back.tensors.items()} == {
-        name: (t.dtype, t.shape, bytes(t.view())) for name, t in block.tensors.items()
-    }
-    assert replace(back, tensors={}) == replace(block, tensors={})
-    for wanted, root in ((BlockId(block.key, MARK), ROOT), (BlockId(bytes(32)), ROOT), (block.id, bytes(32))):
-        with pytest.raises(DamagedBlock):
-            payload.decode(body, wanted, root, chain)
-    with pytest.raises(DamagedBlock):
-        payload.decode(body[:-1] if values else body[:40], block.id, ROOT, chain)

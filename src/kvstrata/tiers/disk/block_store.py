@@ -27,9 +27,8 @@ from kvstrata.tiers.disk.folder import CacheFolder, MarkerFiles, Quarantine, fil
 from kvstrata.tiers.disk.index import BlockIndex, BlockRecord, write_labels
 from kvstrata.tiers.disk.scan import Reconciler
 from kvstrata.tiers.disk.space import BlockDropped, Space
-from kvstrata.tiers.interface import BlockEvent, TierCounters
+from kvstrata.tiers.interface import BlockEvent, RemovalCause, TierCounters
 from kvstrata.tiers.options import DiskOptions
-from kvstrata.tiers.removals import RemovalCause
 from kvstrata.tiers.write_limits import DailyWriteBudget, Pace, day_of
 
 log = logging.getLogger(__name__)

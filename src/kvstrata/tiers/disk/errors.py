@@ -6,8 +6,7 @@ import errno
 from enum import StrEnum
 
 from kvstrata.tiers.disk.filesystem import NotAFile
-from kvstrata.tiers.interface import BlockEvent
-from kvstrata.tiers.removals import RemovalCause
+from kvstrata.tiers.interface import BlockEvent, RemovalCause
 
 DISK_EVENTS = frozenset(BlockEvent) - {BlockEvent.DELETED, BlockEvent.SKIPPED}
 

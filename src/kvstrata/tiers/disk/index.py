@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from kvstrata.tiers.block import BASE, BlockId
-from kvstrata.tiers.removals import BlockRemoval, RemovalCause, RemovalLog
+from kvstrata.tiers.interface import BlockRemoval, RemovalCause, RemovalLog
 
 # Seconds between a clear and the next record. Times of files keep at least microseconds.
 TIME_STEP_S = 1e-6

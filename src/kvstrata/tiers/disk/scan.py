@@ -21,8 +21,7 @@ from kvstrata.tiers.disk.filesystem import Files, unlink_if_there
 from kvstrata.tiers.disk.folder import CacheFolder, Quarantine, file_name
 from kvstrata.tiers.disk.index import BlockIndex, BlockRecord, write_labels
 from kvstrata.tiers.disk.reader import opened, read_header
-from kvstrata.tiers.interface import BlockEvent, TierCounters
-from kvstrata.tiers.removals import RemovalCause
+from kvstrata.tiers.interface import BlockEvent, RemovalCause, TierCounters
 
 log = logging.getLogger(__name__)
 

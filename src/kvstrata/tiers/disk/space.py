@@ -18,9 +18,8 @@ from kvstrata.tiers.disk.errors import DropReason, RemovalReason, fault_of
 from kvstrata.tiers.disk.filesystem import unlink_if_there
 from kvstrata.tiers.disk.folder import CacheFolder, MarkerFiles, Quarantine
 from kvstrata.tiers.disk.index import BlockIndex, BlockRecord
-from kvstrata.tiers.interface import BlockEvent, TierCounters
+from kvstrata.tiers.interface import BlockEvent, RemovalCause, TierCounters
 from kvstrata.tiers.options import DiskOptions
-from kvstrata.tiers.removals import RemovalCause
 
 log = logging.getLogger(__name__)
 

@@ -29,6 +29,8 @@ from kvstrata.tiers.interface import (
     Flushed,
     Refusal,
     Refused,
+    RemovalCause,
+    RemovalLog,
     Removed,
     TierCounters,
     Usage,
@@ -38,7 +40,6 @@ from kvstrata.tiers.lookups import Lookup, Lookups, Walk
 from kvstrata.tiers.options import DiskOptions
 from kvstrata.tiers.read_pool import BlockReading, Deliver, Reader
 from kvstrata.tiers.read_rates import Rates
-from kvstrata.tiers.removals import RemovalCause, RemovalLog
 
 log = logging.getLogger(__name__)
 

@@ -19,9 +19,17 @@ from typing import Protocol, TypeVar
 from kvstrata.tiers.block import Block
 from kvstrata.tiers.disk.block_store import CaughtUp, DroppedBlock, Published, WriteFailed
 from kvstrata.tiers.disk.errors import CAUSES, DropReason, Fault
-from kvstrata.tiers.interface import BlockEvent, Flushed, Refusal, TierCounters, Writing
+from kvstrata.tiers.interface import (
+    BlockEvent,
+    BlockRemoval,
+    Flushed,
+    Refusal,
+    RemovalCause,
+    RemovalLog,
+    TierCounters,
+    Writing,
+)
 from kvstrata.tiers.options import DiskOptions
-from kvstrata.tiers.removals import BlockRemoval, RemovalCause, RemovalLog
 from kvstrata.tiers.write_limits import Backoff, Pace, QueuedBlock, Throttle, WriteQueue
 
 log = logging.getLogger(__name__)

@@ -13,20 +13,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvstrata.tiers.block import BASE, Block, BlockId, Chain
-from kvstrata.tiers.block_file import DamagedBlock
+from kvstrata.tiers.block_file import Checksum, DamagedBlock, decode_block, encode_block
 from kvstrata.tiers.interface import BlockEvent, Refusal, TierCounters
 from kvstrata.tiers.options import RemoteOptions
 from kvstrata.tiers.read_pool import Loaded, Missing, MissReason
 from kvstrata.tiers.read_rates import RateMeter, Rates
 from kvstrata.tiers.remote.chains import AvoidedNames
 from kvstrata.tiers.remote.health import StoreFault, StoreHealth
-from kvstrata.tiers.remote.payload import LARGEST_HEADER_BYTES, decode, encode
 from kvstrata.tiers.remote.sealing import BlockNames, Keys, is_name, seal, unseal
 from kvstrata.tiers.remote.store import LARGEST_VALUE_BYTES, KeyValueStore, StoredValue
 from kvstrata.tiers.write_limits import DailyWriteBudget
 
-# Most bytes of a sealed block beside its tensors: the header and the seal.
-SEAL_MARGIN_BYTES = LARGEST_HEADER_BYTES + (1 << 20)
+# Most bytes of a sealed block beside its tensors: the header of 256 tokens, and the seal.
+MARGIN_BYTES = 5 << 20
 
 
 class SealedBlockStore:
@@ -49,7 +48,7 @@ class SealedBlockStore:
         self._health = health
         self._counters = counters
         self._ttl_s = options.ttl_s
-        self._largest_bytes = options.max_block_bytes + SEAL_MARGIN_BYTES
+        self._largest_bytes = options.max_block_bytes + MARGIN_BYTES
         self._clock = clock
         self._budget = DailyWriteBudget(options.daily_write_bytes)
         self._meter = RateMeter()
@@ -69,7 +68,7 @@ class SealedBlockStore:
 
     def write(self, block: Block) -> None:
         name = self.names.name_of(block.id)
-        sealed = seal(self._keys, name, encode(block))
+        sealed = seal(self._keys, name, b"".join(encode_block(block, Checksum.BLAKE3).pieces))
         if not self._budget.take(len(sealed), self._clock()):
             self._counters.add(BlockEvent.DROPPED, Refusal.WRITE_BUDGET)
             return
@@ -106,7 +105,7 @@ class SealedBlockStore:
             if sealed is None:
                 self.avoided.add(name)
                 return Missing(block, MissReason.ABSENT)
-            found = decode(unseal(self._keys, name, sealed), block, root, self._chain)
+            found = _open_sealed(self._keys, name, sealed, block, root=root, chain=self._chain)
         except StoreFault as fault:
             return Missing(block, fault.reason)
         except DamagedBlock as damage:
@@ -127,6 +126,14 @@ class SealedBlockStore:
         with self._health.query(writes=True):
             self.store.delete([self.names.name_of(block)])
         self._counters.add(BlockEvent.DELETED, reason)
+
+
+def _open_sealed(
+    keys: Keys, name: str, sealed: bytes | memoryview, wanted: BlockId | None, *, root: bytes | None, chain: Chain
+) -> Block:
+    """Open a value. Raises DamagedBlock unless a server with these keys sealed the wanted block under this name."""
+    # The seal covers every byte, so the checksums of the tensors need not be verified, too.
+    return decode_block(unseal(keys, name, sealed), wanted, root=root, chain=chain, verify_tensors=False)
 
 
 def _counted_tokens(block: Block) -> int:
@@ -178,7 +185,7 @@ def verify_store(store: KeyValueStore, keys: Keys, chain: Chain) -> VerifiedStor
             content = store.get(value.name, LARGEST_VALUE_BYTES)
             if content is None:
                 continue  # it has expired since
-            block = decode(unseal(keys, value.name, content), None, None, chain)
+            block = _open_sealed(keys, value.name, content, None, root=None, chain=chain)
         except DamagedBlock as error:
             damaged.append((value.name, error.reason))
             continue

@@ -21,7 +21,7 @@ from kvstrata.tiers.remote.url import FLAG, RemoteUrl
 
 MARKER = "cluster"
 
-BODY = b'{"format":1}'
+BODY = b'{"format":2}'
 
 TRIED_TTL_S = 60.0
 

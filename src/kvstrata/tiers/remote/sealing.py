@@ -108,7 +108,8 @@ def is_name(text: str) -> bool:
     return len(text) == NUM_DIGITS and all(digit in "0123456789abcdef" for digit in text)
 
 
-SEALED, PLAIN = b"kvsrem1s", b"kvsrem1p"
+# The last digit is the version of the values.
+SEALED, PLAIN = b"kvsrem2s", b"kvsrem2p"
 
 SALT_BYTES = 16
 

@@ -8,8 +8,9 @@ from typing import Protocol
 
 from kvstrata.tiers.block_file import Damage, DamagedBlock
 
-# Before every name, so that others can use the same store.
-PREFIX = "kvstrata1"
+# Before every name, so that others can use the same store. It has the version of the values: servers of another version
+# neither read nor delete them.
+PREFIX = "kvstrata2"
 
 CONNECT_S = 2.0
 

@@ -18,6 +18,7 @@ from kvstrata.tiers.interface import (
     Flushed,
     Refusal,
     Refused,
+    RemovalLog,
     Removed,
     SharedUsage,
     TierCounters,
@@ -35,7 +36,6 @@ from kvstrata.tiers.remote.open_store import open_store
 from kvstrata.tiers.remote.sealing import BlockNames, keys_for
 from kvstrata.tiers.remote.store import KeyValueStore
 from kvstrata.tiers.remote.writer import RemoteWriter
-from kvstrata.tiers.removals import RemovalLog
 
 T = TypeVar("T")
 

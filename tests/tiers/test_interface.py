@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstrata.tiers.interface import Refused, Removed, Tier, TierMatch, Usage
+from kvstrata.tiers.interface import NoTier, Refused, Removed, Tier, TierMatch, Usage
 from kvstrata.tiers.lookups import finish
-from kvstrata.tiers.no_tier import NoTier
 from kvstrata.tiers.read_pool import Loaded, Missing, MissReason
 from tests.tiers.disk.blocks import ROOT, make_block
 
