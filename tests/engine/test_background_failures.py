@@ -77,7 +77,7 @@ def test_packing_failure_leaves_only_its_span_unwritten(
 ) -> None:
     from kvstrata.prefix_cache import offload
 
-    monkeypatch.setattr(offload, "packing", failing(offload.packing))
+    monkeypatch.setattr(offload, "pack", failing(offload.pack))
     loaded = tiny_loaded("llama")
     with engine_on(tmp_path, loaded, KvConfig()) as engine:
         assert [ask(engine, "failing", 1, 9), ask(engine, "good", 2, 5)] == [0, 0]
@@ -96,13 +96,13 @@ def test_prefix_is_computed_after_promotion_fails(
     loaded = tiny_loaded("llama")
     with engine_on(tmp_path, loaded) as engine:
         assert [ask(engine, "one", 1, 9), ask(engine, "two", 2, 5)] == [0, 0]
-    promote = prefetch.span_of
+    promote = prefetch.join_blocks
 
     def fail_once(*_: Any) -> Any:
-        monkeypatch.setattr(prefetch, "span_of", promote)
+        monkeypatch.setattr(prefetch, "join_blocks", promote)
         raise RuntimeError("defect")
 
-    monkeypatch.setattr(prefetch, "span_of", fail_once)
+    monkeypatch.setattr(prefetch, "join_blocks", fail_once)
     with engine_on(tmp_path, loaded) as engine:
         assert [ask(engine, "one", 1, 9), ask(engine, "two", 2, 5)] == [0, 599]
         assert counters(engine)["failed_promotions"] == 1

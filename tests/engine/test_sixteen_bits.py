@@ -20,7 +20,7 @@ from kvstrata.codecs.registry import parse
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.request import Sampling
 from kvstrata.kv.gather import num_arrays
-from kvstrata.kv.packing import tally
+from kvstrata.kv.packing import count_labels
 from kvstrata.kv.sequence_cache import Prefix, SequenceCache
 from kvstrata.kv.span import SpanRange, prefix_of
 from kvstrata.models.loaded import LoadedModel
@@ -47,7 +47,7 @@ NUM_SEEDS = 3
 @contextmanager
 def tier_in(folder: Path) -> Iterator[DiskTier]:
     options = DiskOptions(folder, 256 * MIB, queue_bytes=64 * MIB, reserve_bytes=0)
-    tier = DiskTier(options, chain=chain, tally=tally)
+    tier = DiskTier(options, chain=chain, tally=count_labels)
     try:
         yield tier
     finally:

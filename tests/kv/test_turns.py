@@ -13,11 +13,13 @@ from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.registry import parse
 from kvstrata.kv.convert import becomes
 from kvstrata.kv.layout import Layout
-from kvstrata.kv.packing import Packed, span_of, unpack
+from kvstrata.kv.packing import join_blocks, unpack
 from kvstrata.kv.precision_plan import make_plan
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.span import Span, SpanRange, prefix_of
 from kvstrata.kv.transcode import is_under, rewrite_layer
+from kvstrata.prefix_cache.jobs import run_to_end
+from kvstrata.tiers.block import BlockContent
 from tests.codecs.arrays import a_turn
 from tests.kv.drive import LAYOUT, distance, packed, sealed_span, stored, text_for
 
@@ -69,9 +71,9 @@ def test_what_a_codec_becomes() -> None:
     assert found(PlanesCodec(4), PlanesCodec(8, TURN)) == PlanesCodec(4)
 
 
-def blocks_of(span: Span) -> Packed:
+def blocks_of(span: Span) -> BlockContent:
     block = packed(span, span.position, span.end)
-    return Packed(block.arrays, json.loads(json.dumps(block.description)))
+    return BlockContent(block.tensors, json.loads(json.dumps(block.description)))
 
 
 def test_blocks_of_both_versions_are_read_and_lie_side_by_side() -> None:
@@ -82,7 +84,7 @@ def test_blocks_of_both_versions_are_read_and_lie_side_by_side() -> None:
     specs = [each.description["groups"][0]["k"]["spec"] for each in blocks]
     assert [spec["version"] for spec in specs] == [1, 2]
     parts = [unpack(TURNING, each, a, a + 300) for each, a in zip(blocks, (0, 300), strict=True)]
-    joined = span_of(TURNING, parts, 0, 600)
+    joined = run_to_end(join_blocks(TURNING, parts, 0, 600))
     assert [part.k.codec for part in joined.sealed(0)] == [PlanesCodec(8), PlanesCodec(8, TURN)]
     like = mx.zeros(())
     found = Parts((joined.parts(0, 0, 600),)).joined(like)

@@ -21,10 +21,10 @@ from kvstrata.kv.checkpoints import Mark, MarkState, states_at
 from kvstrata.kv.convert import owned
 from kvstrata.kv.layout import LayerSpec, Layout
 from kvstrata.kv.mlx_caches import adopted, common_affine, given
-from kvstrata.kv.packing import DTYPES, PackedArray, array_of, copy_octets, octets_of
+from kvstrata.kv.packing import DTYPES, array_of, copy_octets, octets_of
 from kvstrata.kv.span import SpanRange
 from kvstrata.kv.work_sizes import grain_of, ranges
-from kvstrata.tiers.block import ITEM_BYTES
+from kvstrata.tiers.block import ITEM_BYTES, BlockTensor
 from kvstrata.tiers.bundle import CHANGED
 
 LENGTH_BYTES = 8
@@ -307,20 +307,20 @@ def _require(
         raise MismatchedPlanes(f"Tensor {path} of the file is {list(shape)}, not {list(wanted)}: another model's.")
 
 
-def cut_tensor(octets: np.ndarray, stored: Stored, start: int, end: int) -> PackedArray:
+def cut_tensor(octets: np.ndarray, stored: Stored, start: int, end: int) -> BlockTensor:
     """Copy tokens [start, end) of a tensor [1, kv_heads, tokens, width]."""
     rows = octets.reshape(stored.shape[1], stored.shape[2], -1)[:, start:end]
-    return PackedArray(
+    return BlockTensor(
         stored.dtype, (stored.shape[1], end - start, stored.shape[3]), np.ascontiguousarray(rows).reshape(-1)
     )
 
 
-def sealed_piece(layer: FullLayerIn, k: list[PackedArray], v: list[PackedArray], position: int) -> SealedPart:
+def sealed_piece(layer: FullLayerIn, k: list[BlockTensor], v: list[BlockTensor], position: int) -> SealedPart:
     """Make a segment of the tokens from `position` on. Runs on the thread that owns MLX."""
     return SealedPart(*(_planes(layer, arrays, position) for arrays in (k, v)))
 
 
-def _planes(layer: FullLayerIn, arrays: list[PackedArray], position: int) -> Planes:
+def _planes(layer: FullLayerIn, arrays: list[BlockTensor], position: int) -> Planes:
     made = [array_of(array) for array in arrays]
     if layer.codec is None:
         return RawCodec().adopt(made[0], position)
@@ -336,7 +336,7 @@ def other_layer(
         stored = tensors.get(path)
         if stored is None:
             raise MismatchedPlanes(f"The file has no tensor {path[:40]}.")
-        return array_of(PackedArray(stored.dtype, stored.shape, read(path)))
+        return array_of(BlockTensor(stored.dtype, stored.shape, read(path)))
 
     at = file.path
     cache: Any

@@ -14,7 +14,7 @@ from typing import Literal
 from weakref import WeakKeyDictionary
 
 from kvstrata.kv.convert import RAW
-from kvstrata.kv.packing import PRECISION, boundaries, by_label, pack_mark, packing
+from kvstrata.kv.packing import block_ends, bytes_by_precision, pack, pack_checkpoint
 from kvstrata.kv.transcode import rewrite_layer
 from kvstrata.prefix_cache.entries import STEPPED_DOWN, ArchivedCopy, Entry
 from kvstrata.prefix_cache.entry_table import EntryTable
@@ -132,11 +132,11 @@ class ChainWriter:
 
     def _put_block(self, link: Link, leaf: Node[Entry], ids: TokenIds, *, replace: bool) -> Generator[None, None, None]:
         entry, _ = entry_at(leaf, link.start)
-        packed = yield from packing(entry.span, link.start, link.end)
+        content = yield from pack(entry.span, link.start, link.end)
         if link.start and not self._tier.blocks.find(link.parent):
             raise NotWritten  # the tier has given up the parent since it accepted it
         was_reused = link.end <= entry.reused_end
-        block = make_block(link, ids, leaf.root_key, packed, BASE)
+        block = make_block(link, ids, leaf.root_key, content, BASE)
         self._offer_block(block, entry, was_reused=was_reused, replace=replace)
 
     def _finish_block(self, link: Link, leaf: Node[Entry], ids: TokenIds) -> None:
@@ -149,7 +149,7 @@ class ChainWriter:
         checkpoint = entry.span.marks.get(link.end)
         if checkpoint is not None and not self._tier.blocks.find(link.key, MARK):
             # The tier accepted the block, so its checkpoint is worth writing, too.
-            block = make_block(link, ids, leaf.root_key, pack_mark(checkpoint), MARK)
+            block = make_block(link, ids, leaf.root_key, pack_checkpoint(checkpoint), MARK)
             self._offer_block(block, entry, was_reused=True, replace=False)
 
     def _offer_block(self, block: Block, entry: Entry, *, was_reused: bool, replace: bool) -> None:
@@ -175,7 +175,7 @@ class ChainWriter:
 
     def _tier_bytes(self, link: Link) -> int:
         """Return the bytes of a block's arrays, as the tier has them."""
-        return sum(by_label(self._tier.blocks.contents(BlockId(link.key)), PRECISION).values())
+        return sum(bytes_by_precision(self._tier.blocks.contents(BlockId(link.key))).values())
 
 
 def _entries_in(link: Link, leaf: Node[Entry]) -> list[Entry]:
@@ -199,7 +199,7 @@ def _is_one_segment(entry: Entry, link: Link) -> bool:
 def _next_link(leaf: Node[Entry], parent: bytes, start: int, ids: TokenIds) -> Link:
     """Return the next block that the tier does not have."""
     entry, last = entry_at(leaf, start)
-    end = boundaries(entry.span, start, last)[0]
+    end = block_ends(entry.span, start, last)[0]
     return Link(chain(parent, ids[start:end]), parent, start, end)
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from kvstrata.kv.packing import FewerBits, Packed, pack_shared_mark, packing_shared
+from kvstrata.kv.packing import FewerBits, pack_shared, pack_shared_checkpoint
 from kvstrata.kv.precision_plan import Plan
 from kvstrata.kv.span import SpanRange
 from kvstrata.prefix_cache.entries import Entry
@@ -18,7 +18,7 @@ from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.jobs import FailureLog
 from kvstrata.prefix_cache.radix_tree import Node
 from kvstrata.prefix_cache.tier_client import TierClient, entry_at, first_live_entry, ids_to, make_block
-from kvstrata.tiers.block import BASE, BLOCK_TOKENS, MARK, Block
+from kvstrata.tiers.block import BASE, BLOCK_TOKENS, MARK, Block, BlockContent
 from kvstrata.tiers.interface import Link, Refusal, Refused, SharedTier, TokenIds, Wanted
 from kvstrata.tiers.lookups import Lookup
 
@@ -159,11 +159,11 @@ class Sharer:
     def _write_block(self, pending: _PendingShare, root: bytes, link: Link) -> Generator[None, None, bool]:
         """Write a block. False: it was not written, and no later block could be reached."""
         try:
-            packed = yield from packing_shared(_ranges_in(pending.leaf, link.start, link.end), self._plan)
+            content = yield from pack_shared(_ranges_in(pending.leaf, link.start, link.end), self._plan)
         except FewerBits:
             self._tier.skipped(link.end - link.start)
             return False
-        return (yield from self._put_block(pending, root, link, packed, BASE))
+        return (yield from self._put_block(pending, root, link, content, BASE))
 
     def _write_checkpoint(self, pending: _PendingShare, root: bytes, link: Link) -> Generator[None, None, bool]:
         """Write the checkpoint at a block's end, if there is one. False: the tier refused it."""
@@ -173,19 +173,19 @@ class Sharer:
             return True
         dtypes = [spec.dtype for spec in entry.span.layout.flat()]
         try:
-            packed = pack_shared_mark(checkpoint, self._plan, dtypes)
+            content = pack_shared_checkpoint(checkpoint, self._plan, dtypes)
         except FewerBits:
             return True
         yield
-        return (yield from self._put_block(pending, root, link, packed, MARK))
+        return (yield from self._put_block(pending, root, link, content, MARK))
 
     def _put_block(
-        self, pending: _PendingShare, root: bytes, link: Link, packed: Packed, part: str
+        self, pending: _PendingShare, root: bytes, link: Link, content: BlockContent, part: str
     ) -> Generator[None, None, bool]:
         """Put a block, and retry while the tier's queue is full. Return whether the tier has it."""
         entry, _ = entry_at(pending.leaf, link.end - 1)
         was_reused = link.end <= entry.reused_end
-        block = make_block(link, pending.ids, root, packed, part)
+        block = make_block(link, pending.ids, root, content, part)
         while True:
             answer = self._tier.put(block, asked_twice=was_reused)
             reason = answer.reason if isinstance(answer, Refused) else None

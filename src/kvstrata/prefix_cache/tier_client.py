@@ -14,7 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,11 +22,11 @@ from kvstrata.attention.segments import SealedPart
 from kvstrata.errors import ConfigError
 from kvstrata.kv.checkpoints import Mark, needs_marks
 from kvstrata.kv.layout import Layout
-from kvstrata.kv.packing import PRECISION, Packed, PackedArray, by_label, unpack, unpack_mark
+from kvstrata.kv.packing import bytes_by_precision, unpack, unpack_checkpoint
 from kvstrata.prefix_cache.entries import Entry, Lease
 from kvstrata.prefix_cache.keys import TokenIds
 from kvstrata.prefix_cache.radix_tree import Node
-from kvstrata.tiers.block import BASE, MARK, Block, BlockId, Tensor
+from kvstrata.tiers.block import BASE, MARK, Block, BlockContent, BlockId
 from kvstrata.tiers.interface import Link, OnDisk, Removed, Tier, TierMatch
 from kvstrata.tiers.lookups import Lookup, Walk
 from kvstrata.tiers.no_tier import NoTier
@@ -209,10 +209,10 @@ class BlockLoader:
     def _add_block(self, load: BlockLoad, block: Block) -> None:
         try:
             if block.part == MARK:
-                load.checkpoint = unpack_mark(_packed(block))
+                load.checkpoint = unpack_checkpoint(block.content)
                 return
             start, end = block.start, block.start + block.num_tokens
-            load.blocks.append(unpack(self._layout, _packed(block), start, end))
+            load.blocks.append(unpack(self._layout, block.content, start, end))
         except Exception as error:
             # Verified bytes that this version cannot read are a miss, whatever the reason, and never fail a request.
             self.num_unreadable += 1
@@ -242,15 +242,6 @@ class BlockLoader:
     def _end_load(self, load: BlockLoad) -> None:
         load.is_done = True
         self._active.pop(load, None)
-
-
-def _packed(block: Block) -> Packed:
-    arrays: dict[str, PackedArray] = {}
-    for name, tensor in block.tensors.items():
-        octets = np.frombuffer(tensor.view(), np.uint8)
-        arrays[name] = PackedArray(tensor.dtype, tensor.shape, octets)
-    description: dict[str, Any] = dict(block.description)
-    return Packed(arrays, description)
 
 
 class PinnedBlocks:
@@ -427,8 +418,8 @@ class TierClient:
         for root, ids in chains:
             runs: list[TierRun] = []
             for link in (yield from self.longest_chain(root, ids)).links:
-                names = by_label(self.tier.blocks.contents(BlockId(link.key)), PRECISION)
-                precision = "+".join(sorted(names))
+                precisions = bytes_by_precision(self.tier.blocks.contents(BlockId(link.key)))
+                precision = "+".join(sorted(precisions))
                 extends_run = bool(runs) and runs[-1].precision == precision
                 runs.append(TierRun(link.end, precision, link.nbytes + (runs.pop().nbytes if extends_run else 0)))
             runs_of_chains.append(tuple(runs))
@@ -463,10 +454,9 @@ def _wake_up() -> None:
     """Do nothing: receiving the call is enough to wake the engine thread."""
 
 
-def make_block(link: Link, ids: TokenIds, root: bytes, packed: Packed, part: str) -> Block:
-    tensors = {name: Tensor(a.dtype, a.shape, a.octets) for name, a in packed.arrays.items()}
+def make_block(link: Link, ids: TokenIds, root: bytes, content: BlockContent, part: str) -> Block:
     token_ids = ids[link.start : link.end].astype("<i4", copy=False).tobytes()
-    return Block(link.key, link.parent, root, link.start, token_ids, tensors, packed.description, part)
+    return Block(link.key, link.parent, root, link.start, token_ids, content.tensors, content.description, part)
 
 
 def ids_to(leaf: Node[Entry]) -> TokenIds:

@@ -6,13 +6,11 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kvstrata.attention.segments import SealedPart
 from kvstrata.errors import InvalidRequest, MemoryPinned, NeverFits, Unavailable
 from kvstrata.kv.block_checks import check_mark, check_parts
 from kvstrata.kv.checkpoints import Mark
-from kvstrata.kv.packing import Packed, PackedArray, boundaries, pack_mark, packing, span_joining, unpack, unpack_mark
+from kvstrata.kv.packing import block_ends, join_blocks, pack, pack_checkpoint, unpack, unpack_checkpoint
 from kvstrata.kv.span import Span, SpanRange
 from kvstrata.prefix_cache.entries import Entry, Lease
 from kvstrata.prefix_cache.insertion import Inserter
@@ -22,7 +20,7 @@ from kvstrata.prefix_cache.matching import PrefixMatcher
 from kvstrata.prefix_cache.reclaim import Reclaimer
 from kvstrata.prefix_cache.worth import ReuseClass
 from kvstrata.sizes import human_bytes
-from kvstrata.tiers.block import BASE, MARK, Block, Tensor
+from kvstrata.tiers.block import BASE, MARK, Block, BlockContent
 
 # Length of one step that gives a span memory of its own.
 STEP_S = 0.003
@@ -34,15 +32,6 @@ BATCH_BYTES = 32 << 20
 def neutral_root(identity: Identity) -> bytes:
     """Return the root key that blocks of files are chained from: it names the model and no salt."""
     return root_key(identity, "")
-
-
-def packed_of(block: Block) -> Packed:
-    """Return the arrays and the description of a block."""
-    arrays = {
-        name: PackedArray(tensor.dtype, tensor.shape, np.frombuffer(tensor.view(), np.uint8))
-        for name, tensor in block.tensors.items()
-    }
-    return Packed(arrays, dict(block.description))
 
 
 @dataclass(eq=False)
@@ -92,16 +81,16 @@ class ConversationExport:
         """Return the next block, and the checkpoint at its end if there is one."""
         start = progress.num_sent
         entry, run_end = next((entry, end) for entry, first, end in progress.runs if first <= start < end)
-        end = boundaries(entry.span, start, run_end)[0]
+        end = block_ends(entry.span, start, run_end)[0]
         # The last checkpoint must be at the end of a block, and the span may have dropped it since the beginning.
         end = min([end, *(at for at in progress.checkpoints if start < at < end)])
-        packed = yield from packing(entry.span, start, end)
+        content = yield from pack(entry.span, start, end)
         parent = progress.last_key or progress.root
         progress.last_key, progress.num_sent = chain(parent, progress.ids[start:end]), end
-        blocks = [self._make_block(progress, parent, start, packed, BASE)]
+        blocks = [self._make_block(progress, parent, start, content, BASE)]
         if end in progress.checkpoints:
             yield
-            blocks.append(self._make_block(progress, parent, start, pack_mark(progress.checkpoints[end]), MARK))
+            blocks.append(self._make_block(progress, parent, start, pack_checkpoint(progress.checkpoints[end]), MARK))
         return tuple(blocks)
 
     def end_export(self, progress: ExportProgress) -> None:
@@ -143,10 +132,11 @@ class ConversationExport:
                 raise Unavailable("This conversation is being written right now. Try again in a moment.")
 
     @staticmethod
-    def _make_block(progress: ExportProgress, parent: bytes, start: int, packed: Packed, part: str) -> Block:
-        tensors = {name: Tensor(array.dtype, array.shape, array.octets) for name, array in packed.arrays.items()}
+    def _make_block(progress: ExportProgress, parent: bytes, start: int, content: BlockContent, part: str) -> Block:
         token_ids = progress.ids[start : progress.num_sent].astype("<i4", copy=False).tobytes()
-        return Block(progress.last_key, parent, progress.root, start, token_ids, tensors, packed.description, part)
+        return Block(
+            progress.last_key, parent, progress.root, start, token_ids, content.tensors, content.description, part
+        )
 
 
 @dataclass(frozen=True)
@@ -192,11 +182,11 @@ class ConversationImport:
         yield
         end = block.start + block.num_tokens
         if block.part != MARK:
-            check_parts(self._matcher.layout, unpack(self._matcher.layout, packed_of(block), block.start, end))
+            check_parts(self._matcher.layout, unpack(self._matcher.layout, block.content, block.start, end))
             return
         if example is None:
             raise ValueError("a model that needs no marks has none")
-        check_mark(self._matcher.layout, unpack_mark(packed_of(block)), end, example)
+        check_mark(self._matcher.layout, unpack_checkpoint(block.content), end, example)
 
     def begin_import(self, ids: TokenIds, salt: str, nbytes: int) -> ImportProgress:
         """Lease what is cached of a conversation. Raises NeverFits or MemoryPinned where `nbytes` more cannot fit."""
@@ -214,7 +204,7 @@ class ConversationImport:
         """Take in the next block, or the checkpoint at the end of the last one."""
         end = block.start + block.num_tokens
         if block.part == MARK:
-            progress.checkpoints[end] = unpack_mark(packed_of(block))
+            progress.checkpoints[end] = unpack_checkpoint(block.content)
             return
         if end <= progress.num_cached:
             return
@@ -222,7 +212,7 @@ class ConversationImport:
             yield from self._insert_batch(progress)
         if not progress.segments:
             progress.start = block.start
-        progress.segments.append(unpack(self._matcher.layout, packed_of(block), block.start, end))
+        progress.segments.append(unpack(self._matcher.layout, block.content, block.start, end))
         progress.end = end
         progress.num_bytes += block.nbytes
 
@@ -274,7 +264,7 @@ class ConversationImport:
 
     def _insert_batch(self, progress: ImportProgress) -> Steps[None]:
         segments, progress.segments, progress.num_bytes = progress.segments, [], 0
-        span = yield from span_joining(self._matcher.layout, segments, progress.start, progress.end)
+        span = yield from join_blocks(self._matcher.layout, segments, progress.start, progress.end)
         self._insert_span(progress, span)
 
     def _insert_span(self, progress: ImportProgress, span: Span) -> None:

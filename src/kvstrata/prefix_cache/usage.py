@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvstrata.attention.segments import SealedPart
 from kvstrata.kv.checkpoints import RecurrentState
-from kvstrata.kv.packing import KIND, PRECISION, by_label
+from kvstrata.kv.packing import bytes_by_kind, bytes_by_precision
 from kvstrata.kv.span import Span, live_bytes
 from kvstrata.prefix_cache.entries import DirtySets, Entry
 from kvstrata.prefix_cache.entry_table import EntryTable
@@ -45,8 +45,8 @@ class PartUsage:
 
 def tier_usage(usage: Usage, nbytes: int) -> TierUsage:
     """Return what a tier reports of itself, with `nbytes` as its size."""
-    by_precision, by_kind = (by_label(usage.labels, label) for label in (PRECISION, KIND))
-    return TierUsage(nbytes, usage.num_tokens, usage.num_blocks, by_precision, by_kind)
+    labels = usage.labels
+    return TierUsage(nbytes, usage.num_tokens, usage.num_blocks, bytes_by_precision(labels), bytes_by_kind(labels))
 
 
 def disk_counts(usage: Usage) -> dict[str, int]:

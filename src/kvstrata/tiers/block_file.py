@@ -16,7 +16,7 @@ from typing import Any
 from blake3 import blake3
 
 from kvstrata.errors import KvstrataError
-from kvstrata.tiers.block import ITEM_BYTES, Block, BlockId, Chain, Tensor, key_of
+from kvstrata.tiers.block import ITEM_BYTES, Block, BlockId, BlockTensor, Chain, key_of
 from kvstrata.tiers.disk.errors import Damage
 from kvstrata.tiers.write_limits import Take, at_once, strides_of
 
@@ -108,7 +108,7 @@ class Header:
     def num_tokens(self) -> int:
         return len(self.token_ids) // 4
 
-    def block(self, tensors: Mapping[str, Tensor]) -> Block:
+    def block(self, tensors: Mapping[str, BlockTensor]) -> Block:
         """Return the block that the header describes, with these tensors."""
         return Block(
             key=self.id.key,
@@ -146,12 +146,12 @@ def encode(block: Block, checksum: Checksum, take: Take = at_once) -> EncodedBlo
     return EncodedBlock((memoryview(header), *views), len(header) + sum(view.nbytes for view in views))
 
 
-def _in_file_order(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+def _in_file_order(tensors: Mapping[str, BlockTensor]) -> tuple[str, ...]:
     # Wide elements first: every tensor then begins at a multiple of its element size.
     return tuple(sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name].dtype], name)))
 
 
-def _table(tensors: Mapping[str, Tensor], names: tuple[str, ...]) -> dict[str, object]:
+def _table(tensors: Mapping[str, BlockTensor], names: tuple[str, ...]) -> dict[str, object]:
     table: dict[str, object] = {}
     end = 0
     for name in names:
@@ -240,10 +240,10 @@ def verify_header(header: Header, *, wanted: BlockId, root: bytes | None, chain:
         raise DamagedBlock(Damage.LENGTH, f"{size_bytes} bytes instead of {header.file_bytes}")
 
 
-def take_tensor(name: str, place: TensorPlace, content: memoryview) -> Tensor:
+def take_tensor(name: str, place: TensorPlace, content: memoryview) -> BlockTensor:
     if not matches(place.checksum, content):
         raise DamagedBlock(Damage.TENSOR, f"the checksum of {name} is another")
     try:
-        return Tensor(place.dtype, place.shape, content)
+        return BlockTensor(place.dtype, place.shape, content)
     except ValueError as error:
         raise DamagedBlock(Damage.HEADER, str(error)) from error

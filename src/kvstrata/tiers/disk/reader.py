@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstrata.tiers.block import Block, BlockId, Chain, Tensor
+from kvstrata.tiers.block import Block, BlockId, BlockTensor, Chain
 from kvstrata.tiers.block_file import (
     ALIGNMENT_BYTES,
     DamagedBlock,
@@ -61,7 +61,7 @@ def _read_block(files: Files, path: Path, wanted: BlockId, *, chain: Chain, root
     return header.block(tensors)
 
 
-def _read_tensors(files: Files, fd: int, header: Header) -> dict[str, Tensor]:
+def _read_tensors(files: Files, fd: int, header: Header) -> dict[str, BlockTensor]:
     payload = _fill(files, fd, header.header_bytes, header.file_bytes - header.header_bytes)
     return {
         name: take_tensor(name, place, payload[place.offset - header.header_bytes :][: place.nbytes])

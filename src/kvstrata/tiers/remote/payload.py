@@ -11,7 +11,7 @@ import base64
 import json
 from typing import Any
 
-from kvstrata.tiers.block import ITEM_BYTES, Block, BlockId, Chain, Tensor, key_of
+from kvstrata.tiers.block import ITEM_BYTES, Block, BlockId, BlockTensor, Chain, key_of
 from kvstrata.tiers.remote.health import Damage, DamagedBlock
 
 LENGTH_BYTES = 8
@@ -69,12 +69,12 @@ def _read(body: memoryview) -> Block:
         raise ValueError(f"a header of {length} bytes")
     header: dict[str, Any] = json.loads(bytes(body[LENGTH_BYTES : LENGTH_BYTES + length]))
     at = _begin(length)
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, BlockTensor] = {}
     for name, dtype, shape in header["tensors"]:
         nbytes = ITEM_BYTES[dtype]
         for size in shape:
             nbytes *= size
-        tensors[name] = Tensor(dtype, tuple(shape), body[at : at + nbytes])
+        tensors[name] = BlockTensor(dtype, tuple(shape), body[at : at + nbytes])
         at += nbytes
     if at != len(body):
         raise ValueError(f"{len(body)} bytes instead of {at}")
