@@ -14,7 +14,7 @@ from kvstrata.engine.config import KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.request import Request
 from kvstrata.kv.span import Span
-from kvstrata.kv.transcode import LayerRewrite
+from kvstrata.kv.transcode import LayerTranscoder
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import cached, engine_on, flush_tier, make_computing_slow, settle
 from tests.engine.test_disk_keeps import prompt_of
@@ -58,9 +58,9 @@ def num_logged(caplog: pytest.LogCaptureFixture) -> int:
 def test_span_stays_raw_after_transcoding_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    advance = LayerRewrite.advance
+    advance = LayerTranscoder.advance
     fail = failing(lambda span, transcoding, **named: advance(transcoding, span, **named))
-    monkeypatch.setattr(LayerRewrite, "advance", lambda transcoding, span, **named: fail(span, transcoding, **named))
+    monkeypatch.setattr(LayerTranscoder, "advance", lambda transcoding, span, **named: fail(span, transcoding, **named))
     with engine_on(tmp_path, tiny_loaded("llama"), KvConfig(k=parse("planes:8"), v=parse("planes:8"))) as engine:
         assert [ask(engine, "failing", 1, 9), ask(engine, "good", 2, 5)] == [0, 0]
         assert [ask(engine, "failing again", 1, 9), ask(engine, "good again", 2, 5)] == [599, 599]

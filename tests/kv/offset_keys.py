@@ -19,7 +19,7 @@ from kvstrata.kv.layout import LayerSpec, Layout
 from kvstrata.kv.precision_plan import make_plan
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.span import Span, SpanRange, prefix_of
-from kvstrata.kv.transcode import rewrite_layer, rewriting_marks
+from kvstrata.kv.transcode import transcode_checkpoints, transcode_layer
 from kvstrata.models.probe import probe
 from tests.kv.drive import forward, sealed_span
 from tests.kv.test_layers_same_output import steady_module
@@ -89,8 +89,8 @@ def _stored(model: Any, layout: Layout, ids: Sequence[int], name: str) -> tuple[
         span.marks[len(ids)] = take_mark(cache)
     plan = make_plan(layout, parse(name), parse(name))
     for layer in span.layers:
-        rewrite_layer(span, layer, plan.pairs[layer])
-    list(rewriting_marks(span, plan))
+        transcode_layer(span, layer, plan.pairs[layer])
+    list(transcode_checkpoints(span, plan))
     return span, span.marks.get(len(ids))
 
 

@@ -20,7 +20,7 @@ from kvstrata.kv.mlx_caches import adopt_mlx_lm, to_mlx_lm
 from kvstrata.kv.precision_plan import make_plan, raw_plan
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.span import SpanRange, prefix_of
-from kvstrata.kv.transcode import rewrite_layer, rewriting_marks
+from kvstrata.kv.transcode import transcode_checkpoints, transcode_layer
 from kvstrata.models.probe import probe
 from tests.kv.drive import sealed_span
 from tests.tiny import VOCAB
@@ -137,7 +137,7 @@ def test_sequences_resume_at_marks_and_where_a_chunk_begins() -> None:
     for stored in (False, True):
         if stored:
             for layer in span.layers:
-                rewrite_layer(span, layer, raw_plan(layout).pairs[layer])
+                transcode_layer(span, layer, raw_plan(layout).pairs[layer])
         for mark in marks:
             for at in {mark.position, reached[mark.position][0], reached[mark.position][-2]}:
                 cache = SequenceCache(layout, model, 100, prefix_of(layout, [SpanRange(span, 0, at)], mark))
@@ -153,7 +153,7 @@ def test_marks_are_stored_under_the_plan() -> None:
     span.marks[60] = take_mark(cache)
     raw = span.mark_bytes
     assert raw == 3 * 12 * 2 * 2 * 16 * 4
-    list(rewriting_marks(span, make_plan(layout, parse("planes:8"), parse("planes:8"))))
+    list(transcode_checkpoints(span, make_plan(layout, parse("planes:8"), parse("planes:8"))))
     assert span.mark_bytes < 0.5 * raw
     resumed = SequenceCache(layout, model, 60, prefix_of(layout, [SpanRange(span, 0, 60)], span.marks[60]))
     model(mx.array([ids()[60:90]]), cache=resumed.caches())

@@ -19,7 +19,7 @@ from kvstrata.kv.mlx_caches import adopt_mlx_lm, to_mlx_lm
 from kvstrata.kv.precision_plan import make_plan, raw_plan
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.span import Span, SpanRange, prefix_of
-from kvstrata.kv.transcode import rewrite_layer
+from kvstrata.kv.transcode import transcode_layer
 from kvstrata.models.probe import probe
 from tests.allocated import active_bytes
 from tests.kv.drive import TOLERANCE, Text, address, distance, forward, sealed_span, text_for
@@ -80,7 +80,7 @@ def test_mlx_lm_goes_on_from_our_spans(architecture: str, end: int) -> None:
     for stored in (False, True):
         if stored:
             for layer in span.layers:
-                rewrite_layer(span, layer, raw_plan(text.layout).pairs[layer])
+                transcode_layer(span, layer, raw_plan(text.layout).pairs[layer])
         caches = to_mlx_lm(text.layout, whole(span), span.marks.get(end))
         assert [type(c) for c in caches] == [type(c) for c in make_prompt_cache(text.model)]
         for start, stop in ((end, end + 1), (end + 1, end + 20), (end + 20, end + 21)):
@@ -109,7 +109,7 @@ def test_spans_cut_and_of_several_precisions_are_decoded(names: tuple[str, str])
     text.advance(cache, 90)
     span = sealed(text, cache)
     for layer, name in zip(span.layers, names, strict=True):
-        rewrite_layer(span, layer, make_plan(text.layout, parse(name), parse(name)).pairs[layer])
+        transcode_layer(span, layer, make_plan(text.layout, parse(name), parse(name)).pairs[layer])
     runs = [SpanRange(span, 0, 50), SpanRange(span, 50, 80)]
     caches = to_mlx_lm(text.layout, runs, None)
     ours = SequenceCache(text.layout, text.model, 20, prefix_of(text.layout, runs, None))
@@ -189,7 +189,7 @@ def test_mlx_lm_goes_on_from_our_affine_spans(name: str) -> None:
     text.advance(cache, 70)
     span = sealed(text, cache)
     for layer in span.layers:
-        rewrite_layer(span, layer, make_plan(text.layout, parse(name), parse(name)).pairs[layer])
+        transcode_layer(span, layer, make_plan(text.layout, parse(name), parse(name)).pairs[layer])
     for runs in (whole(span), [SpanRange(span, 0, 30), SpanRange(span, 30, 60)]):
         end = runs[-1].end
         caches = to_mlx_lm(text.layout, runs, None)
@@ -208,7 +208,7 @@ def test_k_and_v_under_different_affine_codecs_are_decoded() -> None:
     text.advance(cache, 40)
     span = sealed(text, cache)
     for layer in span.layers:
-        rewrite_layer(span, layer, make_plan(text.layout, parse("affine:8"), parse("affine:4")).pairs[layer])
+        transcode_layer(span, layer, make_plan(text.layout, parse("affine:8"), parse("affine:4")).pairs[layer])
     assert {type(c) for c in to_mlx_lm(text.layout, whole(span), None)} == {KVCache}
 
 
@@ -234,7 +234,7 @@ def test_a_stored_raw_span_is_given_without_a_copy() -> None:
     text.advance(cache, 60)
     span = sealed(text, cache)
     for layer in span.layers:
-        rewrite_layer(span, layer, raw_plan(text.layout).pairs[layer])
+        transcode_layer(span, layer, raw_plan(text.layout).pairs[layer])
     caches = to_mlx_lm(text.layout, whole(span), None)
     assert address(caches[0].keys) == address(span.sealed(0)[0].k.arrays["values"])
     mlx_forward(text.model, caches, text.ids[60:70])

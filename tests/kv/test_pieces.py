@@ -10,11 +10,10 @@ import pytest
 from kvstrata.attention.segments import Parts
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.registry import parse
-from kvstrata.kv.convert import RAW
-from kvstrata.kv.precision_plan import make_plan
+from kvstrata.kv.precision_plan import RAW, make_plan
 from kvstrata.kv.raw_window import RawWindow
-from kvstrata.kv.span import Span, sealing
-from kvstrata.kv.transcode import LayerRewrite, is_under, rewrite_layer, shrink
+from kvstrata.kv.span import Span
+from kvstrata.kv.transcode import LayerTranscoder, encode_live, is_transcoded, shrink, transcode_layer
 from kvstrata.kv.work_sizes import grain_of, ranges
 from tests.allocated import active_bytes, peak_bytes
 from tests.kv.drive import LAYOUT, TOKEN_BYTES, filled, live, random_kv
@@ -25,7 +24,7 @@ PLANES = ("planes:8", "planes:4")
 
 
 def steps(span: Span, name: str, *, upward: bool = False) -> Iterator[None]:
-    rewriting = LayerRewrite(0, make_plan(LAYOUT, parse(name), parse(name)).pairs[0])
+    rewriting = LayerTranscoder(0, make_plan(LAYOUT, parse(name), parse(name)).pairs[0])
     while rewriting.advance(span, upward=upward):
         yield
 
@@ -40,7 +39,7 @@ def long_span() -> Span:
 
 def rewritten(name: str) -> Span:
     span = long_span()
-    rewrite_layer(span, 0, make_plan(LAYOUT, parse(name), parse(name)).pairs[0])
+    transcode_layer(span, 0, make_plan(LAYOUT, parse(name), parse(name)).pairs[0])
     return span
 
 
@@ -58,7 +57,7 @@ def test_pieces_hold_what_encoding_at_once_makes(name: str) -> None:
         wanted = codec.decode(codec.encode(array), mx.float32)
         assert mx.array_equal(dense(span)[side][0], wanted)
     assert [part.num_tokens for part in span.sealed(0)] == [GRAIN.part_tokens, GRAIN.part_tokens, 3000]
-    assert is_under(span, 0, codecs)
+    assert is_transcoded(span, 0, codecs)
 
 
 @pytest.mark.parametrize(("before", "after"), [("raw", "planes:8"), ("planes:8", "planes:4"), ("planes:8", "affine:4")])
@@ -98,7 +97,7 @@ def test_a_span_that_is_cut_or_joined_meanwhile_is_whole_in_the_end() -> None:
     span.cut(0, end)
     shrink(span, 0)
     after = live(filled(500, capacity=500, seed=3))
-    rewrite_layer(after, 0, RAW)
+    transcode_layer(after, 0, RAW)
     shifted = [Planes(p.codec, p.arrays, 500, end, p.dim) for p in (after.sealed(0)[0].k, after.sealed(0)[0].v)]
     after.replace(0, [type(after.sealed(0)[0])(*shifted)])
     after.position = end
@@ -106,7 +105,7 @@ def test_a_span_that_is_cut_or_joined_meanwhile_is_whole_in_the_end() -> None:
     for _ in work:
         pass
     pair = make_plan(LAYOUT, parse("planes:4"), parse("planes:4")).pairs[0]
-    assert is_under(span, 0, pair)
+    assert is_transcoded(span, 0, pair)
     assert sum(part.num_tokens for part in span.sealed(0)) == end + 500
     wanted = mx.concatenate([random_kv(NUM_TOKENS)[0][:, :, :end], random_kv(500, seed=3)[0]], axis=2)
     assert float(mx.abs(dense(span)[0] - wanted).max().item()) < 1  # pyright: ignore[reportArgumentType]
@@ -134,7 +133,7 @@ def test_a_running_sequence_is_sealed_in_pieces_while_it_writes() -> None:
     layer = filled(NUM_TOKENS, capacity=NUM_TOKENS + 100)
     span, pair = live(layer), make_plan(LAYOUT, parse("planes:8"), parse("planes:8")).pairs[0]
     count = 0
-    for _ in sealing(span, 0, pair, RawWindow(4, 128), up_to=NUM_TOKENS):
+    for _ in encode_live(span, 0, pair, RawWindow(4, 128), up_to=NUM_TOKENS):
         count += 1
         assert not layer.own.sealed_tokens
         if count < 4:

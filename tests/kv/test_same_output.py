@@ -14,7 +14,7 @@ from kvstrata.kv.precision_plan import raw_plan
 from kvstrata.kv.raw_window import RawWindow
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.span import Span, SpanRange, prefix_of
-from kvstrata.kv.transcode import rewrite_layer, shrink
+from kvstrata.kv.transcode import shrink, transcode_layer
 from tests.kv.drive import NUM_TOKENS, Text, sealed_span, text_for
 from tests.tiny import ARCHITECTURES
 
@@ -88,7 +88,7 @@ class Walk:
 
     def store(self, span: Span) -> None:
         for layer in span.layers:
-            rewrite_layer(span, layer, raw_plan(self.text.layout).pairs[layer])
+            transcode_layer(span, layer, raw_plan(self.text.layout).pairs[layer])
 
     def join(self) -> None:
         """Two neighbours, if their sequences have ended."""
@@ -135,7 +135,7 @@ def test_a_join_after_a_cut_reads_the_neighbours_tokens_not_what_was_cut_off() -
     plan = raw_plan(text.layout)
     for each in (span, theirs):
         for layer in each.layers:
-            rewrite_layer(each, layer, plan.pairs[layer])
+            transcode_layer(each, layer, plan.pairs[layer])
     theirs.cut(0, 20)
     span.cut(20, 60)
     theirs.append(span)

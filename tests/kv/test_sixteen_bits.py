@@ -12,12 +12,11 @@ from kvstrata.attention.segments import SealedPart
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.registry import parse
 from kvstrata.kv.checkpoints import Mark, MarkState, RecurrentState, needs_marks, take_mark
-from kvstrata.kv.convert import RAW
 from kvstrata.kv.layout import Layout
-from kvstrata.kv.precision_plan import make_plan
-from kvstrata.kv.sequence_cache import Pair, SequenceCache
+from kvstrata.kv.precision_plan import RAW, Pair, make_plan
+from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.span import Span, SpanRange, prefix_of
-from kvstrata.kv.transcode import rewrite_layer
+from kvstrata.kv.transcode import transcode_layer
 from tests.kv.drive import sealed_span
 from tests.sixteen import NUM_SCORED, NUM_TOKENS, OFFSET, WITH_DTYPES, Error, Sixteen, check, rms, run, scored
 
@@ -35,7 +34,7 @@ def stored(side: Side, ids: tuple[int, ...], num_tokens: int, pairs: tuple[Pair,
     mark = take_mark(cache) if needs_marks(layout) else None
     span = sealed_span(layout, cache)
     for layer in span.layers:
-        rewrite_layer(span, layer, pairs[layer] if pairs else RAW)
+        transcode_layer(span, layer, pairs[layer] if pairs else RAW)
     return span, mark
 
 
@@ -53,7 +52,7 @@ def raw_error(m: Sixteen, at: tuple[int, ...]) -> Error:
         mark = take_mark(cache) if needs_marks(m.layout) else None
         span = sealed_span(m.layout, cache)
         for layer in span.layers:
-            rewrite_layer(span, layer, RAW)
+            transcode_layer(span, layer, RAW)
         ranges.append(SpanRange(span, start, end))
         start = end
     return m.error(scored(m.model, resumed(side, ranges, mark), m.ids))

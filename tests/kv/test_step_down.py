@@ -15,7 +15,7 @@ from kvstrata.kv.checkpoints import take_mark
 from kvstrata.kv.precision_plan import make_plan
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.span import Span, SpanRange, prefix_of
-from kvstrata.kv.transcode import rewrite_layer, rewriting_marks
+from kvstrata.kv.transcode import transcode_checkpoints, transcode_layer
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
 from kvstrata.text.tokens import encode_text
@@ -28,8 +28,8 @@ SAMPLE = Path(kvstrata.bench.__file__).parent / "sample.txt"
 def step(span: Span, k: str, v: str) -> None:
     plan = make_plan(span.layout, parse(k), parse(v))
     for layer in span.layers:
-        rewrite_layer(span, layer, plan.pairs[layer])
-    list(rewriting_marks(span, plan))
+        transcode_layer(span, layer, plan.pairs[layer])
+    list(transcode_checkpoints(span, plan))
 
 
 def buffers(span: Span) -> dict[str, int]:

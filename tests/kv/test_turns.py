@@ -11,13 +11,12 @@ import pytest
 from kvstrata.attention.segments import Parts
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.registry import parse
-from kvstrata.kv.convert import becomes
 from kvstrata.kv.layout import Layout
 from kvstrata.kv.packing import join_blocks, unpack
 from kvstrata.kv.precision_plan import make_plan
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.span import Span, SpanRange, prefix_of
-from kvstrata.kv.transcode import is_under, rewrite_layer
+from kvstrata.kv.transcode import becomes, is_transcoded, transcode_layer
 from kvstrata.prefix_cache.jobs import run_to_end
 from kvstrata.tiers.block import BlockContent
 from tests.codecs.arrays import a_turn
@@ -33,7 +32,7 @@ def as_turning(span: Span) -> Span:
 
 
 def rewritten(span: Span, name: str, *, upward: bool = False) -> PlanesCodec:
-    rewrite_layer(span, 0, make_plan(span.layout, parse(name), parse(name)).pairs[0], upward=upward)
+    transcode_layer(span, 0, make_plan(span.layout, parse(name), parse(name)).pairs[0], upward=upward)
     codec = span.sealed(0)[0].k.codec
     assert isinstance(codec, PlanesCodec)
     return codec
@@ -49,7 +48,7 @@ def test_keys_get_the_turn_of_their_layer_and_values_none() -> None:
 def test_what_is_stored_with_plain_means_stays_so(upward: bool) -> None:
     span = as_turning(stored(700, "planes:8"))
     arrays = span.sealed(0)[0].k.arrays
-    assert is_under(span, 0, make_plan(TURNING, parse("planes:8"), parse("planes:8")).pairs[0], upward=upward)
+    assert is_transcoded(span, 0, make_plan(TURNING, parse("planes:8"), parse("planes:8")).pairs[0], upward=upward)
     assert rewritten(span, "planes:4", upward=upward) == PlanesCodec(4)
     assert all(span.sealed(0)[0].k.arrays[name] is arrays[name] for name in ("top", "next", "scales", "means"))
 
@@ -102,7 +101,7 @@ def test_a_model_resumes_from_planes_as_well_as_from_raw(architecture: str) -> N
     span = sealed_span(text.layout, owner)
     plan = make_plan(text.layout, parse("planes:8"), parse("planes:8"))
     for layer in span.layers:
-        rewrite_layer(span, layer, plan.pairs[layer])
+        transcode_layer(span, layer, plan.pairs[layer])
     parts = [span.sealed(layer)[0] for layer in span.layers]
     codecs = {planes.codec for part in parts for planes in (part.k, part.v)}
     assert any(isinstance(codec, PlanesCodec) and codec.turn is not None for codec in codecs)

@@ -19,8 +19,8 @@ from kvstrata.engine.config import KvConfig
 from kvstrata.errors import ConfigError, NeverFits
 from kvstrata.kv.buffers import round_up
 from kvstrata.kv.layout import Layout
-from kvstrata.kv.precision_plan import Plan, make_plan, raw_plan
-from kvstrata.kv.sequence_cache import Pair, SequenceCache
+from kvstrata.kv.precision_plan import Pair, Plan, make_plan, raw_plan
+from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.prefix_cache.ladder import STEP_BITS
 
 

@@ -20,9 +20,8 @@ from kvstrata.engine.budget import (
 )
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.errors import ConfigError
-from kvstrata.kv.convert import bits_of
 from kvstrata.kv.layout import LayerSpec, Layout
-from kvstrata.kv.precision_plan import Plan, make_plan, raw_plan
+from kvstrata.kv.precision_plan import Plan, bits_of, make_plan, raw_plan
 from kvstrata.models.outline import Outline
 from kvstrata.tiers.block import BLOCK_TOKENS
 

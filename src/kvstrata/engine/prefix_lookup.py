@@ -23,7 +23,8 @@ from kvstrata.engine.sequence import Sequence, SequenceTable
 from kvstrata.kv.checkpoints import take_mark
 from kvstrata.kv.raw_window import RawWindow
 from kvstrata.kv.sequence_cache import SequenceCache
-from kvstrata.kv.span import SEAL_TOKENS, Span, SpanRange
+from kvstrata.kv.span import Span, SpanRange
+from kvstrata.kv.transcode import SEAL_TOKENS
 from kvstrata.prefix_cache.conversations import ConversationTracker, ConversationTurn
 from kvstrata.prefix_cache.entries import CachedPrefix, Entry, Lease, PrecisionTarget
 from kvstrata.prefix_cache.insertion import Insertion

@@ -47,8 +47,9 @@ from kvstrata.engine.runner import ModelRunner
 from kvstrata.engine.sampling import Sampler, sample
 from kvstrata.engine.scheduler import PassCost
 from kvstrata.kv.layout import LayerSpec, Layout
+from kvstrata.kv.precision_plan import Pair
 from kvstrata.kv.recurrent_layer import RecurrentLayer
-from kvstrata.kv.sequence_cache import Pair, Prefix, SequenceCache
+from kvstrata.kv.sequence_cache import Prefix, SequenceCache
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.ladder import STEP_BITS
 

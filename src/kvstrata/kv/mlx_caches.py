@@ -18,9 +18,8 @@ from kvstrata.codecs.base import MismatchedPlanes, Planes, copy_rows
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.kv.buffers import owned
 from kvstrata.kv.checkpoints import Mark, MarkState, RecurrentState, needs_marks, states_at
-from kvstrata.kv.convert import owned as owned_part
 from kvstrata.kv.layout import LayerSpec, Layout
-from kvstrata.kv.span import Held, Span, SpanRange
+from kvstrata.kv.span import Held, Span, SpanRange, compact_segment
 from kvstrata.kv.work_sizes import join
 
 Packed = tuple[mx.array, mx.array, mx.array]  # packed values, scales, biases
@@ -209,7 +208,7 @@ def _to_chunked(spec: LayerSpec, k: mx.array, v: mx.array, num_tokens: int) -> A
 def _to_kv_cache(spec: LayerSpec, parts: Sequence[Part], num_tokens: int) -> Any:
     codec = common_affine(parts)
     if codec is not None:
-        whole = join([owned_part(part) for part in parts])
+        whole = join([compact_segment(part) for part in parts])
         cache: Any = QuantizedKVCache(codec.group, codec.bits)
         cache.keys, cache.values = (_to_packed(codec, planes, spec.dtype) for planes in (whole.k, whole.v))
     else:

@@ -18,11 +18,10 @@ from kvstrata.codecs.base import MismatchedPlanes, Planes
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.errors import UnusableFile
 from kvstrata.kv.checkpoints import Mark, MarkState, states_at
-from kvstrata.kv.convert import owned
 from kvstrata.kv.layout import LayerSpec, Layout
 from kvstrata.kv.mlx_caches import adopted, common_affine, given
 from kvstrata.kv.packing import DTYPES, array_of, copy_octets, octets_of
-from kvstrata.kv.span import SpanRange
+from kvstrata.kv.span import SpanRange, compact_segment
 from kvstrata.kv.work_sizes import grain_of, ranges
 from kvstrata.tiers.block import ITEM_BYTES, BlockTensor
 from kvstrata.tiers.bundle import CHANGED
@@ -469,7 +468,7 @@ def _piece(layer: LayerOut, part: Part) -> list[mx.array]:
     if layer.codec is None:
         k, v = Parts(((part,),)).joined(mx.zeros((), dtype))
         return [k.squeeze(0).astype(dtype), v.squeeze(0).astype(dtype)]
-    whole = owned(part) if isinstance(part, CutPart) else part
+    whole = compact_segment(part) if isinstance(part, CutPart) else part
     assert isinstance(whole, SealedPart)
     arrays: list[mx.array] = []
     for planes in (whole.k, whole.v):

@@ -18,11 +18,10 @@ from kvstrata.codecs.cuda import host_copy as cuda_host_copy
 from kvstrata.codecs.registry import from_spec, planes_from
 from kvstrata.errors import ConfigError
 from kvstrata.kv.checkpoints import Mark, MarkState, RecurrentState
-from kvstrata.kv.convert import lowered, owned
 from kvstrata.kv.layout import Layout
-from kvstrata.kv.precision_plan import Plan
-from kvstrata.kv.sequence_cache import Pair
-from kvstrata.kv.span import Span, SpanRange
+from kvstrata.kv.precision_plan import Pair, Plan
+from kvstrata.kv.span import Span, SpanRange, compact_segment
+from kvstrata.kv.transcode import transcode_segment
 from kvstrata.kv.work_sizes import grain_of, join
 from kvstrata.tiers.block import BLOCK_TOKENS, BlockContent, BlockTensor
 
@@ -80,7 +79,7 @@ def pack(span: Span, start: int, end: int) -> Generator[None, None, BlockContent
     found = [(layer, span.parts(layer, start, end)) for layer in span.layers]
     segments: dict[int, SealedPart] = {}
     for number, (layer, parts) in enumerate(found, 1):
-        (segments[layer],) = [owned(part) for part in parts]
+        (segments[layer],) = [compact_segment(part) for part in parts]
         if number % LAYERS_AT_ONCE == 0:
             yield
     return (yield from _pack_segments(segments))
@@ -127,7 +126,7 @@ def pack_shared(ranges: Sequence[SpanRange], plan: Plan) -> Generator[None, None
 def pack_shared_checkpoint(mark: Mark, plan: Plan, dtypes: Sequence[mx.Dtype]) -> BlockContent:
     """Pack a checkpoint: rings with the plan's codecs, states as they are. Raises FewerBits."""
     states = [
-        _require_codecs(lowered(state, pair, dtype), pair) if isinstance(state, SealedPart) else state
+        _require_codecs(transcode_segment(state, pair, dtype), pair) if isinstance(state, SealedPart) else state
         for state, pair, dtype in zip(mark.states, plan.pairs, dtypes, strict=True)
     ]
     return pack_checkpoint(replace(mark, states=tuple(states)))
@@ -137,13 +136,15 @@ def _shared_segment(parts: Sequence[Part], pair: Pair, dtype: mx.Dtype) -> Seale
     """Make one segment. Raw neighbours are joined before they are encoded, so that a run of 256 tokens has one mean."""
     if any(isinstance(part, RawPart) for part in parts):
         raise ValueError("what its owner still writes cannot be packed")
-    sealed = [owned(part) if isinstance(part, CutPart) else part for part in parts]
+    sealed = [compact_segment(part) if isinstance(part, CutPart) else part for part in parts]
     joined = [
         part
         for is_raw, group in groupby(sealed, key=lambda part: isinstance(part, SealedPart) and part.is_raw)
         for part in ([join(list(group))] if is_raw else list(group))  # pyright: ignore[reportArgumentType]
     ]
-    segments = [_require_codecs(lowered(part, pair, dtype), pair) for part in joined if isinstance(part, SealedPart)]
+    segments = [
+        _require_codecs(transcode_segment(part, pair, dtype), pair) for part in joined if isinstance(part, SealedPart)
+    ]
     if len({(segment.k.codec, segment.v.codec) for segment in segments}) > 1:
         raise FewerBits  # their family and precision are the same, their means differ
     return join(segments)

@@ -15,13 +15,12 @@ from kvstrata.codecs.mean_runs import segments_of
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.kv.checkpoints import Mark
-from kvstrata.kv.convert import RAW, becomes, live_pair, new_pair
 from kvstrata.kv.layout import LayerSpec
 from kvstrata.kv.own_kv import OwnTokens
-from kvstrata.kv.precision_plan import Plan
+from kvstrata.kv.precision_plan import RAW, Pair, Plan
 from kvstrata.kv.raw_window import RawWindow
-from kvstrata.kv.sequence_cache import Pair
-from kvstrata.kv.span import SEAL_TOKENS, Span
+from kvstrata.kv.span import Span
+from kvstrata.kv.transcode import SEAL_TOKENS, becomes, codecs_after, live_codecs
 
 # Reasons for which bytes are left alone.
 STORED_SO = "stored so already"
@@ -101,7 +100,7 @@ def _add_planes(result: Estimate, planes: Planes, wanted: Codec, dtype: mx.Dtype
 def _add_live(result: Estimate, own: OwnTokens, pair: Pair, dtype: mx.Dtype, window: RawWindow) -> None:
     """Add the own tokens of a running sequence, whose buffers keep the newest tokens and free slots."""
     for part in own.sealed:
-        _add_part(result, part, new_pair(part, live_pair(part, pair), dtype), dtype, upward=False)
+        _add_part(result, part, codecs_after(part, live_codecs(part, pair), dtype), dtype, upward=False)
     pieces, recent_tokens = own.pieces, window.recent_tokens
     buffer_bytes = pieces.nbytes
     result.bytes_before += buffer_bytes

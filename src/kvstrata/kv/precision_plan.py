@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import mlx.core as mx
+
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.registry import fit, parse
 from kvstrata.codecs.rope import Turn
 from kvstrata.errors import ConfigError
-from kvstrata.kv.convert import RAW, bits_of
 from kvstrata.kv.layout import LayerSpec, Layout
-from kvstrata.kv.sequence_cache import Pair
+
+Pair = tuple[Codec, Codec]  # for K and for V
+
+RAW: Pair = (RawCodec(), RawCodec())
 
 EDGE = PlanesCodec(8)  # codec of layers that keep more bits than the others
 
@@ -36,6 +41,11 @@ class Plan:
     @property
     def is_raw(self) -> bool:
         return all(pair == RAW for pair in self.pairs)
+
+
+def bits_of(codec: Codec, dim: int, dtype: mx.Dtype) -> float:
+    """Return the bits of a value as allocated in memory, where raw is the dtype that the model computes in."""
+    return 8.0 * dtype.size if isinstance(codec, RawCodec) else codec.bits_per_value(dim)
 
 
 def choose_codecs(

@@ -10,12 +10,12 @@ from typing import Any
 import mlx.core as mx
 
 from kvstrata.attention.segments import Parts, Source
-from kvstrata.codecs.base import Codec
 from kvstrata.kv.attention_layer import AttentionLayer
 from kvstrata.kv.buffers import round_up
 from kvstrata.kv.chunked_layer import ChunkedLayer
 from kvstrata.kv.full_layer import FullLayer
 from kvstrata.kv.layout import LayerSpec, Layout, arrays_in, make_foreign_cache
+from kvstrata.kv.precision_plan import Pair
 from kvstrata.kv.raw_window import RawWindow
 from kvstrata.kv.recurrent_layer import RecurrentLayer
 from kvstrata.kv.window_layer import WindowLayer
@@ -86,8 +86,6 @@ class DenseLayer:
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         return Parts((self._layer.parts(),)).joined(self._layer.arrays()[0])
 
-
-Pair = tuple[Codec, Codec]  # for K and for V
 
 Layer = FullLayer | WindowLayer | ChunkedLayer | RecurrentLayer | CompositeLayer | ForeignLayer
 

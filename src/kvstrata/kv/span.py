@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvstrata.attention.segments import Part, SealedPart, cut_parts
+from kvstrata.attention.segments import CutPart, Part, SealedPart, cut_parts
 from kvstrata.kv.checkpoints import Mark, states_at
-from kvstrata.kv.convert import RAW, live_pair, lowered, owned, stays
 from kvstrata.kv.full_layer import FullLayer
 from kvstrata.kv.layout import Layout
 from kvstrata.kv.own_kv import OwnTokens
-from kvstrata.kv.raw_window import RawWindow
-from kvstrata.kv.sequence_cache import Pair, Prefix, SequenceCache
+from kvstrata.kv.precision_plan import RAW, Pair
+from kvstrata.kv.sequence_cache import Prefix, SequenceCache
 
 Held = OwnTokens | tuple[SealedPart, ...]
 
@@ -95,7 +94,7 @@ class Span:
             raise ValueError(f"a span from {after.position} on cannot be joined to one that ends at {self.end}")
         for layer in self._held:
             parts = (*self.parts(layer, self.position, self.end), *after.parts(layer, after.position, after.end))
-            self.replace(layer, [owned(part) for part in parts])
+            self.replace(layer, [compact_segment(part) for part in parts])
         self.num_tokens += after.num_tokens
         self.marks |= after.marks
         self.ends |= after.ends
@@ -114,12 +113,25 @@ class Span:
     def replace_range(self, layer: int, parts: Sequence[SealedPart], start: int, end: int) -> None:
         """Replace tokens [start, end) of a sealed layer. Remainders of cut segments get memory of their own."""
         before, after = self.parts(layer, self.position, start), self.parts(layer, end, self.end)
-        self.replace(layer, (*map(owned, before), *parts, *map(owned, after)))
+        self.replace(layer, (*map(compact_segment, before), *parts, *map(compact_segment, after)))
 
     def sealed_parts(self) -> Iterator[SealedPart]:
         for held in self._held.values():
             if not isinstance(held, OwnTokens):
                 yield from held
+
+    def live_layers(self) -> Iterator[OwnTokens]:
+        for held in self._held.values():
+            if isinstance(held, OwnTokens):
+                yield held
+
+
+def compact_segment(part: Part) -> SealedPart:
+    """Return a sealed segment as it is, and a slice of one in memory of its own."""
+    if isinstance(part, CutPart):
+        return SealedPart(part.whole.k.cut(part.start, part.end), part.whole.v.cut(part.start, part.end))
+    assert isinstance(part, SealedPart), "what its owner still writes is not sealed"
+    return part
 
 
 def empty_span(layout: Layout) -> Span:
@@ -172,10 +184,6 @@ def prefix_of(layout: Layout, runs: Sequence[SpanRange], mark: Mark | None) -> P
     return Prefix(num_tokens, sources, states_at(layout, mark, num_tokens))
 
 
-# Tokens that a running sequence adds before it is encoded again.
-SEAL_TOKENS = 256
-
-
 def live_span(layout: Layout, cache: SequenceCache) -> Span:
     """Make the span of the tokens that a sequence computes itself; none is committed yet."""
     held: dict[int, Held] = {i: layer.own for i, layer in enumerate(cache.flat) if isinstance(layer, FullLayer)}
@@ -184,49 +192,9 @@ def live_span(layout: Layout, cache: SequenceCache) -> Span:
 
 def live_bytes(span: Span) -> int:
     """Return the bytes of the owner of a live span: buffers and sealed segments."""
-    return sum(own.nbytes for own in _own_tokens(span))
+    return sum(own.nbytes for own in span.live_layers())
 
 
 def written_end(span: Span) -> int:
     """Return the position that the owner of a live span has reached; the end of any other span."""
-    return next((own.end for own in _own_tokens(span)), span.end)
-
-
-def sealable_tokens(span: Span, window: RawWindow) -> int:
-    """Return how many tokens of a live span are encoded, or could be."""
-    for own in _own_tokens(span):
-        count = own.num_to_seal(window)
-        return own.sealed_tokens + (count if count >= SEAL_TOKENS else 0)
-    return 0
-
-
-def has_to_seal(span: Span, layer: int, pair: Pair, window: RawWindow) -> bool:
-    """Whether a live layer has enough raw tokens to encode, or sealed tokens in more bits than `pair` has."""
-    own, dtype = span.held(layer), span.layout.flat()[layer].dtype
-    if not isinstance(own, OwnTokens):
-        return False
-    return own.num_to_seal(window) >= SEAL_TOKENS or any(
-        not stays(part, live_pair(part, pair), dtype) for part in own.sealed
-    )
-
-
-def sealing(span: Span, layer: int, pair: Pair, window: RawWindow, *, up_to: int) -> Iterator[None]:
-    """Encode, in small steps, what the owner of a live layer had written at `up_to`, except for the raw window."""
-    own, dtype = span.held(layer), span.layout.flat()[layer].dtype
-    if not isinstance(own, OwnTokens):
-        return
-    for part in own.sealed:
-        wanted = live_pair(part, pair)
-        if not stays(part, wanted, dtype):
-            own.replace_sealed(part, lowered(part, wanted, dtype))
-            yield
-    since = RawWindow(window.first_tokens, window.recent_tokens + max(0, own.end - up_to))
-    if own.num_to_seal(since) >= SEAL_TOKENS:
-        yield from own.sealing(*pair, since)
-
-
-def _own_tokens(span: Span) -> Iterator[OwnTokens]:
-    for layer in span.layers:
-        held = span.held(layer)
-        if isinstance(held, OwnTokens):
-            yield held
+    return next((own.end for own in span.live_layers()), span.end)

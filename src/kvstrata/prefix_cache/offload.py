@@ -13,9 +13,9 @@ from itertools import islice
 from typing import Literal
 from weakref import WeakKeyDictionary
 
-from kvstrata.kv.convert import RAW
 from kvstrata.kv.packing import block_ends, bytes_by_precision, pack, pack_checkpoint
-from kvstrata.kv.transcode import rewrite_layer
+from kvstrata.kv.precision_plan import RAW
+from kvstrata.kv.transcode import transcode_layer
 from kvstrata.prefix_cache.entries import STEPPED_DOWN, ArchivedCopy, Entry
 from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.jobs import FailureLog, Job, JobQueue
@@ -359,7 +359,7 @@ class Offloader:
         for entry in dict.fromkeys(node.payload for node in leaf.path()):
             if not entry.is_running and entry.span.is_live:
                 for layer in entry.span.layers:
-                    rewrite_layer(entry.span, layer, RAW)
+                    transcode_layer(entry.span, layer, RAW)
                 self._table.recount(entry)
 
     def _forget_refusals_after_fault(self) -> None:

@@ -9,14 +9,21 @@ from dataclasses import dataclass
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
-from kvstrata.kv.convert import becomes
 from kvstrata.kv.gather import gather_some, has_to_gather
 from kvstrata.kv.layout import LayerSpec, Layout
-from kvstrata.kv.precision_plan import Plan, raw_plan
+from kvstrata.kv.precision_plan import Pair, Plan, raw_plan
 from kvstrata.kv.raw_window import RawWindow
-from kvstrata.kv.sequence_cache import Pair
-from kvstrata.kv.span import has_to_seal, sealable_tokens, sealing, written_end
-from kvstrata.kv.transcode import LayerRewrite, is_under, marks_are_under, rewriting_marks
+from kvstrata.kv.span import written_end
+from kvstrata.kv.transcode import (
+    LayerTranscoder,
+    are_checkpoints_transcoded,
+    becomes,
+    encodable_tokens,
+    encode_live,
+    has_to_encode,
+    is_transcoded,
+    transcode_checkpoints,
+)
 from kvstrata.prefix_cache.config import CacheConfig, CacheLimits
 from kvstrata.prefix_cache.entries import Entry
 from kvstrata.prefix_cache.entry_table import EntryTable
@@ -44,8 +51,8 @@ class PrecisionPolicy:
         span, wanted = entry.span, self.target_plan(entry)
         if entry.is_running:
             return wanted if self._has_to_seal(entry, wanted) else None
-        is_done = all(is_under(span, i, wanted.pairs[i], upward=entry.is_upward) for i in span.layers)
-        is_done = is_done and marks_are_under(span, wanted)
+        is_done = all(is_transcoded(span, i, wanted.pairs[i], upward=entry.is_upward) for i in span.layers)
+        is_done = is_done and are_checkpoints_transcoded(span, wanted)
         return None if is_done and not (self.gathers and has_to_gather(span, self._layers_apart)) else wanted
 
     def target_plan(self, entry: Entry) -> Plan:
@@ -98,7 +105,7 @@ class PrecisionPolicy:
     def _has_to_seal(self, entry: Entry, plan: Plan) -> bool:
         """Whether a running entry has enough new tokens to be encoded, or sealed tokens that have to step down."""
         span, window = entry.span, self.raw_window
-        return not plan.is_raw and any(has_to_seal(span, i, plan.pairs[i], window) for i in span.layers)
+        return not plan.is_raw and any(has_to_encode(span, i, plan.pairs[i], window) for i in span.layers)
 
     def job(self, entry: Entry, plan: Plan) -> Job:
         """Make the job that brings an entry to a plan."""
@@ -111,16 +118,16 @@ class PrecisionPolicy:
         # All layers are sealed up to the same token, whatever the owner writes between the job's steps.
         span = entry.span
         for layer in span.layers:
-            yield from sealing(span, layer, plan.pairs[layer], self.raw_window, up_to=up_to)
+            yield from encode_live(span, layer, plan.pairs[layer], self.raw_window, up_to=up_to)
             yield
 
     def _transcode(self, entry: Entry, plan: Plan) -> Job:
         for layer in entry.span.layers:
-            transcoding = LayerRewrite(layer, plan.pairs[layer])
+            transcoding = LayerTranscoder(layer, plan.pairs[layer])
             while transcoding.advance(entry.span, upward=entry.is_upward):
                 yield
             yield
-        yield from rewriting_marks(entry.span, plan)
+        yield from transcode_checkpoints(entry.span, plan)
         while self.gathers and gather_some(entry.span, self._layers_apart):
             yield
 
@@ -200,7 +207,7 @@ class StepDownPolicy:
             v=min(max(_bits(v, raw_bits) for _, v in pairs) for raw_bits, pairs in layers),
         )
         if entry.is_running:
-            return SpanPrecision(bits, sealable_tokens(entry.span, self._precision.raw_window), math.inf)
+            return SpanPrecision(bits, encodable_tokens(entry.span, self._precision.raw_window), math.inf)
         return SpanPrecision(bits, entry.span.num_tokens, self._candidates.last_use_s(entry))
 
     def _plan_after(self, move: LadderMove[Entry]) -> Plan:

@@ -15,9 +15,8 @@ import mlx.core as mx
 import numpy as np
 
 from kvstrata.attention.segments import CutPart, Part, SealedPart
-from kvstrata.kv.convert import bits_of
 from kvstrata.kv.packing import join_blocks
-from kvstrata.kv.precision_plan import Plan
+from kvstrata.kv.precision_plan import Plan, bits_of
 from kvstrata.kv.span import Span
 from kvstrata.kv.transcode import shrink
 from kvstrata.prefix_cache.entries import STEPPED_DOWN, ArchivedCopy, Entry

@@ -9,9 +9,8 @@ from dataclasses import replace
 from functools import partial
 
 from kvstrata.kv.checkpoints import needs_marks
-from kvstrata.kv.convert import RAW
 from kvstrata.kv.layout import Layout
-from kvstrata.kv.precision_plan import raw_plan
+from kvstrata.kv.precision_plan import RAW, raw_plan
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.span import empty_span, live_span, prefix_of
 from kvstrata.prefix_cache.config import CacheConfig, CacheLimits
