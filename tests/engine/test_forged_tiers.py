@@ -22,7 +22,7 @@ from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.prefix_lookup import MAX_TIER_LOOKUPS
 from kvstrata.engine.sequence import Sequence as EngineSequence
 from kvstrata.prefix_cache.keys import chain
-from kvstrata.tiers.block import BASE, BLOCK_TOKENS, MARK, Block, BlockId
+from kvstrata.tiers.block import BASE, BLOCK_TOKENS, CHECKPOINT, Block, BlockId
 from kvstrata.tiers.interface import Accepted, Link, Refusal, Refused, Removed, TierMatch, TokenIds, Writing
 from kvstrata.tiers.lookups import Lookup, Walk
 from kvstrata.tiers.no_tier import NoBlocks, NoTier
@@ -78,7 +78,7 @@ class ForgedBlocks(NoBlocks):
         yield
         best = TierMatch()
         for links in self._chains(parent, start, ids):
-            mark_bytes = self.find(links[-1].key, MARK) if at_marks else 0
+            mark_bytes = self.find(links[-1].key, CHECKPOINT) if at_marks else 0
             if links[-1].end > best.num_tokens and (mark_bytes or not at_marks):
                 best = TierMatch(links, mark_bytes)
         end = best.num_tokens + BLOCK_TOKENS

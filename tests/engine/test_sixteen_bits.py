@@ -154,7 +154,7 @@ def encoded_error(m: Sixteen, drive: Drive) -> Error:
     """Return the error against float32 over the same planes, decoded."""
     found = drive.prefix_cache.lookup(m.ids[: HELD - 1], "")
     (entry,) = found.entries
-    mark = entry.span.marks.get(found.checkpoint_at or -1)
+    mark = entry.span.checkpoints.get(found.checkpoint_at or -1)
     wide, wide_mark = decoded(m.wide_layout, entry.span, mark, mx.float32)
     expected = logprobs_after(m.wide, m.wide_layout, m.ids[:HELD], [SpanRange(wide, 0, found.num_tokens)], wide_mark)
     narrow, narrow_mark = decoded(m.layout, entry.span, mark, m.dtype)

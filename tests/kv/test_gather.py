@@ -36,7 +36,7 @@ def gathered(span: Span, apart: frozenset[int] = frozenset()) -> Span:
 
 
 def all_planes(span: Span) -> list[dict[str, mx.array]]:
-    return [dict(planes.arrays) for part in span.sealed_parts() for planes in (part.k, part.v)]
+    return [dict(planes.arrays) for part in span.sealed_segments() for planes in (part.k, part.v)]
 
 
 @pytest.mark.parametrize(("k", "v", "arrays"), [("raw", "raw", 2), ("planes:8", "planes:4", 9), ("affine:4", "raw", 4)])

@@ -13,7 +13,7 @@ import pytest
 from kvstrata.attention.segments import SealedPart
 from kvstrata.codecs.registry import parse
 from kvstrata.kv.batch_cache import BatchCache
-from kvstrata.kv.checkpoints import take_mark
+from kvstrata.kv.checkpoints import take_checkpoint
 from kvstrata.kv.full_layer import FullLayer
 from kvstrata.kv.precision_plan import RAW, make_plan
 from kvstrata.kv.sequence_cache import SequenceCache
@@ -212,14 +212,14 @@ def test_sequences_that_resume_and_end_leave_memory_where_it_was() -> None:
     plans = [make_plan(layout, parse(name), parse(name)) for name in ("raw", "planes:8")]
     base = SequenceCache(layout, text.model, 12)
     text.advance(base, 12)
-    mark = take_mark(base)
+    mark = take_checkpoint(base)
     root = sealed_span(layout, base)
 
     def cycle(i: int) -> None:
         cache = SequenceCache(layout, text.model, 4, prefix_of(layout, [SpanRange(root, 0, 12)], mark))
         forward(text.model, cache, text.ids[12:14])
         span = sealed_span(layout, cache)
-        span.marks[14] = take_mark(cache)
+        span.checkpoints[14] = take_checkpoint(cache)
         for layer in span.layers:
             transcode_layer(span, layer, plans[i % 2].pairs[layer])
         list(transcode_checkpoints(span, plans[i % 2]))
@@ -261,7 +261,7 @@ def test_a_join_frees_what_it_was_made_of() -> None:
     assert first.kv_bytes <= held
 
 
-@pytest.mark.parametrize("act", [FullLayer.parts, lambda layer: layer.own.parts(10, 20)])
+@pytest.mark.parametrize("act", [FullLayer.parts, lambda layer: layer.own.segments(10, 20)])
 def test_a_reader_that_lets_go_leaves_the_buffer_to_its_owner(act: Callable[[FullLayer], object]) -> None:
     """A view that were kept would make the owner's next write a copy of everything."""
     layer = filled(10_000, capacity=10_010)
@@ -279,5 +279,5 @@ def test_marks_own_what_they_hold() -> None:
     cache = SequenceCache(text.layout, text.model, 60)
     text.advance(cache, 50)
     before = active_bytes()
-    mark = take_mark(cache)
+    mark = take_checkpoint(cache)
     assert active_bytes() - before == pytest.approx(mark.nbytes, rel=0.02)

@@ -14,12 +14,12 @@ from kvstrata.kv.precision_plan import RAW, make_plan
 from kvstrata.kv.raw_window import RawWindow
 from kvstrata.kv.span import Span
 from kvstrata.kv.transcode import LayerTranscoder, encode_live, is_transcoded, shrink, transcode_layer
-from kvstrata.kv.work_sizes import grain_of, ranges
+from kvstrata.kv.work_sizes import slices, work_sizes_of
 from tests.allocated import active_bytes, peak_bytes
 from tests.kv.drive import LAYOUT, TOKEN_BYTES, filled, live, random_kv
 
-GRAIN = grain_of(LAYOUT.flat()[0])
-NUM_TOKENS = 2 * GRAIN.part_tokens + 3000
+GRAIN = work_sizes_of(LAYOUT.flat()[0])
+NUM_TOKENS = 2 * GRAIN.segment_tokens + 3000
 PLANES = ("planes:8", "planes:4")
 
 
@@ -30,7 +30,7 @@ def steps(span: Span, name: str, *, upward: bool = False) -> Iterator[None]:
 
 
 def dense(span: Span) -> tuple[mx.array, mx.array]:
-    return Parts((span.parts(0, span.position, span.end),)).joined(random_kv(1)[0])
+    return Parts((span.segments(0, span.position, span.end),)).joined(random_kv(1)[0])
 
 
 def long_span() -> Span:
@@ -44,8 +44,8 @@ def rewritten(name: str) -> Span:
 
 
 def test_ranges_end_at_the_same_positions_wherever_they_begin() -> None:
-    assert list(ranges(300, 1100, 512)) == [(300, 512), (512, 1024), (1024, 1100)]
-    assert list(ranges(0, 512, 512)) == [(0, 512)]
+    assert list(slices(300, 1100, 512)) == [(300, 512), (512, 1024), (1024, 1100)]
+    assert list(slices(0, 512, 512)) == [(0, 512)]
 
 
 @pytest.mark.parametrize("name", ["raw", "affine:4", *PLANES])
@@ -56,7 +56,7 @@ def test_pieces_hold_what_encoding_at_once_makes(name: str) -> None:
     for side, (array, codec) in enumerate(zip((k, v), codecs, strict=True)):
         wanted = codec.decode(codec.encode(array), mx.float32)
         assert mx.array_equal(dense(span)[side][0], wanted)
-    assert [part.num_tokens for part in span.sealed(0)] == [GRAIN.part_tokens, GRAIN.part_tokens, 3000]
+    assert [part.num_tokens for part in span.sealed(0)] == [GRAIN.segment_tokens, GRAIN.segment_tokens, 3000]
     assert is_transcoded(span, 0, codecs)
 
 
@@ -70,7 +70,7 @@ def test_no_step_encodes_more_than_a_piece_and_every_token_can_be_read_after_eac
     for _ in steps(span, after):
         count += 1
         assert float(mx.abs(dense(span)[0] - was).max().item()) < tolerance  # pyright: ignore[reportArgumentType]
-    size = GRAIN.piece_tokens if encodes else GRAIN.part_tokens
+    size = GRAIN.slice_tokens if encodes else GRAIN.segment_tokens
     assert count + 1 == -(-NUM_TOKENS // size)
 
 
@@ -83,9 +83,9 @@ def test_going_on_needs_one_part_more_than_is_held() -> None:
         for _ in steps(span, "affine:4"):
             pass
 
-    one_piece = GRAIN.piece_tokens * TOKEN_BYTES
+    one_piece = GRAIN.slice_tokens * TOKEN_BYTES
     assert peak_bytes(act) <= 0.02 * held + 5 * one_piece
-    assert span.pairs(0)[0][0].name == "affine:4"
+    assert span.codec_pairs(0)[0][0].name == "affine:4"
 
 
 def test_a_span_that_is_cut_or_joined_meanwhile_is_whole_in_the_end() -> None:
@@ -93,7 +93,7 @@ def test_a_span_that_is_cut_or_joined_meanwhile_is_whole_in_the_end() -> None:
     work = steps(span, "planes:4")
     for _ in range(3):
         next(work)
-    end = GRAIN.part_tokens + 700
+    end = GRAIN.segment_tokens + 700
     span.cut(0, end)
     shrink(span, 0)
     after = live(filled(500, capacity=500, seed=3))
@@ -138,7 +138,7 @@ def test_a_running_sequence_is_sealed_in_pieces_while_it_writes() -> None:
         assert not layer.own.sealed_tokens
         if count < 4:
             layer.append(*random_kv(1, seed=count))
-    assert count == -(-(NUM_TOKENS - 128) // GRAIN.piece_tokens)
+    assert count == -(-(NUM_TOKENS - 128) // GRAIN.slice_tokens)
     assert layer.own.sealed_tokens == NUM_TOKENS - 128
     assert layer.offset == NUM_TOKENS + 3
     k = Parts((layer.parts(),)).joined(random_kv(1)[0])[0]

@@ -23,7 +23,7 @@ from tests.codecs.arrays import a_turn
 from tests.kv.drive import LAYOUT, distance, packed, sealed_span, stored, text_for
 
 TURN = a_turn("halves", 64)
-TURNING = Layout((replace(LAYOUT.layers[0], k_turn=TURN),))
+TURNING = Layout((replace(LAYOUT.layers[0], k_rotation=TURN),))
 
 
 def as_turning(span: Span) -> Span:
@@ -86,8 +86,8 @@ def test_blocks_of_both_versions_are_read_and_lie_side_by_side() -> None:
     joined = run_to_end(join_blocks(TURNING, parts, 0, 600))
     assert [part.k.codec for part in joined.sealed(0)] == [PlanesCodec(8), PlanesCodec(8, TURN)]
     like = mx.zeros(())
-    found = Parts((joined.parts(0, 0, 600),)).joined(like)
-    wanted = [Parts((span.parts(0, span.position, span.end),)).joined(like) for span in (old, new)]
+    found = Parts((joined.segments(0, 0, 600),)).joined(like)
+    wanted = [Parts((span.segments(0, span.position, span.end),)).joined(like) for span in (old, new)]
     for side in (0, 1):
         assert distance(found[side], mx.concatenate([pair[side] for pair in wanted], axis=2)) == 0
 

@@ -17,12 +17,12 @@ from kvstrata.codecs.affine import AffineCodec
 from kvstrata.codecs.base import MismatchedPlanes, Planes
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.errors import UnusableFile
-from kvstrata.kv.checkpoints import Mark, MarkState, states_at
+from kvstrata.kv.checkpoints import Checkpoint, LayerState, states_at
 from kvstrata.kv.layout import LayerSpec, Layout
 from kvstrata.kv.mlx_caches import adopted, common_affine, given
 from kvstrata.kv.packing import DTYPES, array_of, copy_octets, octets_of
 from kvstrata.kv.span import SpanRange, compact_segment
-from kvstrata.kv.work_sizes import grain_of, ranges
+from kvstrata.kv.work_sizes import slices, work_sizes_of
 from kvstrata.tiers.block import ITEM_BYTES, BlockTensor
 from kvstrata.tiers.bundle import CHANGED
 
@@ -261,7 +261,7 @@ class FullLayerIn:
 
     @property
     def pieces(self) -> Callable[[int], list[tuple[int, int]]]:
-        return lambda num_tokens: list(ranges(0, num_tokens, grain_of(self.spec).part_tokens))
+        return lambda num_tokens: list(slices(0, num_tokens, work_sizes_of(self.spec).segment_tokens))
 
 
 def num_tokens_in(layers: list[tuple[LayerSpec, LayerFile]], scalars: Scalars) -> int | None:
@@ -328,7 +328,7 @@ def _planes(layer: FullLayerIn, arrays: list[BlockTensor], position: int) -> Pla
 
 def other_layer(
     spec: LayerSpec, file: LayerFile, tensors: Mapping[str, Stored], scalars: Scalars, read: Read, *, num_tokens: int
-) -> MarkState:
+) -> LayerState:
     """Read a window, chunk or recurrent state at the end of the tokens. Runs on the thread that owns MLX."""
 
     def array(path: str) -> Any:
@@ -375,14 +375,14 @@ class LayerOut:
     state: Any = None  # other layers: an mlx-lm cache
 
 
-def layers_out(layout: Layout, runs: Sequence[SpanRange], mark: Mark | None) -> list[LayerOut]:
+def layers_out(layout: Layout, runs: Sequence[SpanRange], mark: Checkpoint | None) -> list[LayerOut]:
     """Return the layers to be written of consecutive `runs` from 0 on. Copies nothing of full attention."""
     num_tokens = runs[-1].end
     states = states_at(layout, mark, num_tokens)
     made: list[LayerOut] = []
     for i, spec in enumerate(layout.flat()):
         if spec.kind == "full":
-            parts = tuple(part for run in runs for part in run.span.parts(i, run.start, run.end))
+            parts = tuple(part for run in runs for part in run.span.segments(i, run.start, run.end))
             made.append(_full(spec, parts, num_tokens))
         else:
             cache = given(spec, i, states[i], num_tokens)
@@ -452,7 +452,7 @@ def _full(spec: LayerSpec, parts: tuple[Part, ...], num_tokens: int) -> LayerOut
 
 def _pieces(layer: LayerOut) -> list[Part]:
     """Cut a layer's segments into pieces that are decoded in some milliseconds."""
-    size = grain_of(layer.spec).piece_tokens
+    size = work_sizes_of(layer.spec).slice_tokens
     pieces: list[Part] = []
     for part in layer.parts:
         pieces += [

@@ -17,12 +17,12 @@ from kvstrata.codecs.base import Planes
 from kvstrata.codecs.cuda import host_copy as cuda_host_copy
 from kvstrata.codecs.registry import from_spec, planes_from
 from kvstrata.errors import ConfigError
-from kvstrata.kv.checkpoints import Mark, MarkState, RecurrentState
+from kvstrata.kv.checkpoints import Checkpoint, LayerState, RecurrentState
 from kvstrata.kv.layout import Layout
-from kvstrata.kv.precision_plan import Pair, Plan
+from kvstrata.kv.precision_plan import CodecPair, PrecisionPlan
 from kvstrata.kv.span import Span, SpanRange, compact_segment
 from kvstrata.kv.transcode import transcode_segment
-from kvstrata.kv.work_sizes import grain_of, join
+from kvstrata.kv.work_sizes import join_segments, work_sizes_of
 from kvstrata.tiers.block import BLOCK_TOKENS, BlockContent, BlockTensor
 
 # Layers that one step of packing copies: about a millisecond.
@@ -52,7 +52,7 @@ def block_ends(span: Span, start: int, end: int) -> list[int]:
     """Return where blocks of tokens [start, end) end: multiples of 256, resume points, changes of precision."""
     places = {end}
     places.update(range(start - start % BLOCK_TOKENS + BLOCK_TOKENS, end, BLOCK_TOKENS))
-    places.update(at for at in (*span.marks, *span.ends) if start < at < end)
+    places.update(at for at in (*span.checkpoints, *span.prompt_ends) if start < at < end)
     for layer in span.layers:
         # After a cut the first and the last segment may be longer than the span.
         ends = (segment.k.position + segment.num_tokens for segment in span.sealed(layer))
@@ -76,7 +76,7 @@ def pack(span: Span, start: int, end: int) -> Generator[None, None, BlockContent
     missing = set(_full_layers(span.layout)).difference(span.layers)
     if missing:
         raise ValueError(f"tokens {start} to {end} cannot be packed: their span does not have layers {missing}")
-    found = [(layer, span.parts(layer, start, end)) for layer in span.layers]
+    found = [(layer, span.segments(layer, start, end)) for layer in span.layers]
     segments: dict[int, SealedPart] = {}
     for number, (layer, parts) in enumerate(found, 1):
         (segments[layer],) = [compact_segment(part) for part in parts]
@@ -85,7 +85,7 @@ def pack(span: Span, start: int, end: int) -> Generator[None, None, BlockContent
     return (yield from _pack_segments(segments))
 
 
-def pack_checkpoint(mark: Mark) -> BlockContent:
+def pack_checkpoint(mark: Checkpoint) -> BlockContent:
     tensors: dict[str, BlockTensor] = {}
     states: list[Any] = []
     for i, state in enumerate(mark.states):
@@ -107,12 +107,12 @@ class FewerBits(Exception):
     """The spans hold fewer bits than a block should have."""
 
 
-def pack_shared(ranges: Sequence[SpanRange], plan: Plan) -> Generator[None, None, BlockContent]:
+def pack_shared(ranges: Sequence[SpanRange], plan: PrecisionPlan) -> Generator[None, None, BlockContent]:
     """Pack tokens of consecutive sealed spans with the plan's codecs, a layer in each step. The result has what the
     spans held at the first step. Raises FewerBits."""
     layout = ranges[0].span.layout
     found = {
-        layer: [part for each in ranges for part in each.span.parts(layer, each.start, each.end)]
+        layer: [part for each in ranges for part in each.span.segments(layer, each.start, each.end)]
         for layer in ranges[0].span.layers
     }
     segments: dict[int, SealedPart] = {}
@@ -123,7 +123,7 @@ def pack_shared(ranges: Sequence[SpanRange], plan: Plan) -> Generator[None, None
     return (yield from _pack_segments(segments))
 
 
-def pack_shared_checkpoint(mark: Mark, plan: Plan, dtypes: Sequence[mx.Dtype]) -> BlockContent:
+def pack_shared_checkpoint(mark: Checkpoint, plan: PrecisionPlan, dtypes: Sequence[mx.Dtype]) -> BlockContent:
     """Pack a checkpoint: rings with the plan's codecs, states as they are. Raises FewerBits."""
     states = [
         _require_codecs(transcode_segment(state, pair, dtype), pair) if isinstance(state, SealedPart) else state
@@ -132,7 +132,7 @@ def pack_shared_checkpoint(mark: Mark, plan: Plan, dtypes: Sequence[mx.Dtype]) -
     return pack_checkpoint(replace(mark, states=tuple(states)))
 
 
-def _shared_segment(parts: Sequence[Part], pair: Pair, dtype: mx.Dtype) -> SealedPart:
+def _shared_segment(parts: Sequence[Part], pair: CodecPair, dtype: mx.Dtype) -> SealedPart:
     """Make one segment. Raw neighbours are joined before they are encoded, so that a run of 256 tokens has one mean."""
     if any(isinstance(part, RawPart) for part in parts):
         raise ValueError("what its owner still writes cannot be packed")
@@ -140,17 +140,17 @@ def _shared_segment(parts: Sequence[Part], pair: Pair, dtype: mx.Dtype) -> Seale
     joined = [
         part
         for is_raw, group in groupby(sealed, key=lambda part: isinstance(part, SealedPart) and part.is_raw)
-        for part in ([join(list(group))] if is_raw else list(group))  # pyright: ignore[reportArgumentType]
+        for part in ([join_segments(list(group))] if is_raw else list(group))  # pyright: ignore[reportArgumentType]
     ]
     segments = [
         _require_codecs(transcode_segment(part, pair, dtype), pair) for part in joined if isinstance(part, SealedPart)
     ]
     if len({(segment.k.codec, segment.v.codec) for segment in segments}) > 1:
         raise FewerBits  # their family and precision are the same, their means differ
-    return join(segments)
+    return join_segments(segments)
 
 
-def _require_codecs(segment: SealedPart, pair: Pair) -> SealedPart:
+def _require_codecs(segment: SealedPart, pair: CodecPair) -> SealedPart:
     if (segment.k.codec.name, segment.v.codec.name) != (pair[0].name, pair[1].name):
         raise FewerBits
     return segment
@@ -221,12 +221,12 @@ def unpack(layout: Layout, content: BlockContent, start: int, end: int) -> dict[
     return segments
 
 
-def unpack_checkpoint(content: BlockContent) -> Mark:
+def unpack_checkpoint(content: BlockContent) -> Checkpoint:
     try:
         stacks = {name: array_of(tensor) for name, tensor in content.tensors.items()}
         _require_rows(stacks, 1)
         states = [_unpack_state(stacks, i, described) for i, described in enumerate(content.description["states"])]
-        return Mark(int(content.description["position"]), tuple(states))
+        return Checkpoint(int(content.description["position"]), tuple(states))
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise UnreadableBlock(f"A checkpoint's description does not fit its arrays: {error!r}") from error
 
@@ -238,7 +238,7 @@ def join_blocks(
     span = Span(layout, start, end - start, {})
     specs = layout.flat()
     for layer in _full_layers(layout):
-        span.replace(layer, grain_of(specs[layer]).join([block[layer] for block in blocks]))
+        span.replace(layer, work_sizes_of(specs[layer]).join_neighbours([block[layer] for block in blocks]))
         yield
     return span
 
@@ -276,7 +276,7 @@ def _unpack_planes(stacks: Mapping[str, mx.array], g: int, side: str, i: int, de
     return planes_from(described["spec"], described["where"], arrays)
 
 
-def _unpack_state(stacks: Mapping[str, mx.array], i: int, described: Mapping[str, Any] | None) -> MarkState:
+def _unpack_state(stacks: Mapping[str, mx.array], i: int, described: Mapping[str, Any] | None) -> LayerState:
     if described is None:
         return None
     if "recurrent" in described:

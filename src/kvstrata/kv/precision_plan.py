@@ -14,20 +14,20 @@ from kvstrata.codecs.rope import Turn
 from kvstrata.errors import ConfigError
 from kvstrata.kv.layout import LayerSpec, Layout
 
-Pair = tuple[Codec, Codec]  # for K and for V
+CodecPair = tuple[Codec, Codec]  # for K and for V
 
-RAW: Pair = (RawCodec(), RawCodec())
+RAW: CodecPair = (RawCodec(), RawCodec())
 
 EDGE = PlanesCodec(8)  # codec of layers that keep more bits than the others
 
 
 @dataclass(frozen=True)
-class Plan:
+class PrecisionPlan:
     """The codecs of K and V by flat layer. Layers without K and V have RAW, which has no effect."""
 
     k: Codec  # as asked for
     v: Codec
-    pairs: tuple[Pair, ...]
+    pairs: tuple[CodecPair, ...]
 
     def token_bytes(self, layout: Layout) -> float:
         """Return the bytes that a token takes in memory, in the layers that keep every token."""
@@ -55,7 +55,7 @@ def choose_codecs(
     k: str | None = None,
     v: str | None = None,
     group_size: int | None = None,
-) -> Pair:
+) -> CodecPair:
     """Return the codecs of K and V that these settings ask for together. Raises ConfigError if settings contradict."""
     general = f"planes:{bits}" if bits is not None else "planes:8" if quantization else "raw"
     names = (_with_group(k or general, group_size), _with_group(v or general, group_size))
@@ -73,8 +73,8 @@ def _with_group(name: str, group_size: int | None) -> str:
     return f"{name}:g{group_size}"
 
 
-def raw_plan(layout: Layout) -> Plan:
-    return Plan(*RAW, (RAW,) * len(layout.flat()))
+def raw_plan(layout: Layout) -> PrecisionPlan:
+    return PrecisionPlan(*RAW, (RAW,) * len(layout.flat()))
 
 
 def edges_of(layout: Layout, edge_layers: int) -> frozenset[int]:
@@ -83,20 +83,20 @@ def edges_of(layout: Layout, edge_layers: int) -> frozenset[int]:
     return frozenset(attention[:edge_layers] + attention[-edge_layers:]) if edge_layers else frozenset()
 
 
-def make_plan(layout: Layout, k: Codec, v: Codec, *, edge_layers: int = 0, edge: Codec = EDGE) -> Plan:
+def make_plan(layout: Layout, k: Codec, v: Codec, *, edge_layers: int = 0, edge: Codec = EDGE) -> PrecisionPlan:
     """Make a plan with at least `edge` for K and V of the first and the last `edge_layers` layers that have any.
 
     Refuses a codec that a layer cannot use.
     """
     specs, edges = layout.flat(), edges_of(layout, edge_layers)
     pairs = [_pair(spec, k, v, edge if i in edges else None) for i, spec in enumerate(specs)]
-    return Plan(k, v, tuple(pairs))
+    return PrecisionPlan(k, v, tuple(pairs))
 
 
-def _pair(spec: LayerSpec, k: Codec, v: Codec, at_least: Codec | None) -> Pair:
+def _pair(spec: LayerSpec, k: Codec, v: Codec, at_least: Codec | None) -> CodecPair:
     if spec.kind not in ("full", "window", "chunked"):
         return RAW
-    return _codec(k, at_least, spec.k_dim, spec.k_turn), _codec(v, at_least, spec.v_dim, spec.v_turn)
+    return _codec(k, at_least, spec.k_dim, spec.k_rotation), _codec(v, at_least, spec.v_dim, spec.v_rotation)
 
 
 def _codec(asked: Codec, at_least: Codec | None, dim: int, turn: Turn | None) -> Codec:

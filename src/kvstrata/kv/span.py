@@ -6,25 +6,25 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvstrata.attention.segments import CutPart, Part, SealedPart, cut_parts
-from kvstrata.kv.checkpoints import Mark, states_at
+from kvstrata.kv.checkpoints import Checkpoint, states_at
 from kvstrata.kv.full_layer import FullLayer
 from kvstrata.kv.layout import Layout
-from kvstrata.kv.own_kv import OwnTokens
-from kvstrata.kv.precision_plan import RAW, Pair
+from kvstrata.kv.own_kv import OwnKV
+from kvstrata.kv.precision_plan import RAW, CodecPair
 from kvstrata.kv.sequence_cache import Prefix, SequenceCache
 
-Held = OwnTokens | tuple[SealedPart, ...]
+LayerContent = OwnKV | tuple[SealedPart, ...]
 
 
 class Span:
-    def __init__(self, layout: Layout, position: int, num_tokens: int, held: dict[int, Held]) -> None:
+    def __init__(self, layout: Layout, position: int, num_tokens: int, held: dict[int, LayerContent]) -> None:
         self.layout = layout
         self.position = position  # of its first token
         self.num_tokens = num_tokens  # committed: a live layer may hold more
         self._held = held  # by flat layer, full attention only
         self.version = 0  # changes with what it holds
-        self.marks: dict[int, Mark] = {}  # by position
-        self.ends: set[int] = set()  # where prompts ended: likely positions to resume or to diverge
+        self.checkpoints: dict[int, Checkpoint] = {}  # by position
+        self.prompt_ends: set[int] = set()  # where prompts ended: likely positions to resume or to diverge
 
     @property
     def end(self) -> int:
@@ -32,7 +32,7 @@ class Span:
 
     @property
     def is_live(self) -> bool:
-        return any(isinstance(held, OwnTokens) for held in self._held.values())
+        return any(isinstance(held, OwnKV) for held in self._held.values())
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -41,38 +41,38 @@ class Span:
     @property
     def kv_bytes(self) -> int:
         """Allocated bytes without checkpoints; a live span counts its buffers whole."""
-        live_bytes = sum(held.nbytes for held in self._held.values() if isinstance(held, OwnTokens))
-        return sum(part.nbytes for part in self.sealed_parts()) + live_bytes
+        live_bytes = sum(held.nbytes for held in self._held.values() if isinstance(held, OwnKV))
+        return sum(part.nbytes for part in self.sealed_segments()) + live_bytes
 
     @property
     def owned_bytes(self) -> int:
         """Bytes in the span's own memory: not the KV buffers of a running owner."""
-        return sum(part.nbytes for part in self.sealed_parts()) + self.mark_bytes
+        return sum(part.nbytes for part in self.sealed_segments()) + self.checkpoint_bytes
 
     @property
-    def mark_bytes(self) -> int:
-        return sum(mark.nbytes for mark in self.marks.values())
+    def checkpoint_bytes(self) -> int:
+        return sum(mark.nbytes for mark in self.checkpoints.values())
 
     @property
     def nbytes(self) -> int:
-        return self.kv_bytes + self.mark_bytes
+        return self.kv_bytes + self.checkpoint_bytes
 
-    def pairs(self, layer: int) -> tuple[Pair, ...]:
+    def codec_pairs(self, layer: int) -> tuple[CodecPair, ...]:
         """Return the distinct pairs of codecs that a layer is held in."""
         held = self._held[layer]
-        if isinstance(held, OwnTokens):
+        if isinstance(held, OwnKV):
             return (RAW,)
         return tuple(dict.fromkeys((part.k.codec, part.v.codec) for part in held))
 
-    def parts(self, layer: int, start: int, end: int) -> tuple[Part, ...]:
+    def segments(self, layer: int, start: int, end: int) -> tuple[Part, ...]:
         """Return tokens [start, end) of a layer, positions in the sequence."""
         held = self._held[layer]
-        if isinstance(held, OwnTokens):
-            return held.parts(start, end)
+        if isinstance(held, OwnKV):
+            return held.segments(start, end)
         first = held[0].k.position
         return tuple(cut_parts(held, start - first, end - first))
 
-    def held(self, layer: int) -> Held:
+    def content(self, layer: int) -> LayerContent:
         """Return the content of a layer: the same object until it is replaced."""
         return self._held[layer]
 
@@ -82,8 +82,8 @@ class Span:
             raise ValueError(f"tokens {start} to {end} cannot be cut out of {self.position} to {self.end}")
         self.position, self.num_tokens = start, end - start
         self.version += 1
-        self.marks = {at: mark for at, mark in self.marks.items() if start < at <= end}
-        self.ends = {at for at in self.ends if start < at <= end}
+        self.checkpoints = {at: mark for at, mark in self.checkpoints.items() if start < at <= end}
+        self.prompt_ends = {at for at in self.prompt_ends if start < at <= end}
 
     def append(self, after: Span) -> None:
         """Take over the tokens of the next span. A layer may then hold several segments, until it is transcoded.
@@ -93,16 +93,16 @@ class Span:
         if after.position != self.end or self.is_live or after.is_live:
             raise ValueError(f"a span from {after.position} on cannot be joined to one that ends at {self.end}")
         for layer in self._held:
-            parts = (*self.parts(layer, self.position, self.end), *after.parts(layer, after.position, after.end))
+            parts = (*self.segments(layer, self.position, self.end), *after.segments(layer, after.position, after.end))
             self.replace(layer, [compact_segment(part) for part in parts])
         self.num_tokens += after.num_tokens
-        self.marks |= after.marks
-        self.ends |= after.ends
+        self.checkpoints |= after.checkpoints
+        self.prompt_ends |= after.prompt_ends
 
     def sealed(self, layer: int) -> tuple[SealedPart, ...]:
         """Return the segments of a sealed layer. Raises ValueError for a live one."""
         held = self._held[layer]
-        if isinstance(held, OwnTokens):
+        if isinstance(held, OwnKV):
             raise ValueError("a live layer is not sealed yet")
         return held
 
@@ -112,17 +112,17 @@ class Span:
 
     def replace_range(self, layer: int, parts: Sequence[SealedPart], start: int, end: int) -> None:
         """Replace tokens [start, end) of a sealed layer. Remainders of cut segments get memory of their own."""
-        before, after = self.parts(layer, self.position, start), self.parts(layer, end, self.end)
+        before, after = self.segments(layer, self.position, start), self.segments(layer, end, self.end)
         self.replace(layer, (*map(compact_segment, before), *parts, *map(compact_segment, after)))
 
-    def sealed_parts(self) -> Iterator[SealedPart]:
+    def sealed_segments(self) -> Iterator[SealedPart]:
         for held in self._held.values():
-            if not isinstance(held, OwnTokens):
+            if not isinstance(held, OwnKV):
                 yield from held
 
-    def live_layers(self) -> Iterator[OwnTokens]:
+    def live_layers(self) -> Iterator[OwnKV]:
         for held in self._held.values():
-            if isinstance(held, OwnTokens):
+            if isinstance(held, OwnKV):
                 yield held
 
 
@@ -163,21 +163,21 @@ class SpanSource:
     @property
     def version(self) -> Hashable:
         span = self._run.span
-        held = span.held(self._layer)
-        return (span.version, held.pieces.version) if isinstance(held, OwnTokens) else span.version
+        held = span.content(self._layer)
+        return (span.version, held.buffers.version) if isinstance(held, OwnKV) else span.version
 
     def parts(self) -> tuple[Part, ...]:
-        held = self._run.span.held(self._layer)
-        if isinstance(held, OwnTokens):
+        held = self._run.span.content(self._layer)
+        if isinstance(held, OwnKV):
             self._held, self._parts = None, ()
-            return held.parts(self._run.start, self._run.end)
+            return held.segments(self._run.start, self._run.end)
         if held is not self._held:
-            self._parts = self._run.span.parts(self._layer, self._run.start, self._run.end)
+            self._parts = self._run.span.segments(self._layer, self._run.start, self._run.end)
             self._held = held
         return self._parts
 
 
-def prefix_of(layout: Layout, runs: Sequence[SpanRange], mark: Mark | None) -> Prefix:
+def prefix_of(layout: Layout, runs: Sequence[SpanRange], mark: Checkpoint | None) -> Prefix:
     """Return the prefix from which a sequence resumes after `runs`, which start at 0 and are consecutive."""
     num_tokens, specs = runs[-1].end, layout.flat()
     sources = tuple(tuple(SpanSource(run, i) for run in runs if spec.kind == "full") for i, spec in enumerate(specs))
@@ -186,7 +186,7 @@ def prefix_of(layout: Layout, runs: Sequence[SpanRange], mark: Mark | None) -> P
 
 def live_span(layout: Layout, cache: SequenceCache) -> Span:
     """Make the span of the tokens that a sequence computes itself; none is committed yet."""
-    held: dict[int, Held] = {i: layer.own for i, layer in enumerate(cache.flat) if isinstance(layer, FullLayer)}
+    held: dict[int, LayerContent] = {i: layer.own for i, layer in enumerate(cache.flat) if isinstance(layer, FullLayer)}
     return Span(layout, cache.start, 0, held)
 
 

@@ -16,15 +16,15 @@ from kvstrata.attention.segments import CutPart, Part, Parts, RawPart, SealedPar
 from kvstrata.codecs.base import Codec, Planes
 from kvstrata.codecs.planes import PlanesCodec, step_down
 from kvstrata.codecs.raw import RawCodec
-from kvstrata.kv.checkpoints import Mark
-from kvstrata.kv.own_kv import OwnTokens
-from kvstrata.kv.precision_plan import RAW, Pair, Plan, bits_of
+from kvstrata.kv.checkpoints import Checkpoint
+from kvstrata.kv.own_kv import OwnKV
+from kvstrata.kv.precision_plan import RAW, CodecPair, PrecisionPlan, bits_of
 from kvstrata.kv.raw_window import RawWindow
 from kvstrata.kv.span import Span, compact_segment
-from kvstrata.kv.work_sizes import Grain, grain_of, ranges
+from kvstrata.kv.work_sizes import WorkSizes, slices, work_sizes_of
 
 # Tokens that a running sequence adds before they are encoded.
-SEAL_TOKENS = 256
+ENCODE_TOKENS = 256
 
 
 class LayerTranscoder:
@@ -34,7 +34,7 @@ class LayerTranscoder:
     each step, and no reference is kept: the memory of a span that is evicted meanwhile is freed at once.
     """
 
-    def __init__(self, layer: int, pair: Pair) -> None:
+    def __init__(self, layer: int, pair: CodecPair) -> None:
         self._layer = layer
         self._pair = pair
         self._version = -1  # of the span after the last step
@@ -52,46 +52,46 @@ class LayerTranscoder:
         if self._pair == RAW and self._at == span.position and _adopt_buffer(span, self._layer):
             return False
         spec = span.layout.flat()[self._layer]
-        grain = grain_of(spec)
+        grain = work_sizes_of(spec)
         is_same = True
         while is_same and self._at < span.end:
-            parts = span.parts(self._layer, self._at, span.end)
+            parts = span.segments(self._layer, self._at, span.end)
             segment = _transcode_first(parts, self._at, self._pair, spec.dtype, grain, upward=upward)
             is_same = segment is parts[0]
             self._done.append(segment)
             self._at += segment.num_tokens
-            if self._at % grain.part_tokens == 0 or self._at == span.end:
-                self._done = grain.join(self._done)
+            if self._at % grain.segment_tokens == 0 or self._at == span.end:
+                self._done = grain.join_neighbours(self._done)
                 self._put(span)
         return self._at < span.end
 
     def _put(self, span: Span) -> None:
         """Put new segments in place if they replace whole ones. A buffer goes when all of its tokens are replaced."""
-        held = span.held(self._layer)
+        held = span.content(self._layer)
         after: tuple[SealedPart, ...] = ()
         if self._at < span.end:
-            if isinstance(held, OwnTokens) or any(part.k.position < self._at < part.k.end for part in held):
+            if isinstance(held, OwnKV) or any(part.k.position < self._at < part.k.end for part in held):
                 return
             after = tuple(part for part in held if part.k.position >= self._at)
-        done = () if isinstance(held, OwnTokens) else held
+        done = () if isinstance(held, OwnKV) else held
         before = (part for part in done if span.position < part.k.end <= self._start)
         span.replace(self._layer, (*before, *self._done, *after))
         self._version, self._start, self._done = span.version, self._at, []
 
 
-def transcode_layer(span: Span, layer: int, pair: Pair, *, upward: bool = False) -> None:
+def transcode_layer(span: Span, layer: int, pair: CodecPair, *, upward: bool = False) -> None:
     """Transcode a layer, all steps at once."""
     transcoder = LayerTranscoder(layer, pair)
     while transcoder.advance(span, upward=upward):
         pass
 
 
-def is_transcoded(span: Span, layer: int, pair: Pair, *, upward: bool = False) -> bool:
+def is_transcoded(span: Span, layer: int, pair: CodecPair, *, upward: bool = False) -> bool:
     """Whether transcoding would leave the layer as it is."""
-    held, spec = span.held(layer), span.layout.flat()[layer]
-    if isinstance(held, OwnTokens) or sum(part.num_tokens for part in held) != span.num_tokens:
+    held, spec = span.content(layer), span.layout.flat()[layer]
+    if isinstance(held, OwnKV) or sum(part.num_tokens for part in held) != span.num_tokens:
         return False
-    grain = grain_of(spec)
+    grain = work_sizes_of(spec)
     if any(grain.may_join(a, b) for a, b in pairwise(held)):
         return False
     return all(keeps_codecs(part, pair, spec.dtype, upward=upward) for part in held)
@@ -99,16 +99,16 @@ def is_transcoded(span: Span, layer: int, pair: Pair, *, upward: bool = False) -
 
 def shrink(span: Span, layer: int) -> None:
     """Free what a cut left over, and the buffers of a live layer, which no sequence may write any more."""
-    if isinstance(span.held(layer), OwnTokens):
+    if isinstance(span.content(layer), OwnKV):
         transcode_layer(span, layer, RAW)
     else:
-        span.replace(layer, [compact_segment(part) for part in span.parts(layer, span.position, span.end)])
+        span.replace(layer, [compact_segment(part) for part in span.segments(layer, span.position, span.end)])
 
 
 def _adopt_buffer(span: Span, layer: int) -> bool:
     """Keep a buffer as it is if the span fills it exactly. Return whether it was kept."""
-    held = span.held(layer)
-    if not isinstance(held, OwnTokens) or (held.start, held.end) != (span.position, span.end):
+    held = span.content(layer)
+    if not isinstance(held, OwnKV) or (held.start, held.end) != (span.position, span.end):
         return False
     whole = held.whole_arrays()
     if whole is not None:
@@ -119,24 +119,24 @@ def _adopt_buffer(span: Span, layer: int) -> bool:
 # Checkpoints.
 
 
-def transcode_checkpoints(span: Span, plan: Plan) -> Iterator[None]:
+def transcode_checkpoints(span: Span, plan: PrecisionPlan) -> Iterator[None]:
     """Transcode the checkpoints, a ring in each step. Steps are short: no ring is longer than its window."""
-    for at in list(span.marks):
+    for at in list(span.checkpoints):
         for i, (pair, spec) in enumerate(zip(plan.pairs, span.layout.flat(), strict=True)):
-            mark = span.marks.get(at)  # None: dropped meanwhile
+            mark = span.checkpoints.get(at)  # None: dropped meanwhile
             ring = mark.states[i] if mark is not None else None
             if mark is not None and isinstance(ring, SealedPart) and not keeps_codecs(ring, pair, spec.dtype):
                 states = (*mark.states[:i], transcode_segment(ring, pair, spec.dtype), *mark.states[i + 1 :])
-                span.marks[at] = dataclasses.replace(mark, states=states)
+                span.checkpoints[at] = dataclasses.replace(mark, states=states)
                 yield
 
 
-def are_checkpoints_transcoded(span: Span, plan: Plan) -> bool:
+def are_checkpoints_transcoded(span: Span, plan: PrecisionPlan) -> bool:
     """Whether transcoding would leave all checkpoints as they are. A model may have no other KV."""
-    return all(_is_checkpoint_transcoded(span, mark, plan) for mark in span.marks.values())
+    return all(_is_checkpoint_transcoded(span, mark, plan) for mark in span.checkpoints.values())
 
 
-def _is_checkpoint_transcoded(span: Span, mark: Mark, plan: Plan) -> bool:
+def _is_checkpoint_transcoded(span: Span, mark: Checkpoint, plan: PrecisionPlan) -> bool:
     states = zip(mark.states, plan.pairs, span.layout.flat(), strict=True)
     return all(keeps_codecs(state, pair, spec.dtype) for state, pair, spec in states if isinstance(state, SealedPart))
 
@@ -144,12 +144,12 @@ def _is_checkpoint_transcoded(span: Span, mark: Mark, plan: Plan) -> bool:
 # Live layers: their owner still writes them.
 
 
-def has_to_encode(span: Span, layer: int, pair: Pair, window: RawWindow) -> bool:
+def has_to_encode(span: Span, layer: int, pair: CodecPair, window: RawWindow) -> bool:
     """Whether a live layer has enough raw tokens to encode, or sealed tokens in more bits than `pair` has."""
-    own, dtype = span.held(layer), span.layout.flat()[layer].dtype
-    if not isinstance(own, OwnTokens):
+    own, dtype = span.content(layer), span.layout.flat()[layer].dtype
+    if not isinstance(own, OwnKV):
         return False
-    return own.num_to_seal(window) >= SEAL_TOKENS or any(
+    return own.num_to_encode(window) >= ENCODE_TOKENS or any(
         not keeps_codecs(part, live_codecs(part, pair), dtype) for part in own.sealed
     )
 
@@ -157,27 +157,27 @@ def has_to_encode(span: Span, layer: int, pair: Pair, window: RawWindow) -> bool
 def encodable_tokens(span: Span, window: RawWindow) -> int:
     """Return how many tokens of a live span are encoded, or could be."""
     for own in span.live_layers():
-        count = own.num_to_seal(window)
-        return own.sealed_tokens + (count if count >= SEAL_TOKENS else 0)
+        count = own.num_to_encode(window)
+        return own.sealed_tokens + (count if count >= ENCODE_TOKENS else 0)
     return 0
 
 
-def encode_live(span: Span, layer: int, pair: Pair, window: RawWindow, *, up_to: int) -> Iterator[None]:
+def encode_live(span: Span, layer: int, pair: CodecPair, window: RawWindow, *, up_to: int) -> Iterator[None]:
     """Encode, in small steps, what the owner of a live layer had written at `up_to`, except for the raw window."""
-    own, dtype = span.held(layer), span.layout.flat()[layer].dtype
-    if not isinstance(own, OwnTokens):
+    own, dtype = span.content(layer), span.layout.flat()[layer].dtype
+    if not isinstance(own, OwnKV):
         return
     for part in own.sealed:
         wanted = live_codecs(part, pair)
         if not keeps_codecs(part, wanted, dtype):
-            own.replace_sealed(part, transcode_segment(part, wanted, dtype))
+            own.replace_segment(part, transcode_segment(part, wanted, dtype))
             yield
     since = RawWindow(window.first_tokens, window.recent_tokens + max(0, own.end - up_to))
-    if own.num_to_seal(since) >= SEAL_TOKENS:
-        yield from own.sealing(*pair, since)
+    if own.num_to_encode(since) >= ENCODE_TOKENS:
+        yield from own.encode_past(*pair, since)
 
 
-def live_codecs(part: SealedPart, pair: Pair) -> Pair:
+def live_codecs(part: SealedPart, pair: CodecPair) -> CodecPair:
     """Return the codecs for a sealed segment of a running sequence: first tokens, which were sealed raw, stay raw."""
     return RAW if _codecs_of(part) == RAW else pair
 
@@ -193,7 +193,7 @@ def becomes(held: Codec, wanted: Codec, dim: int, dtype: mx.Dtype, *, upward: bo
     return wanted if upward or bits_of(wanted, dim, dtype) < bits_of(held, dim, dtype) else held
 
 
-def codecs_after(part: SealedPart, pair: Pair, dtype: mx.Dtype, *, upward: bool = False) -> Pair:
+def codecs_after(part: SealedPart, pair: CodecPair, dtype: mx.Dtype, *, upward: bool = False) -> CodecPair:
     """Return the codecs that a segment would be transcoded to."""
     k, v = _codecs_of(part)
     return (
@@ -202,19 +202,19 @@ def codecs_after(part: SealedPart, pair: Pair, dtype: mx.Dtype, *, upward: bool 
     )
 
 
-def keeps_codecs(part: SealedPart, pair: Pair, dtype: mx.Dtype, *, upward: bool = False) -> bool:
+def keeps_codecs(part: SealedPart, pair: CodecPair, dtype: mx.Dtype, *, upward: bool = False) -> bool:
     """Whether transcoding would leave a segment as it is."""
     return codecs_after(part, pair, dtype, upward=upward) == _codecs_of(part)
 
 
-def transcode_segment(part: SealedPart, pair: Pair, dtype: mx.Dtype) -> SealedPart:
+def transcode_segment(part: SealedPart, pair: CodecPair, dtype: mx.Dtype) -> SealedPart:
     """Transcode a whole segment at once, never to more bits than it has."""
     k, v = codecs_after(part, pair, dtype)
     return SealedPart(_transcode_planes(part.k, k, dtype), _transcode_planes(part.v, v, dtype))
 
 
 def _transcode_first(
-    parts: Sequence[Part], start: int, pair: Pair, dtype: mx.Dtype, grain: Grain, *, upward: bool
+    parts: Sequence[Part], start: int, pair: CodecPair, dtype: mx.Dtype, grain: WorkSizes, *, upward: bool
 ) -> SealedPart:
     """Transcode the first tokens of consecutive segments, in memory of their own: as many tokens as one step handles.
     The first token is at position `start`.
@@ -240,12 +240,12 @@ def _transcode_first(
     return SealedPart(_transcode_range(whole.k, first, end, k, dtype), _transcode_range(whole.v, first, end, v, dtype))
 
 
-def _step_tokens(start: int, num_tokens: int, grain: Grain, *, encodes: bool) -> int:
-    first, end = next(ranges(start, start + num_tokens, grain.piece_tokens if encodes else grain.part_tokens))
+def _step_tokens(start: int, num_tokens: int, grain: WorkSizes, *, encodes: bool) -> int:
+    first, end = next(slices(start, start + num_tokens, grain.slice_tokens if encodes else grain.segment_tokens))
     return end - first
 
 
-def _codecs_of(part: SealedPart) -> Pair:
+def _codecs_of(part: SealedPart) -> CodecPair:
     return part.k.codec, part.v.codec
 
 

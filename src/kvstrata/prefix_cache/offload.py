@@ -23,7 +23,7 @@ from kvstrata.prefix_cache.keys import TokenIds, chain
 from kvstrata.prefix_cache.precision import PrecisionPolicy
 from kvstrata.prefix_cache.radix_tree import Node
 from kvstrata.prefix_cache.tier_client import TierClient, entry_at, first_live_entry, ids_to, make_block
-from kvstrata.tiers.block import BASE, MARK, Block, BlockId
+from kvstrata.tiers.block import BASE, CHECKPOINT, Block, BlockId
 from kvstrata.tiers.interface import Link, Refusal, Refused, Tier, Writing
 from kvstrata.tiers.removals import BlockRemoval, RemovalCause
 
@@ -146,10 +146,10 @@ class ChainWriter:
         entry, _ = entry_at(leaf, link.end - 1)
         if entry.is_pinned:
             self._client.pin_written_block(entry.pins, link.key)
-        checkpoint = entry.span.marks.get(link.end)
-        if checkpoint is not None and not self._tier.blocks.find(link.key, MARK):
+        checkpoint = entry.span.checkpoints.get(link.end)
+        if checkpoint is not None and not self._tier.blocks.find(link.key, CHECKPOINT):
             # The tier accepted the block, so its checkpoint is worth writing, too.
-            block = make_block(link, ids, leaf.root_key, pack_checkpoint(checkpoint), MARK)
+            block = make_block(link, ids, leaf.root_key, pack_checkpoint(checkpoint), CHECKPOINT)
             self._offer_block(block, entry, was_reused=True, replace=False)
 
     def _offer_block(self, block: Block, entry: Entry, *, was_reused: bool, replace: bool) -> None:
@@ -193,7 +193,7 @@ def _memory_bytes(entry: Entry, link: Link) -> float:
 def _is_one_segment(entry: Entry, link: Link) -> bool:
     """Whether the tokens of a block are in one segment of each layer: only then can they be packed again."""
     span = entry.span
-    return all(len(span.parts(layer, link.start, link.end)) == 1 for layer in span.layers)
+    return all(len(span.segments(layer, link.start, link.end)) == 1 for layer in span.layers)
 
 
 def _next_link(leaf: Node[Entry], parent: bytes, start: int, ids: TokenIds) -> Link:

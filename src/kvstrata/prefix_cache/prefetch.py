@@ -16,7 +16,7 @@ import numpy as np
 
 from kvstrata.attention.segments import CutPart, Part, SealedPart
 from kvstrata.kv.packing import join_blocks
-from kvstrata.kv.precision_plan import Plan, bits_of
+from kvstrata.kv.precision_plan import PrecisionPlan, bits_of
 from kvstrata.kv.span import Span
 from kvstrata.kv.transcode import shrink
 from kvstrata.prefix_cache.entries import STEPPED_DOWN, ArchivedCopy, Entry
@@ -288,7 +288,7 @@ class Restorer:
     def has_entry(self, entry: Entry) -> bool:
         return entry in self._waiting
 
-    def restored_bytes(self, entry: Entry, plan: Plan) -> int:
+    def restored_bytes(self, entry: Entry, plan: PrecisionPlan) -> int:
         """Return the bytes that an entry would take under a plan after its restore; 0: the disk has no more bits of it
         than memory."""
         span = entry.span
@@ -446,6 +446,6 @@ def _segment_bits(segment: SealedPart, dtype: mx.Dtype) -> float:
 
 def _segments_in(span: Span, layer: int, start: int, end: int) -> Sequence[tuple[Part, SealedPart]]:
     """Return the sealed segments of a range, each with the whole segment that it is cut from."""
-    cuts = span.parts(layer, start, end)
+    cuts = span.segments(layer, start, end)
     wholes = [cut.whole if isinstance(cut, CutPart) else cut for cut in cuts]
     return [(cut, whole) for cut, whole in zip(cuts, wholes, strict=True) if isinstance(whole, SealedPart)]

@@ -11,14 +11,14 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 from kvstrata.kv.packing import FewerBits, pack_shared, pack_shared_checkpoint
-from kvstrata.kv.precision_plan import Plan
+from kvstrata.kv.precision_plan import PrecisionPlan
 from kvstrata.kv.span import SpanRange
 from kvstrata.prefix_cache.entries import Entry
 from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.jobs import FailureLog
 from kvstrata.prefix_cache.radix_tree import Node
 from kvstrata.prefix_cache.tier_client import TierClient, entry_at, first_live_entry, ids_to, make_block
-from kvstrata.tiers.block import BASE, BLOCK_TOKENS, MARK, Block, BlockContent
+from kvstrata.tiers.block import BASE, BLOCK_TOKENS, CHECKPOINT, Block, BlockContent
 from kvstrata.tiers.interface import Link, Refusal, Refused, SharedTier, TokenIds, Wanted
 from kvstrata.tiers.lookups import Lookup
 
@@ -35,7 +35,7 @@ class SharedTierClient:
 
     client: TierClient
     tier: SharedTier
-    plan: Plan
+    plan: PrecisionPlan
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,9 @@ class Sharer:
             }
             return
         ids = ids_to(leaf)
-        checkpoints = [at for node in leaf.path() for at in node.payload.span.marks if node.start < at <= node.end]
+        checkpoints = [
+            at for node in leaf.path() for at in node.payload.span.checkpoints if node.start < at <= node.end
+        ]
         aligned = tuple(sorted({at for at in checkpoints if at % BLOCK_TOKENS == 0}))
         lookup = self._client.start_lookup(self._tier.blocks.wanted(leaf.root_key, ids, aligned), Wanted())
         self._pending = _PendingShare(leaf, leaf.end, ids, lookup)
@@ -168,7 +170,7 @@ class Sharer:
     def _write_checkpoint(self, pending: _PendingShare, root: bytes, link: Link) -> Generator[None, None, bool]:
         """Write the checkpoint at a block's end, if there is one. False: the tier refused it."""
         entry, _ = entry_at(pending.leaf, link.end - 1)
-        checkpoint = entry.span.marks.get(link.end)
+        checkpoint = entry.span.checkpoints.get(link.end)
         if checkpoint is None:
             return True
         dtypes = [spec.dtype for spec in entry.span.layout.flat()]
@@ -177,7 +179,7 @@ class Sharer:
         except FewerBits:
             return True
         yield
-        return (yield from self._put_block(pending, root, link, content, MARK))
+        return (yield from self._put_block(pending, root, link, content, CHECKPOINT))
 
     def _put_block(
         self, pending: _PendingShare, root: bytes, link: Link, content: BlockContent, part: str

@@ -20,13 +20,13 @@ import numpy as np
 
 from kvstrata.attention.segments import SealedPart
 from kvstrata.errors import ConfigError
-from kvstrata.kv.checkpoints import Mark, needs_marks
+from kvstrata.kv.checkpoints import Checkpoint, needs_checkpoints
 from kvstrata.kv.layout import Layout
 from kvstrata.kv.packing import bytes_by_precision, unpack, unpack_checkpoint
 from kvstrata.prefix_cache.entries import Entry, Lease
 from kvstrata.prefix_cache.keys import TokenIds
 from kvstrata.prefix_cache.radix_tree import Node
-from kvstrata.tiers.block import BASE, MARK, Block, BlockContent, BlockId
+from kvstrata.tiers.block import BASE, CHECKPOINT, Block, BlockContent, BlockId
 from kvstrata.tiers.interface import Link, OnDisk, Removed, Tier, TierMatch
 from kvstrata.tiers.lookups import Lookup, Walk
 from kvstrata.tiers.no_tier import NoTier
@@ -71,7 +71,7 @@ class BlockLoad:
     blocks: list[Arrays] = field(default_factory=list)  # loaded and not taken yet
     nbytes: int = 0  # of `blocks`
     num_taken: int = 0
-    checkpoint: Mark | None = None
+    checkpoint: Checkpoint | None = None
     reading: BlockReading | None = None
     source: BlockLoader | None = None
     is_done: bool = False
@@ -158,7 +158,7 @@ class BlockLoader:
         block_ids, sizes = [BlockId(link.key) for link in links], [link.nbytes for link in links]
         if checkpoint_bytes:
             # The checkpoint is read first: without it the blocks are of no use.
-            block_ids.insert(0, BlockId(links[-1].key, MARK))
+            block_ids.insert(0, BlockId(links[-1].key, CHECKPOINT))
             sizes.insert(0, checkpoint_bytes)
         load.reading = self._tier.read(
             block_ids, lambda result: self._receive_block(load, result), root=load.root, sizes=sizes
@@ -208,7 +208,7 @@ class BlockLoader:
 
     def _add_block(self, load: BlockLoad, block: Block) -> None:
         try:
-            if block.part == MARK:
+            if block.part == CHECKPOINT:
                 load.checkpoint = unpack_checkpoint(block.content)
                 return
             start, end = block.start, block.start + block.num_tokens
@@ -318,7 +318,7 @@ class TierClient:
         self.tier = tier
         self.patience_s = patience_s
         self._pinned = PinnedBlocks(set[bytes]() if pinned is None else pinned)
-        self._needs_checkpoints = needs_marks(layout)
+        self._needs_checkpoints = needs_checkpoints(layout)
         self._wake = lambda: post(_wake_up)
         tier.on_room = self._wake
         # Half of the bytes that are read ahead wait in the tier, the other half in the loader.
@@ -336,7 +336,7 @@ class TierClient:
 
     def touch_blocks(self, links: Iterable[Link]) -> None:
         """Record a use of blocks now, whether or not they were read."""
-        parts = (BASE, MARK) if self._needs_checkpoints else (BASE,)
+        parts = (BASE, CHECKPOINT) if self._needs_checkpoints else (BASE,)
         self.tier.touch(BlockId(link.key, part) for link in links for part in parts)
 
     # Pins.
@@ -433,7 +433,7 @@ class TierClient:
                 break
             dropped.append(link)
         if not is_dry:
-            self.tier.remove([BlockId(link.key, part) for link in dropped for part in (MARK, BASE)])
+            self.tier.remove([BlockId(link.key, part) for link in dropped for part in (CHECKPOINT, BASE)])
         num_tokens = sum(link.end - link.start for link in dropped)
         return Removed(len(dropped), num_tokens, sum(link.nbytes for link in dropped))
 
@@ -441,7 +441,7 @@ class TierClient:
         links = (yield from self.tier.blocks.longest(root, 0, ids)).links
         is_whole = bool(links) and links[-1].end == len(ids)
         if is_whole and with_checkpoint:
-            is_whole = self.tier.blocks.find(links[-1].key, MARK) > 0
+            is_whole = self.tier.blocks.find(links[-1].key, CHECKPOINT) > 0
         return links if is_whole else ()
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from kvstrata.attention.segments import SealedPart
 from kvstrata.errors import InvalidRequest, MemoryPinned, NeverFits, Unavailable
-from kvstrata.kv.block_checks import check_mark, check_parts
-from kvstrata.kv.checkpoints import Mark
+from kvstrata.kv.block_checks import check_checkpoint, check_segments
+from kvstrata.kv.checkpoints import Checkpoint
 from kvstrata.kv.packing import block_ends, join_blocks, pack, pack_checkpoint, unpack, unpack_checkpoint
 from kvstrata.kv.span import Span, SpanRange
 from kvstrata.prefix_cache.entries import Entry, Lease
@@ -20,7 +20,7 @@ from kvstrata.prefix_cache.matching import PrefixMatcher
 from kvstrata.prefix_cache.reclaim import Reclaimer
 from kvstrata.prefix_cache.worth import ReuseClass
 from kvstrata.sizes import human_bytes
-from kvstrata.tiers.block import BASE, MARK, Block, BlockContent
+from kvstrata.tiers.block import BASE, CHECKPOINT, Block, BlockContent
 
 # Length of one step that gives a span memory of its own.
 STEP_S = 0.003
@@ -41,7 +41,7 @@ class ExportProgress:
     ids: TokenIds  # all that are exported
     lease: Lease
     runs: tuple[tuple[Entry, int, int], ...]  # entries with the positions [start, end) that each contributes
-    checkpoints: dict[int, Mark]  # by position; collected at the beginning, because the cache may drop them
+    checkpoints: dict[int, Checkpoint]  # by position; collected at the beginning, because the cache may drop them
     root: bytes
     nbytes: int  # approximate size of the file
     last_key: bytes = b""  # of the last block that was sent; empty: none was
@@ -90,7 +90,9 @@ class ConversationExport:
         blocks = [self._make_block(progress, parent, start, content, BASE)]
         if end in progress.checkpoints:
             yield
-            blocks.append(self._make_block(progress, parent, start, pack_checkpoint(progress.checkpoints[end]), MARK))
+            blocks.append(
+                self._make_block(progress, parent, start, pack_checkpoint(progress.checkpoints[end]), CHECKPOINT)
+            )
         return tuple(blocks)
 
     def end_export(self, progress: ExportProgress) -> None:
@@ -100,13 +102,13 @@ class ConversationExport:
     def _lease_prefix(self, ids: TokenIds, salt: str) -> ExportProgress:
         match = self._inserter.table.tree.match(self._matcher.root_of(salt), ids)
         runs: list[tuple[Entry, int, int]] = []
-        checkpoints: dict[int, Mark] = {}
+        checkpoints: dict[int, Checkpoint] = {}
         for node in match.path:
             end = min(node.end, match.num_tokens)
             if node.payload.is_running or end <= node.start:
                 break
             runs.append((node.payload, node.start, end))
-            checkpoints |= {at: each for at, each in node.payload.span.marks.items() if node.start < at <= end}
+            checkpoints |= {at: each for at, each in node.payload.span.checkpoints.items() if node.start < at <= end}
         end = max(checkpoints, default=0) if self._inserter.table.needs_checkpoints else (runs[-1][2] if runs else 0)
         if not end:
             raise InvalidRequest(
@@ -160,7 +162,7 @@ class ImportProgress:
     end: int
     segments: list[dict[int, SealedPart]] = field(default_factory=list)  # one per block, by layer
     num_bytes: int = 0
-    checkpoints: dict[int, Mark] = field(default_factory=dict)  # by position; they wait for their tokens
+    checkpoints: dict[int, Checkpoint] = field(default_factory=dict)  # by position; they wait for their tokens
 
 
 class ConversationImport:
@@ -174,19 +176,19 @@ class ConversationImport:
         self._reclaimer = reclaimer
         self._counters = counters
 
-    def check_block(self, block: Block, example: Mark | None) -> Steps[None]:
+    def check_block(self, block: Block, example: Checkpoint | None) -> Steps[None]:
         """Raise ConfigError where a block is not of this model.
 
         `example`: any checkpoint of the model; None: it needs none.
         """
         yield
         end = block.start + block.num_tokens
-        if block.part != MARK:
-            check_parts(self._matcher.layout, unpack(self._matcher.layout, block.content, block.start, end))
+        if block.part != CHECKPOINT:
+            check_segments(self._matcher.layout, unpack(self._matcher.layout, block.content, block.start, end))
             return
         if example is None:
             raise ValueError("a model that needs no marks has none")
-        check_mark(self._matcher.layout, unpack_checkpoint(block.content), end, example)
+        check_checkpoint(self._matcher.layout, unpack_checkpoint(block.content), end, example)
 
     def begin_import(self, ids: TokenIds, salt: str, nbytes: int) -> ImportProgress:
         """Lease what is cached of a conversation. Raises NeverFits or MemoryPinned where `nbytes` more cannot fit."""
@@ -203,7 +205,7 @@ class ConversationImport:
     def add_block(self, progress: ImportProgress, block: Block) -> Steps[None]:
         """Take in the next block, or the checkpoint at the end of the last one."""
         end = block.start + block.num_tokens
-        if block.part == MARK:
+        if block.part == CHECKPOINT:
             progress.checkpoints[end] = unpack_checkpoint(block.content)
             return
         if end <= progress.num_cached:
@@ -225,8 +227,8 @@ class ConversationImport:
 
     def add_span(self, progress: ImportProgress, span: Span) -> Steps[ImportResult]:
         """Insert all tokens at once. `span` begins at the first token."""
-        progress.checkpoints |= span.marks
-        span.marks = {}
+        progress.checkpoints |= span.checkpoints
+        span.checkpoints = {}
         self._insert_span(progress, span)
         return (yield from self.finish_import(progress))
 

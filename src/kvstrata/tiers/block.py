@@ -21,7 +21,7 @@ BLOCK_TOKENS = 256  # at most
 # The parts of a block: the KV of its tokens and, for models that resume at checkpoints, the checkpoint at its end.
 BASE = "base"
 
-MARK = "mark"
+CHECKPOINT = "mark"
 
 PART_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvstrata.errors import ConfigError
 from kvstrata.prefix_cache.keys import chain
-from kvstrata.tiers.block import BASE, MARK, BlockId
+from kvstrata.tiers.block import BASE, CHECKPOINT, BlockId
 from kvstrata.tiers.remote import payload, sealing
 from kvstrata.tiers.remote.health import DamagedBlock
 from kvstrata.tiers.remote.sealing import Keys, Names, is_name, keys_for, keys_of, links_of, read_secret
@@ -135,7 +135,7 @@ def test_names_differ_by_all_that_decides_what_a_block_is() -> None:
     names = Names(KEYS, "planes:8", "cpu")
     others = [
         names.of(other, BASE),
-        names.of(key, MARK),
+        names.of(key, CHECKPOINT),
         Names(KEYS, "planes:4", "cpu").of(key, BASE),
         Names(keys_of(SECRET[::-1]), "planes:8", "cpu").of(key, BASE),
     ]
@@ -196,7 +196,7 @@ def test_a_block_comes_back_as_it_was(seed: int, values: int) -> None:
         name: (t.dtype, t.shape, bytes(t.view())) for name, t in block.tensors.items()
     }
     assert replace(back, tensors={}) == replace(block, tensors={})
-    for wanted, root in ((BlockId(block.key, MARK), ROOT), (BlockId(bytes(32)), ROOT), (block.id, bytes(32))):
+    for wanted, root in ((BlockId(block.key, CHECKPOINT), ROOT), (BlockId(bytes(32)), ROOT), (block.id, bytes(32))):
         with pytest.raises(DamagedBlock):
             payload.decode(body, wanted, root, chain)
     with pytest.raises(DamagedBlock):

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from kvstrata.tiers.block import BASE, MARK, BlockId
+from kvstrata.tiers.block import BASE, CHECKPOINT, BlockId
 from kvstrata.tiers.interface import Link, OnDisk, TierMatch, TokenIds, Wanted
 from kvstrata.tiers.lookups import Walk
 from kvstrata.tiers.remote.cluster import Cluster
@@ -102,9 +102,11 @@ class RemoteBlocks:
         own_root = self._names.root(root)
         links = links_of(self._chain, own_root, ids)
         present = yield from self._present(links)
-        self._touch([self._names.of(link.key, part) for link in present for part in (BASE, MARK)[: 1 + bool(marks)]])
+        self._touch(
+            [self._names.of(link.key, part) for link in present for part in (BASE, CHECKPOINT)[: 1 + bool(marks)]]
+        )
         at_marks = [link for link in links if link.end in set(marks)]
-        sizes = self._sizes([self._names.of(link.key, MARK) for link in at_marks])
+        sizes = self._sizes([self._names.of(link.key, CHECKPOINT) for link in at_marks])
         missing = tuple(link for link, nbytes in zip(at_marks, sizes, strict=False) if not nbytes)
         return Wanted(own_root, tuple(links[len(present) :]), missing, is_known=not self._health.is_paused)
 
@@ -125,7 +127,7 @@ class RemoteBlocks:
         """Return the chain up to its last block with a checkpoint."""
         for end in range(len(links), 0, -MARKS_AT_ONCE):
             first = max(0, end - MARKS_AT_ONCE)
-            sizes = self._sizes([self._names.of(link.key, MARK) for link in links[first:end]])
+            sizes = self._sizes([self._names.of(link.key, CHECKPOINT) for link in links[first:end]])
             for at in range(len(sizes) - 1, -1, -1):
                 if sizes[at]:
                     return TierMatch(tuple(links[: first + at + 1]), sizes[at])
