@@ -74,7 +74,7 @@ def _layers() -> list[FullLayer | WindowLayer]:
     shares = FullLayer(30, [planes, _Cut(CutPart(planes, 0, 31)), stepping, _Owner(plain, 11)])
     for seed, (layer, count) in enumerate([(plain, 12), (sealed, 300), (shares, 3), (grown, 13)]):
         layer.append(*(keys(1, HEADS, count, DIM, seed=20 + seed + i, dtype=DTYPE) for i in (0, 9)))
-    sealed.own.seal(PlanesCodec(4), PlanesCodec(4), RawWindow(4, 128))
+    sealed.own.encode_past_at_once(PlanesCodec(4), PlanesCodec(4), RawWindow(4, 128))
     grown.grow(20)
     ring = WindowLayer(16, keep=4)
     ring.append(*(keys(1, HEADS, 21, DIM, seed=40 + i, dtype=DTYPE) for i in (0, 9)))
@@ -91,10 +91,10 @@ class _Owner:
 
     @property
     def version(self) -> Hashable:
-        return self._layer.own.pieces.version
+        return self._layer.own.buffers.version
 
     def parts(self) -> tuple[Part, ...]:
-        return self._layer.own.parts(0, self.num_tokens)
+        return self._layer.own.segments(0, self.num_tokens)
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_nothing_of_what_was_replaced_is_kept(
     gc.collect()
     before = mx.get_active_memory()
     raw_bytes = layers[0].nbytes
-    layers[0].own.seal(PlanesCodec(4), PlanesCodec(4), RawWindow(4, 128))
+    layers[0].own.encode_past_at_once(PlanesCodec(4), PlanesCodec(4), RawWindow(4, 128))
     mx.eval(*(array for part in layers[0].own.sealed for array in part.arrays()))
     gc.collect()
     assert before - mx.get_active_memory() == pytest.approx(raw_bytes - layers[0].nbytes, rel=0.02)

@@ -52,7 +52,7 @@ def _layers() -> list[FullLayer]:
     layers = [FullLayer(40), FullLayer(400), FullLayer(30, [prefix])]
     for seed, (layer, count) in enumerate(zip(layers, (12, 300, 3), strict=True)):
         layer.append(*(keys(1, KV_HEADS, count, DIM, seed=20 + seed + i) for i in (0, 9)))
-    layers[1].own.seal(PlanesCodec(4), PlanesCodec(4), RawWindow(4, 64))
+    layers[1].own.encode_past_at_once(PlanesCodec(4), PlanesCodec(4), RawWindow(4, 64))
     return layers
 
 

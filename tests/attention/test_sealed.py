@@ -49,7 +49,7 @@ def test_attention_over_sealed_parts_is_attention_over_what_they_decode_to(name:
     codec = parse_for(name, dim)
     layer = FullLayer(400)
     layer.append(random_tokens(2, 300, dim), random_tokens(2, 300, dim))
-    assert layer.own.seal(codec, codec, RawWindow(4, 20)) == 276
+    assert layer.own.encode_past_at_once(codec, codec, RawWindow(4, 20)) == 276
     layer.append(random_tokens(2, queries, dim), random_tokens(2, queries, dim))
     parts = Parts((layer.parts(),))
     # The first tokens, the encoded ones and the tail; neighbours under the same codec are joined.
@@ -66,13 +66,13 @@ def test_sealing_keeps_the_first_and_the_newest_tokens_as_they_were() -> None:
     layer = FullLayer(310)
     layer.append(k, v)
     codec = parse_for("planes:4", 64)
-    layer.own.seal(codec, codec, RawWindow(4, 128))
+    layer.own.encode_past_at_once(codec, codec, RawWindow(4, 128))
     after_k, after_v = Parts((layer.parts(),)).joined(k)
     for before, after in ((k, after_k), (v, after_v)):
         assert distance(after[:, :, :4], before[:, :, :4]) == 0
         assert distance(after[:, :, -128:], before[:, :, -128:]) == 0
         assert 0 < distance(after[:, :, 4:-128], before[:, :, 4:-128]) < 1
-    assert layer.own.seal(codec, codec, RawWindow(4, 128)) == 0  # nothing new to encode
+    assert layer.own.encode_past_at_once(codec, codec, RawWindow(4, 128)) == 0  # nothing new to encode
     assert layer.offset == 300
 
 
@@ -84,13 +84,13 @@ def test_sealing_keeps_the_room_of_all_pieces(tokens: int, grown: int) -> None:
         layer.grow(grown)
     k, v = random_tokens(2, tokens, 64), random_tokens(2, tokens, 64)
     layer.append(k, v)
-    capacity = layer.own.pieces.capacity
-    assert layer.own.seal(codec, codec, RawWindow(4, 20)) == tokens - 24
-    assert layer.own.pieces.capacity == round_up(capacity - (tokens - 20))
-    room = layer.own.pieces.capacity - 20
+    capacity = layer.own.buffers.capacity
+    assert layer.own.encode_past_at_once(codec, codec, RawWindow(4, 20)) == tokens - 24
+    assert layer.own.buffers.capacity == round_up(capacity - (tokens - 20))
+    room = layer.own.buffers.capacity - 20
     more_k, more_v = random_tokens(2, room, 64), random_tokens(2, room, 64)
     layer.append(more_k, more_v)
-    (tail,) = layer.own.parts(tokens - 20, tokens + room)
+    (tail,) = layer.own.segments(tokens - 20, tokens + room)
     dense_k, dense_v = tail.dense(k)
     assert mx.array_equal(dense_k, mx.concatenate([k[:, :, -20:], more_k], axis=2))
     assert mx.array_equal(dense_v, mx.concatenate([v[:, :, -20:], more_v], axis=2))
@@ -106,11 +106,11 @@ def test_a_long_prompt_that_is_sealed_as_it_comes_moves_no_room(raw_tokens: int 
     k, v = random_tokens(2, 256, 64), random_tokens(2, 256, 64)
     for at in range(0, 19_968, 256):
         layer.append(k, v)
-        layer.own.seal(codec, codec, RawWindow(4, 128))
+        layer.own.encode_past_at_once(codec, codec, RawWindow(4, 128))
         mx.eval(layer.arrays())
-        assert layer.own.pieces.capacity - (layer.offset - layer.own.sealed_tokens) == round_up(20_000 - at - 256)
+        assert layer.own.buffers.capacity - (layer.offset - layer.own.sealed_tokens) == round_up(20_000 - at - 256)
         assert layer.nbytes - layer.own.sealed_bytes <= round_up(128 + 512) * 2 * 2 * 64 * 4
-    assert layer.own.num_to_seal(RawWindow(4, 128)) == 0
+    assert layer.own.num_to_encode(RawWindow(4, 128)) == 0
     after_k, after_v = Parts((layer.parts(),)).joined(k)
     for before, after in ((k, after_k), (v, after_v)):
         assert after.shape[2] == 19_968
@@ -124,7 +124,7 @@ def test_room_that_was_promised_is_there_though_nothing_is_sealed() -> None:
     for at in range(0, 1900, 100):
         layer.append(k[:, :, at : at + 100], v[:, :, at : at + 100])
     layer.grow(50)
-    assert layer.own.pieces.capacity >= 2050
+    assert layer.own.buffers.capacity >= 2050
     assert mx.array_equal(Parts((layer.parts(),)).joined(k)[0], k)
 
 
@@ -135,7 +135,7 @@ def test_sealing_frees_what_it_says() -> None:
     layer.append(random_tokens(2, 20_000, 64), random_tokens(2, 20_000, 64))
     mx.eval(layer.arrays())
     codec = parse_for("planes:8", 64)
-    layer.own.seal(codec, codec, RawWindow(4, 0))
+    layer.own.encode_past_at_once(codec, codec, RawWindow(4, 0))
     mx.clear_cache()
     assert mx.get_active_memory() - before == pytest.approx(layer.nbytes, rel=0.02)
     assert layer.nbytes < 20_000 * 2 * 64 * 2 * 4 * 0.27
@@ -153,9 +153,11 @@ def test_eight_sequences_of_different_precisions_decode_together_as_alone(dim: i
         made = [prefilled(model, layout, 150 + 20 * i, seed=i) for i in range(len(names))]
         for name, cache in zip(names, made, strict=True):
             if name is not None:
-                cache.seal([(parse_for(name, dim), parse_for(name, dim))] * len(cache.flat), RawWindow(4, 30))
+                cache.encode_past([(parse_for(name, dim), parse_for(name, dim))] * len(cache.flat), RawWindow(4, 30))
         # One more of another precision in the same sequence.
-        made[5].seal([(parse_for("planes:2", dim), parse_for("planes:8", dim))] * len(made[5].flat), RawWindow(4, 3))
+        made[5].encode_past(
+            [(parse_for("planes:2", dim), parse_for("planes:8", dim))] * len(made[5].flat), RawWindow(4, 3)
+        )
         return made
 
     alone, together = caches(), caches()
@@ -175,7 +177,7 @@ def test_sequences_share_a_sealed_part_and_hold_it_once() -> None:
     owner = FullLayer(8192)
     owner.append(random_tokens(2, 8192, 64), random_tokens(2, 8192, 64))
     codec = parse_for("planes:8", 64)
-    owner.own.seal(codec, codec, RawWindow(0, 0))
+    owner.own.encode_past_at_once(codec, codec, RawWindow(0, 0))
     shared: tuple[SealedPart, ...] = owner.own.sealed
     mx.clear_cache()
     before = mx.get_active_memory()

@@ -14,7 +14,7 @@ from kvstrata.engine.config import KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.request import Request
 from kvstrata.kv.span import Span
-from kvstrata.kv.transcode import LayerRewrite
+from kvstrata.kv.transcode import LayerTranscoder
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import cached, engine_on, flush_tier, make_computing_slow, settle
 from tests.engine.test_disk_keeps import prompt_of
@@ -58,9 +58,9 @@ def num_logged(caplog: pytest.LogCaptureFixture) -> int:
 def test_span_stays_raw_after_transcoding_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    advance = LayerRewrite.advance
+    advance = LayerTranscoder.advance
     fail = failing(lambda span, transcoding, **named: advance(transcoding, span, **named))
-    monkeypatch.setattr(LayerRewrite, "advance", lambda transcoding, span, **named: fail(span, transcoding, **named))
+    monkeypatch.setattr(LayerTranscoder, "advance", lambda transcoding, span, **named: fail(span, transcoding, **named))
     with engine_on(tmp_path, tiny_loaded("llama"), KvConfig(k=parse("planes:8"), v=parse("planes:8"))) as engine:
         assert [ask(engine, "failing", 1, 9), ask(engine, "good", 2, 5)] == [0, 0]
         assert [ask(engine, "failing again", 1, 9), ask(engine, "good again", 2, 5)] == [599, 599]
@@ -77,7 +77,7 @@ def test_packing_failure_leaves_only_its_span_unwritten(
 ) -> None:
     from kvstrata.prefix_cache import offload
 
-    monkeypatch.setattr(offload, "packing", failing(offload.packing))
+    monkeypatch.setattr(offload, "pack", failing(offload.pack))
     loaded = tiny_loaded("llama")
     with engine_on(tmp_path, loaded, KvConfig()) as engine:
         assert [ask(engine, "failing", 1, 9), ask(engine, "good", 2, 5)] == [0, 0]
@@ -96,13 +96,13 @@ def test_prefix_is_computed_after_promotion_fails(
     loaded = tiny_loaded("llama")
     with engine_on(tmp_path, loaded) as engine:
         assert [ask(engine, "one", 1, 9), ask(engine, "two", 2, 5)] == [0, 0]
-    promote = prefetch.span_of
+    promote = prefetch.join_blocks
 
     def fail_once(*_: Any) -> Any:
-        monkeypatch.setattr(prefetch, "span_of", promote)
+        monkeypatch.setattr(prefetch, "join_blocks", promote)
         raise RuntimeError("defect")
 
-    monkeypatch.setattr(prefetch, "span_of", fail_once)
+    monkeypatch.setattr(prefetch, "join_blocks", fail_once)
     with engine_on(tmp_path, loaded) as engine:
         assert [ask(engine, "one", 1, 9), ask(engine, "two", 2, 5)] == [0, 599]
         assert counters(engine)["failed_promotions"] == 1

@@ -18,7 +18,7 @@ from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.request import Finished, Request
 from kvstrata.engine.sequence import Sequence
-from kvstrata.kv.packing import tally
+from kvstrata.kv.packing import count_labels
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.keys import as_ids, chain
 from kvstrata.prefix_cache.reclaim import MOST_OVER
@@ -51,7 +51,7 @@ def full_drive(
     chat_bytes = CHAT_TOKENS * Drive(loaded).budget.token_bytes
     queue_bytes = int(NUM_CHATS * chat_bytes * queue_share)
     options = DiskOptions(folder, 256 * MIB, queue_bytes=queue_bytes, reserve_bytes=0)
-    tier = DiskTier(options, chain=chain, tally=tally, files=files)
+    tier = DiskTier(options, chain=chain, tally=count_labels, files=files)
     kv_bytes = (NUM_CHATS + 4) * chat_bytes
     storage = dataclasses.replace(storage or KvConfig(), disk_write="at-eviction")
     drive = Drive(loaded, LIMITS, kv_bytes=kv_bytes, storage=storage, tier=tier)

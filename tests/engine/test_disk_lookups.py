@@ -23,7 +23,7 @@ from kvstrata.engine.speeds import TokenRate
 from kvstrata.prefix_cache.requantize import PrecisionChange
 from kvstrata.tiers import read_rates
 from kvstrata.tiers.block import BlockId
-from kvstrata.tiers.disk.chains import DiskBlocks
+from kvstrata.tiers.disk.chains import DiskChains
 from kvstrata.tiers.disk.filesystem import Files
 from kvstrata.tiers.disk.tier import DiskTier
 from tests.engine.drive import GREEDY
@@ -32,16 +32,16 @@ from tests.engine.test_engine import Reply
 from tests.tiny import VOCAB, tiny_loaded
 
 
-def blocks_of(engine: Engine) -> DiskBlocks:
+def blocks_of(engine: Engine) -> DiskChains:
     blocks = engine.ask(lambda core: core.prefix_cache.disk.tier.blocks).result(60)
-    assert isinstance(blocks, DiskBlocks)
+    assert isinstance(blocks, DiskChains)
     return blocks
 
 
 class Hanging:
     """A disk whose catalogue answers only after the `with` block. `was_asked` is set by the first question."""
 
-    def __init__(self, blocks: DiskBlocks) -> None:
+    def __init__(self, blocks: DiskChains) -> None:
         self._blocks = blocks
         self._lengths, self._size = blocks.lengths, blocks.size
         self._goes_on = threading.Event()
@@ -136,7 +136,7 @@ def test_withdrawn_lookup_stops_early(tmp_path: Path, monkeypatch: pytest.Monkey
         assert len(asked) <= 2 + 8 + 2
 
 
-def asking_threads(blocks: DiskBlocks) -> dict[str, set[str]]:
+def asking_threads(blocks: DiskChains) -> dict[str, set[str]]:
     """Return the names of the threads that ask the catalogue, by question. Writing a chain does not count: it takes
     small steps on the engine thread, and a reply may be written at any time."""
     found: dict[str, set[str]] = {}

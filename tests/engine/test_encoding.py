@@ -7,7 +7,7 @@ import pytest
 from kvstrata.codecs.registry import parse
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.kv.span import Span
-from kvstrata.kv.transcode import LayerRewrite
+from kvstrata.kv.transcode import LayerTranscoder
 from tests.engine.drive import Drive, do_one_step
 from tests.engine.test_loop import prompt
 from tests.engine.test_prefixes import cached, steady_loaded
@@ -20,14 +20,14 @@ def test_next_turn_waits_for_encoding_of_previous_one_while_stream_decodes(monke
     storage = KvConfig(k=parse("planes:8"), v=parse("planes:8"))
     drive = Drive(steady_loaded("llama"), EngineLimits(prefill_chunk_tokens=256), storage=storage)
     do_one_step(drive.core.pacer)
-    advance, num_advanced = LayerRewrite.advance, 0
+    advance, num_advanced = LayerTranscoder.advance, 0
 
-    def counting(self: LayerRewrite, span: Span, *, upward: bool = False) -> bool:
+    def counting(self: LayerTranscoder, span: Span, *, upward: bool = False) -> bool:
         nonlocal num_advanced
         num_advanced += 1
         return advance(self, span, upward=upward)
 
-    monkeypatch.setattr(LayerRewrite, "advance", counting)
+    monkeypatch.setattr(LayerTranscoder, "advance", counting)
     stream, chat = drive.submit(prompt(20, seed=2), 1000), drive.submit(prompt(CHAT_TOKENS, seed=1), 2)
     while chat.end is None:
         drive.core.executor.step()

@@ -22,7 +22,7 @@ from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.prefix_lookup import MAX_TIER_LOOKUPS
 from kvstrata.engine.sequence import Sequence as EngineSequence
 from kvstrata.prefix_cache.keys import chain
-from kvstrata.tiers.block import BASE, BLOCK_TOKENS, MARK, Block, BlockId
+from kvstrata.tiers.block import BASE, BLOCK_TOKENS, CHECKPOINT, Block, BlockId
 from kvstrata.tiers.interface import (
     Accepted,
     BlockRemoval,
@@ -89,7 +89,7 @@ class ForgedBlocks(NoBlocks):
         yield
         best = TierMatch()
         for links in self._chains(parent, start, ids):
-            mark_bytes = self.find(links[-1].key, MARK) if at_marks else 0
+            mark_bytes = self.find(links[-1].key, CHECKPOINT) if at_marks else 0
             if links[-1].end > best.num_tokens and (mark_bytes or not at_marks):
                 best = TierMatch(links, mark_bytes)
         end = best.num_tokens + BLOCK_TOKENS
@@ -184,7 +184,7 @@ class ForgedTier(NoTier):
             return Missing(id_, MissReason.ABSENT)
         return Loaded(replace(block, description={}) if self.reads == "unreadable" else block)
 
-    def remove(self, blocks: Sequence[BlockId]) -> Removed:
+    def remove(self, blocks: Sequence[BlockId], *, durable: bool = False) -> Removed:
         return Removed(sum(self.blocks.held.pop(id_, None) is not None for id_ in blocks))
 
     def lose_block(self, which: int) -> None:

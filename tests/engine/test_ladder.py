@@ -75,7 +75,7 @@ def test_codec_with_fewest_bits_stays_while_other_side_steps_down() -> None:
         pair
         for entry in drive.prefix_cache.table.entries
         for layer in entry.span.layers
-        for pair in entry.span.pairs(layer)
+        for pair in entry.span.codec_pairs(layer)
     }
     assert {k.name for k, _ in pairs} == {"planes:2"}
     assert "planes:8" in {v.name for _, v in pairs}

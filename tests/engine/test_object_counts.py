@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvstrata.engine.config import KvConfig
-from kvstrata.kv.packing import tally
+from kvstrata.kv.packing import count_labels
 from kvstrata.prefix_cache.entries import Entry
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.disk.tier import DiskTier
@@ -56,6 +56,6 @@ def test_entries_of_many_short_requests_die_when_evicted(is_dynamic: bool) -> No
 
 
 def test_entries_of_many_short_requests_die_when_evicted_to_a_disk(tmp_path: Path) -> None:
-    tier = DiskTier(DiskOptions(tmp_path, 64 * MIB, reserve_bytes=0), chain=chain, tally=tally)
+    tier = DiskTier(DiskOptions(tmp_path, 64 * MIB, reserve_bytes=0), chain=chain, tally=count_labels)
     assert num_left_entries(KvConfig(hot_bytes=HOT_BYTES), tier) <= MOST_OUTDATED
     tier.close()

@@ -274,7 +274,7 @@ def test_number_of_checkpoints_follows_the_setting(architecture: str) -> None:
     tokens = prompt(700)
     for turn in range(5):
         tokens = tokens + serve(drive, tokens, 4).ids + prompt(20, seed=turn)
-        assert sum(len(entry.span.marks) for entry in drive.prefix_cache.table.entries) <= 3
+        assert sum(len(entry.span.checkpoints) for entry in drive.prefix_cache.table.entries) <= 3
     drive.clear()
     assert drive.prefix_cache.table.nbytes == 0
 
@@ -289,7 +289,7 @@ def test_reused_checkpoints_outlive_newer_ones(architecture: str) -> None:
         tokens = (
             tokens + serve(drive, tokens, 4, resume_at=resume_at if turn else (70, 100)).ids + prompt(20, seed=turn)
         )
-        assert sum(len(entry.span.marks) for entry in drive.prefix_cache.table.entries) <= 3 + len(resume_at)
+        assert sum(len(entry.span.checkpoints) for entry in drive.prefix_cache.table.entries) <= 3 + len(resume_at)
     assert cached(serve(drive, [*first[:80], *prompt(40, seed=9)])) == 70
     assert cached(serve(drive, [*first[:112], *prompt(40, seed=10)])) == 100
 

@@ -141,7 +141,7 @@ class RequantizeMachine(RuleBasedStateMachine):
         for entry in self.played.drive.prefix_cache.table.entries:
             span = entry.span
             for layer in span.layers if span.num_tokens else ():
-                parts = span.parts(layer, span.position, span.end)
+                parts = span.segments(layer, span.position, span.end)
                 assert sum(part.num_tokens for part in parts) == span.num_tokens
                 for part in parts:
                     dense = part.dense(mx.zeros((), mx.float32))

@@ -12,7 +12,7 @@ import pytest
 
 from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.sequence import Sequence
-from kvstrata.kv.packing import tally
+from kvstrata.kv.packing import count_labels
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.disk.tier import DiskTier
 from kvstrata.tiers.options import DiskOptions
@@ -28,7 +28,9 @@ PROMPT_TOKENS = 600
 def disk_drive(folder: Path, *, kv_tokens: int | None = None, **limits: Any) -> Iterator[Drive]:
     """An engine core with a disk that is faster than computing."""
     loaded = steady_loaded("llama")
-    tier = DiskTier(DiskOptions(folder, 256 * MIB, queue_bytes=64 * MIB, reserve_bytes=0), chain=chain, tally=tally)
+    tier = DiskTier(
+        DiskOptions(folder, 256 * MIB, queue_bytes=64 * MIB, reserve_bytes=0), chain=chain, tally=count_labels
+    )
     kv_bytes = None if kv_tokens is None else Drive(loaded).budget.bytes_for(kv_tokens)
     drive = Drive(loaded, EngineLimits(**limits), kv_bytes=kv_bytes, tier=tier)
     make_computing_slow(drive.core)

@@ -20,7 +20,7 @@ from kvstrata.codecs.registry import parse
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.request import Sampling
 from kvstrata.kv.gather import num_arrays
-from kvstrata.kv.packing import tally
+from kvstrata.kv.packing import count_labels
 from kvstrata.kv.sequence_cache import Prefix, SequenceCache
 from kvstrata.kv.span import SpanRange, prefix_of
 from kvstrata.models.loaded import LoadedModel
@@ -47,7 +47,7 @@ NUM_SEEDS = 3
 @contextmanager
 def tier_in(folder: Path) -> Iterator[DiskTier]:
     options = DiskOptions(folder, 256 * MIB, queue_bytes=64 * MIB, reserve_bytes=0)
-    tier = DiskTier(options, chain=chain, tally=tally)
+    tier = DiskTier(options, chain=chain, tally=count_labels)
     try:
         yield tier
     finally:
@@ -154,7 +154,7 @@ def encoded_error(m: Sixteen, drive: Drive) -> Error:
     """Return the error against float32 over the same planes, decoded."""
     found = drive.prefix_cache.lookup(m.ids[: HELD - 1], "")
     (entry,) = found.entries
-    mark = entry.span.marks.get(found.checkpoint_at or -1)
+    mark = entry.span.checkpoints.get(found.checkpoint_at or -1)
     wide, wide_mark = decoded(m.wide_layout, entry.span, mark, mx.float32)
     expected = logprobs_after(m.wide, m.wide_layout, m.ids[:HELD], [SpanRange(wide, 0, found.num_tokens)], wide_mark)
     narrow, narrow_mark = decoded(m.layout, entry.span, mark, m.dtype)

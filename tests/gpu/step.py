@@ -188,7 +188,7 @@ def compiled_right() -> Cases:
 def seal(layout: Layout, cache: SequenceCache, name: str) -> None:
     for layer, pair in zip(cache.layers, make_plan(layout, parse(name), parse(name)).pairs, strict=True):
         assert isinstance(layer, FullLayer)
-        layer.own.seal(*pair, RawWindow())
+        layer.own.encode_past_at_once(*pair, RawWindow())
 
 
 def mlx_lm_tokens_s(model: Any, batch: int, prompt_tokens: int, reply_tokens: int) -> float:

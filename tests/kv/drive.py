@@ -16,11 +16,13 @@ from kvstrata.attention.segments import SealedPart
 from kvstrata.codecs.registry import parse
 from kvstrata.kv.full_layer import FullLayer
 from kvstrata.kv.layout import LayerSpec, Layout
-from kvstrata.kv.packing import Packed, packing
+from kvstrata.kv.packing import pack
 from kvstrata.kv.precision_plan import make_plan
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.span import Span, live_span
 from kvstrata.models.probe import probe
+from kvstrata.prefix_cache.jobs import run_to_end
+from kvstrata.tiers.block import BlockContent
 from tests.kv.test_layers_same_output import steady_module
 from tests.tiny import VOCAB
 
@@ -104,13 +106,8 @@ def sealed_span(layout: Layout, cache: SequenceCache) -> Span:
     return span
 
 
-def packed(span: Span, start: int, end: int) -> Packed:
-    steps = packing(span, start, end)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as ended:
-            return ended.value
+def packed(span: Span, start: int, end: int) -> BlockContent:
+    return run_to_end(pack(span, start, end))
 
 
 def stored(num_tokens: int, name: str = "raw", *, position: int = 0, seed: int = 0) -> Span:

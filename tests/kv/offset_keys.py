@@ -14,12 +14,12 @@ import mlx.core as mx
 import numpy as np
 
 from kvstrata.codecs.registry import parse
-from kvstrata.kv.checkpoints import Mark, needs_marks, take_mark
+from kvstrata.kv.checkpoints import Checkpoint, needs_checkpoints, take_checkpoint
 from kvstrata.kv.layout import LayerSpec, Layout
 from kvstrata.kv.precision_plan import make_plan
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.span import Span, SpanRange, prefix_of
-from kvstrata.kv.transcode import rewrite_layer, rewriting_marks
+from kvstrata.kv.transcode import transcode_checkpoints, transcode_layer
 from kvstrata.models.probe import probe
 from tests.kv.drive import forward, sealed_span
 from tests.kv.test_layers_same_output import steady_module
@@ -58,7 +58,7 @@ def _without_turns(layout: Layout) -> Layout:
 
 
 def _still(spec: LayerSpec) -> LayerSpec:
-    return replace(spec, k_turn=None, v_turn=None, children=tuple(map(_still, spec.children)))
+    return replace(spec, k_rotation=None, v_rotation=None, children=tuple(map(_still, spec.children)))
 
 
 def biased(architecture: str, seed: int) -> Any:
@@ -80,18 +80,18 @@ def _logits(model: Any, layout: Layout, ids: Sequence[int], name: str) -> np.nda
     return np.asarray(forward(model, cache, ids[NUM_STORED:])).astype(np.float64)
 
 
-def _stored(model: Any, layout: Layout, ids: Sequence[int], name: str) -> tuple[Span, Mark | None]:
+def _stored(model: Any, layout: Layout, ids: Sequence[int], name: str) -> tuple[Span, Checkpoint | None]:
     """A span under these codecs, and the mark at its end with its rings under them too."""
     cache = SequenceCache(layout, model, len(ids))
     forward(model, cache, ids)
     span = sealed_span(layout, cache)
-    if needs_marks(layout):
-        span.marks[len(ids)] = take_mark(cache)
+    if needs_checkpoints(layout):
+        span.checkpoints[len(ids)] = take_checkpoint(cache)
     plan = make_plan(layout, parse(name), parse(name))
     for layer in span.layers:
-        rewrite_layer(span, layer, plan.pairs[layer])
-    list(rewriting_marks(span, plan))
-    return span, span.marks.get(len(ids))
+        transcode_layer(span, layer, plan.pairs[layer])
+    list(transcode_checkpoints(span, plan))
+    return span, span.checkpoints.get(len(ids))
 
 
 def main() -> None:

@@ -13,14 +13,14 @@ from mlx_lm.models import llama4
 from mlx_lm.models.cache import ChunkedKVCache, make_prompt_cache
 
 from kvstrata.codecs.registry import parse
-from kvstrata.kv.checkpoints import reaches, take_mark
+from kvstrata.kv.checkpoints import reaches, take_checkpoint
 from kvstrata.kv.chunked_layer import ChunkedLayer
 from kvstrata.kv.layout import Layout
 from kvstrata.kv.mlx_caches import adopt_mlx_lm, to_mlx_lm
 from kvstrata.kv.precision_plan import make_plan, raw_plan
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.span import SpanRange, prefix_of
-from kvstrata.kv.transcode import rewrite_layer, rewriting_marks
+from kvstrata.kv.transcode import transcode_checkpoints, transcode_layer
 from kvstrata.models.probe import probe
 from tests.kv.drive import sealed_span
 from tests.tiny import VOCAB
@@ -127,7 +127,7 @@ def test_sequences_resume_at_marks_and_where_a_chunk_begins() -> None:
     marks = []
     for end in (10, 32, 57, 80):
         advance(owner, end)
-        marks.append(take_mark(owner))
+        marks.append(take_checkpoint(owner))
     span = sealed_span(layout, owner)
     reached = {mark.position: [at for at in range(1, 81) if reaches(mark, layout, at)] for mark in marks}
     assert reached[10] == [*range(1, 11)]
@@ -137,7 +137,7 @@ def test_sequences_resume_at_marks_and_where_a_chunk_begins() -> None:
     for stored in (False, True):
         if stored:
             for layer in span.layers:
-                rewrite_layer(span, layer, raw_plan(layout).pairs[layer])
+                transcode_layer(span, layer, raw_plan(layout).pairs[layer])
         for mark in marks:
             for at in {mark.position, reached[mark.position][0], reached[mark.position][-2]}:
                 cache = SequenceCache(layout, model, 100, prefix_of(layout, [SpanRange(span, 0, at)], mark))
@@ -150,12 +150,12 @@ def test_marks_are_stored_under_the_plan() -> None:
     cache = SequenceCache(layout, model, 60)
     advance(cache, 60)
     span = sealed_span(layout, cache)
-    span.marks[60] = take_mark(cache)
-    raw = span.mark_bytes
+    span.checkpoints[60] = take_checkpoint(cache)
+    raw = span.checkpoint_bytes
     assert raw == 3 * 12 * 2 * 2 * 16 * 4
-    list(rewriting_marks(span, make_plan(layout, parse("planes:8"), parse("planes:8"))))
-    assert span.mark_bytes < 0.5 * raw
-    resumed = SequenceCache(layout, model, 60, prefix_of(layout, [SpanRange(span, 0, 60)], span.marks[60]))
+    list(transcode_checkpoints(span, make_plan(layout, parse("planes:8"), parse("planes:8"))))
+    assert span.checkpoint_bytes < 0.5 * raw
+    resumed = SequenceCache(layout, model, 60, prefix_of(layout, [SpanRange(span, 0, 60)], span.checkpoints[60]))
     model(mx.array([ids()[60:90]]), cache=resumed.caches())
 
 
@@ -166,7 +166,7 @@ def test_mlx_lm_and_we_go_on_from_each_other(num_tokens: int) -> None:
     model(mx.array([ids()[:5]]), cache=theirs)
     model(mx.array([ids()[5:num_tokens]]), cache=theirs)
     span = adopt_mlx_lm(layout, theirs, num_tokens)
-    runs, mark = [SpanRange(span, 0, num_tokens)], span.marks[num_tokens]
+    runs, mark = [SpanRange(span, 0, num_tokens)], span.checkpoints[num_tokens]
     ours = SequenceCache(layout, model, 100, prefix_of(layout, runs, mark))
     advance(ours, num_tokens + 1)
     advance(ours, num_tokens + 40)

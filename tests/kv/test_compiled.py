@@ -118,7 +118,7 @@ def test_a_plan_is_kept_until_something_changes() -> None:
     assert plan_after_a_step() is first
     layer = caches[1].layers[1]
     assert isinstance(layer, FullLayer)
-    layer.own.seal(PlanesCodec(8), PlanesCodec(8), RawWindow(0, 4))
+    layer.own.encode_past_at_once(PlanesCodec(8), PlanesCodec(8), RawWindow(0, 4))
     second = plan_after_a_step()
     assert second is not first
     assert plan_after_a_step() is second
@@ -202,7 +202,7 @@ def test_what_another_sequence_still_writes_is_read_where_it_lies() -> None:
     batch, step = BatchCache([owner, reader]), CompiledStep(model)
     assert step.run(mx.array([1, 2]), batch) is not None
     first = batch.plan()
-    owner.flat[0].own.seal(PlanesCodec(8), PlanesCodec(8), RawWindow(0, 4))
+    owner.flat[0].own.encode_past_at_once(PlanesCodec(8), PlanesCodec(8), RawWindow(0, 4))
     assert step.run(mx.array([1, 2]), batch) is not None
     assert batch.plan() is not first
 
@@ -303,7 +303,7 @@ def test_a_batch_that_seals_layer_by_layer_keeps_the_shape_that_was_traced() -> 
     tokens = mx.arange(len(LENGTHS))
     for layer in (None, *caches[1].layers):
         if isinstance(layer, FullLayer):
-            layer.own.seal(PlanesCodec(8), PlanesCodec(8), RawWindow(0, 4))
+            layer.own.encode_past_at_once(PlanesCodec(8), PlanesCodec(8), RawWindow(0, 4))
         assert step.run(tokens, batch) is not None
     assert step.num_traced == 1
 
@@ -336,7 +336,7 @@ class _Live:
 
     @property
     def version(self) -> int:
-        return self._layer.own.pieces.version
+        return self._layer.own.buffers.version
 
     def parts(self) -> tuple[Any, ...]:
-        return self._layer.own.parts(0, self.num_tokens)
+        return self._layer.own.segments(0, self.num_tokens)

@@ -12,7 +12,7 @@ from kvstrata.kv.gather import gather_some, has_to_gather, num_arrays
 from kvstrata.kv.layout import LayerSpec, Layout
 from kvstrata.kv.precision_plan import edges_of, make_plan
 from kvstrata.kv.span import Span
-from kvstrata.kv.transcode import rewrite_layer, shrink
+from kvstrata.kv.transcode import shrink, transcode_layer
 from tests.allocated import active_bytes
 from tests.codecs.arrays import keys, same_bits
 
@@ -36,7 +36,7 @@ def gathered(span: Span, apart: frozenset[int] = frozenset()) -> Span:
 
 
 def all_planes(span: Span) -> list[dict[str, mx.array]]:
-    return [dict(planes.arrays) for part in span.sealed_parts() for planes in (part.k, part.v)]
+    return [dict(planes.arrays) for part in span.sealed_segments() for planes in (part.k, part.v)]
 
 
 @pytest.mark.parametrize(("k", "v", "arrays"), [("raw", "raw", 2), ("planes:8", "planes:4", 9), ("affine:4", "raw", 4)])
@@ -75,7 +75,7 @@ def test_stepping_down_frees_the_plane_with_its_last_layer() -> None:
     before, kv_bytes = active_bytes(), span.kv_bytes
     pair = make_plan(LAYOUT, parse("planes:4"), parse("planes:4")).pairs[0]
     for layer in span.layers:
-        rewrite_layer(span, layer, pair)
+        transcode_layer(span, layer, pair)
     freed = kv_bytes - span.kv_bytes
     assert freed > kv_bytes / 3
     assert before - active_bytes() == pytest.approx(freed, rel=0.01)
@@ -108,7 +108,7 @@ def test_layers_that_keep_more_bits_keep_nothing_of_the_others() -> None:
     for layer, pair in enumerate(
         make_plan(LAYOUT, parse("planes:4"), parse("planes:4"), edge_layers=1, edge=parse("planes:8")).pairs
     ):
-        rewrite_layer(span, layer, pair)
+        transcode_layer(span, layer, pair)
     assert before - active_bytes() == pytest.approx(kv_bytes - span.kv_bytes, rel=0.01)
 
 

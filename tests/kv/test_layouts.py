@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, ConcatenateKVCache, KVCache, RotatingKVCache
 
 from kvstrata.errors import ConfigError
-from kvstrata.kv.layout import LayerSpec, Layout, _spec_of, measure, read_kinds
+from kvstrata.kv.layout import LayerSpec, Layout, _spec_of, measure_layers, read_layer_specs
 from kvstrata.kv.sequence_cache import ForeignLayer
 
 
@@ -32,7 +32,7 @@ def test_a_foreign_cache_costs_its_tokens_not_what_it_allocated_ahead() -> None:
     caches[1][0].update_and_fetch(tokens, tokens)
     caches[1][1][0] = mx.zeros((1, 7))
     specs = [LayerSpec("foreign")] * 2
-    plain, mixed = measure(specs, [ForeignLayer(cache) for cache in caches], 5)
+    plain, mixed = measure_layers(specs, [ForeignLayer(cache) for cache in caches], 5)
     by_token = 2 * 2 * 16 * 4
     assert (plain.token_bytes, plain.state_bytes) == (by_token, 0)
     assert (mixed.token_bytes, mixed.state_bytes) == (by_token, 28)
@@ -49,6 +49,6 @@ def test_a_layout_adds_up_its_layers() -> None:
 
 def test_a_bound_that_cannot_hold_is_refused() -> None:
     model = SimpleNamespace(make_cache=lambda: [KVCache(), ConcatenateKVCache()], layers=[])
-    assert [spec.kind for spec in read_kinds(model)] == ["full", "foreign"]
+    assert [spec.kind for spec in read_layer_specs(model)] == ["full", "foreign"]
     with pytest.raises(ConfigError, match="--max-kv-size"):
-        read_kinds(model, 128)
+        read_layer_specs(model, 128)

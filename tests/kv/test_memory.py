@@ -13,13 +13,12 @@ import pytest
 from kvstrata.attention.segments import SealedPart
 from kvstrata.codecs.registry import parse
 from kvstrata.kv.batch_cache import BatchCache
-from kvstrata.kv.checkpoints import take_mark
-from kvstrata.kv.convert import RAW
+from kvstrata.kv.checkpoints import take_checkpoint
 from kvstrata.kv.full_layer import FullLayer
-from kvstrata.kv.precision_plan import make_plan
+from kvstrata.kv.precision_plan import RAW, make_plan
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.span import Span, SpanRange, prefix_of
-from kvstrata.kv.transcode import rewrite_layer, rewriting_marks, shrink
+from kvstrata.kv.transcode import shrink, transcode_checkpoints, transcode_layer
 from kvstrata.models.probe import probe
 from tests.allocated import active_bytes, peak_bytes
 from tests.kv.drive import (
@@ -156,7 +155,7 @@ def test_a_buffer_of_exactly_the_right_size_is_kept_as_it_is() -> None:
     layer = filled(100, capacity=100)
     before = [address(array) for array in layer.arrays()]
     span = live(layer)
-    rewrite_layer(span, 0, RAW)
+    transcode_layer(span, 0, RAW)
     part = span.sealed(0)[0]
     assert [address(array) for array in part.arrays()] == before
     assert span.kv_bytes == 100 * TOKEN_BYTES
@@ -166,7 +165,7 @@ def test_a_buffer_of_exactly_the_right_size_is_kept_as_it_is() -> None:
 def test_a_larger_buffer_is_trimmed_and_really_gone(name: str) -> None:
     before = active_bytes()
     span = live(filled(5000, capacity=20_000))
-    rewrite_layer(span, 0, make_plan(LAYOUT, parse(name), parse(name)).pairs[0])
+    transcode_layer(span, 0, make_plan(LAYOUT, parse(name), parse(name)).pairs[0])
     assert active_bytes() - before == pytest.approx(span.kv_bytes, rel=0.02)
     assert span.kv_bytes <= 5000 * TOKEN_BYTES
 
@@ -177,7 +176,7 @@ def test_pieces_become_one_part() -> None:
     layer.append(*random_kv(50, seed=1))
     before = [array for part in layer.parts() for array in (part.dense(random_kv(1)[0]))]
     span = live(layer)
-    rewrite_layer(span, 0, RAW)
+    transcode_layer(span, 0, RAW)
     k, v = span.sealed(0)[0].dense(random_kv(1)[0])
     assert distance(k, mx.concatenate(before[::2], axis=2)) == 0
     assert distance(v, mx.concatenate(before[1::2], axis=2)) == 0
@@ -187,7 +186,7 @@ def test_nothing_sealed_is_nothing_to_store() -> None:
     layer = filled(10, capacity=10)
     span = Span(LAYOUT, 0, 0, {0: layer.own})
     with pytest.raises(ValueError, match="0 tokens"):
-        rewrite_layer(span, 0, RAW)
+        transcode_layer(span, 0, RAW)
 
 
 def test_a_thousand_seal_and_drop_cycles_leave_memory_where_it_was() -> None:
@@ -195,7 +194,7 @@ def test_a_thousand_seal_and_drop_cycles_leave_memory_where_it_was() -> None:
 
     def cycle(i: int) -> None:
         span = live(filled(70, capacity=70 + i % 2))
-        rewrite_layer(span, 0, pairs[i % len(CODECS)])
+        transcode_layer(span, 0, pairs[i % len(CODECS)])
         span.cut(0, 40)
         shrink(span, 0)
 
@@ -213,17 +212,17 @@ def test_sequences_that_resume_and_end_leave_memory_where_it_was() -> None:
     plans = [make_plan(layout, parse(name), parse(name)) for name in ("raw", "planes:8")]
     base = SequenceCache(layout, text.model, 12)
     text.advance(base, 12)
-    mark = take_mark(base)
+    mark = take_checkpoint(base)
     root = sealed_span(layout, base)
 
     def cycle(i: int) -> None:
         cache = SequenceCache(layout, text.model, 4, prefix_of(layout, [SpanRange(root, 0, 12)], mark))
         forward(text.model, cache, text.ids[12:14])
         span = sealed_span(layout, cache)
-        span.marks[14] = take_mark(cache)
+        span.checkpoints[14] = take_checkpoint(cache)
         for layer in span.layers:
-            rewrite_layer(span, layer, plans[i % 2].pairs[layer])
-        list(rewriting_marks(span, plans[i % 2]))
+            transcode_layer(span, layer, plans[i % 2].pairs[layer])
+        list(transcode_checkpoints(span, plans[i % 2]))
 
     for i in range(4):
         cycle(i)
@@ -256,13 +255,13 @@ def test_a_join_frees_what_it_was_made_of() -> None:
     del second
     held = first.kv_bytes
     assert active_bytes() - before == pytest.approx(held, rel=0.02)
-    rewrite_layer(first, 0, make_plan(LAYOUT, parse("planes:4"), parse("planes:4")).pairs[0])
+    transcode_layer(first, 0, make_plan(LAYOUT, parse("planes:4"), parse("planes:4")).pairs[0])
     assert len(first.sealed(0)) == 1
     assert active_bytes() - before == pytest.approx(first.kv_bytes, rel=0.02)
     assert first.kv_bytes <= held
 
 
-@pytest.mark.parametrize("act", [FullLayer.parts, lambda layer: layer.own.parts(10, 20)])
+@pytest.mark.parametrize("act", [FullLayer.parts, lambda layer: layer.own.segments(10, 20)])
 def test_a_reader_that_lets_go_leaves_the_buffer_to_its_owner(act: Callable[[FullLayer], object]) -> None:
     """A view that were kept would make the owner's next write a copy of everything."""
     layer = filled(10_000, capacity=10_010)
@@ -280,5 +279,5 @@ def test_marks_own_what_they_hold() -> None:
     cache = SequenceCache(text.layout, text.model, 60)
     text.advance(cache, 50)
     before = active_bytes()
-    mark = take_mark(cache)
+    mark = take_checkpoint(cache)
     assert active_bytes() - before == pytest.approx(mark.nbytes, rel=0.02)

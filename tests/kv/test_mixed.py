@@ -125,10 +125,10 @@ class Reader:
 
     @property
     def version(self) -> Hashable:
-        return self._layer.own.pieces.version
+        return self._layer.own.buffers.version
 
     def parts(self) -> tuple[Any, ...]:
-        return self._layer.own.parts(0, self.num_tokens)
+        return self._layer.own.segments(0, self.num_tokens)
 
 
 def reading(owner: SequenceCache, num_tokens: int) -> Prefix:

@@ -13,13 +13,13 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCach
 from kvstrata.attention.segments import SealedPart
 from kvstrata.codecs.base import MismatchedPlanes
 from kvstrata.codecs.registry import parse
-from kvstrata.kv.checkpoints import needs_marks, take_mark
+from kvstrata.kv.checkpoints import needs_checkpoints, take_checkpoint
 from kvstrata.kv.layout import LayerSpec, Layout
 from kvstrata.kv.mlx_caches import adopt_mlx_lm, to_mlx_lm
 from kvstrata.kv.precision_plan import make_plan, raw_plan
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.span import Span, SpanRange, prefix_of
-from kvstrata.kv.transcode import rewrite_layer
+from kvstrata.kv.transcode import transcode_layer
 from kvstrata.models.probe import probe
 from tests.allocated import active_bytes
 from tests.kv.drive import TOLERANCE, Text, address, distance, forward, sealed_span, text_for
@@ -40,14 +40,14 @@ def whole(span: Span) -> list[SpanRange]:
 
 
 def resumed(text: Text, span: Span, capacity: int = 80) -> SequenceCache:
-    prefix = prefix_of(text.layout, whole(span), span.marks.get(span.end))
+    prefix = prefix_of(text.layout, whole(span), span.checkpoints.get(span.end))
     return SequenceCache(text.layout, text.model, capacity, prefix)
 
 
 def sealed(text: Text, cache: SequenceCache) -> Span:
     span = sealed_span(text.layout, cache)
-    if needs_marks(text.layout):
-        span.marks[span.end] = take_mark(cache)
+    if needs_checkpoints(text.layout):
+        span.checkpoints[span.end] = take_checkpoint(cache)
     return span
 
 
@@ -80,8 +80,8 @@ def test_mlx_lm_goes_on_from_our_spans(architecture: str, end: int) -> None:
     for stored in (False, True):
         if stored:
             for layer in span.layers:
-                rewrite_layer(span, layer, raw_plan(text.layout).pairs[layer])
-        caches = to_mlx_lm(text.layout, whole(span), span.marks.get(end))
+                transcode_layer(span, layer, raw_plan(text.layout).pairs[layer])
+        caches = to_mlx_lm(text.layout, whole(span), span.checkpoints.get(end))
         assert [type(c) for c in caches] == [type(c) for c in make_prompt_cache(text.model)]
         for start, stop in ((end, end + 1), (end + 1, end + 20), (end + 20, end + 21)):
             text.check(mlx_forward(text.model, caches, text.ids[start:stop]), start)
@@ -93,7 +93,7 @@ def test_generate_step_goes_on_from_our_spans(architecture: str) -> None:
     cache = SequenceCache(text.layout, text.model, 60)
     text.advance(cache, 60)
     span = sealed(text, cache)
-    caches = to_mlx_lm(text.layout, whole(span), span.marks.get(60))
+    caches = to_mlx_lm(text.layout, whole(span), span.checkpoints.get(60))
     steps = generate_step(mx.array(text.ids[60:66]), text.model, max_tokens=4, prompt_cache=caches)
     wanted = generate_step(mx.array(text.ids[:66]), text.model, max_tokens=4)
     for (_, logprobs), (_, expected) in zip(steps, wanted, strict=True):
@@ -109,7 +109,7 @@ def test_spans_cut_and_of_several_precisions_are_decoded(names: tuple[str, str])
     text.advance(cache, 90)
     span = sealed(text, cache)
     for layer, name in zip(span.layers, names, strict=True):
-        rewrite_layer(span, layer, make_plan(text.layout, parse(name), parse(name)).pairs[layer])
+        transcode_layer(span, layer, make_plan(text.layout, parse(name), parse(name)).pairs[layer])
     runs = [SpanRange(span, 0, 50), SpanRange(span, 50, 80)]
     caches = to_mlx_lm(text.layout, runs, None)
     ours = SequenceCache(text.layout, text.model, 20, prefix_of(text.layout, runs, None))
@@ -145,7 +145,7 @@ def test_we_go_on_from_a_quantized_cache(bits: int, num_tokens: int) -> None:
     text = text_for("qwen3", num_tokens=280, head_dim=64)
     caches = quantized(text, num_tokens, bits)
     span = adopt_mlx_lm(text.layout, caches, num_tokens)
-    assert span.pairs(0)[0][0].name == f"affine:{bits}"
+    assert span.codec_pairs(0)[0][0].name == f"affine:{bits}"
     cache, plain = resumed(text, span), dequantized(caches)
     for start, stop in ((num_tokens, num_tokens + 1), (num_tokens + 1, num_tokens + 20)):
         tokens = text.ids[start:stop]
@@ -189,7 +189,7 @@ def test_mlx_lm_goes_on_from_our_affine_spans(name: str) -> None:
     text.advance(cache, 70)
     span = sealed(text, cache)
     for layer in span.layers:
-        rewrite_layer(span, layer, make_plan(text.layout, parse(name), parse(name)).pairs[layer])
+        transcode_layer(span, layer, make_plan(text.layout, parse(name), parse(name)).pairs[layer])
     for runs in (whole(span), [SpanRange(span, 0, 30), SpanRange(span, 30, 60)]):
         end = runs[-1].end
         caches = to_mlx_lm(text.layout, runs, None)
@@ -208,7 +208,7 @@ def test_k_and_v_under_different_affine_codecs_are_decoded() -> None:
     text.advance(cache, 40)
     span = sealed(text, cache)
     for layer in span.layers:
-        rewrite_layer(span, layer, make_plan(text.layout, parse("affine:8"), parse("affine:4")).pairs[layer])
+        transcode_layer(span, layer, make_plan(text.layout, parse("affine:8"), parse("affine:4")).pairs[layer])
     assert {type(c) for c in to_mlx_lm(text.layout, whole(span), None)} == {KVCache}
 
 
@@ -234,7 +234,7 @@ def test_a_stored_raw_span_is_given_without_a_copy() -> None:
     text.advance(cache, 60)
     span = sealed(text, cache)
     for layer in span.layers:
-        rewrite_layer(span, layer, raw_plan(text.layout).pairs[layer])
+        transcode_layer(span, layer, raw_plan(text.layout).pairs[layer])
     caches = to_mlx_lm(text.layout, whole(span), None)
     assert address(caches[0].keys) == address(span.sealed(0)[0].k.arrays["values"])
     mlx_forward(text.model, caches, text.ids[60:70])
@@ -261,7 +261,7 @@ def test_composites_keep_their_shape() -> None:
             cache.update_and_fetch(tokens, -tokens)
     state[1] = mx.arange(6.0)[None]
     span = adopt_mlx_lm(layout, [first, CacheList(full, state, ring)], 13)
-    back_first, back = to_mlx_lm(layout, whole(span), span.marks[13])
+    back_first, back = to_mlx_lm(layout, whole(span), span.checkpoints[13])
     assert type(back) is CacheList
     assert mx.array_equal(back_first.keys, first.keys[:, :, :13])
     assert mx.array_equal(back[0].values, full.values[:, :, :13])
@@ -285,7 +285,7 @@ def test_bounded_sequences_go_back_and_forth(keep: int, num_tokens: int) -> None
     for token in text.ids[:num_tokens]:
         mlx_forward(text.model, theirs, (token,))
     span = adopt_mlx_lm(layout, theirs, num_tokens)
-    mark = span.marks[num_tokens]
+    mark = span.checkpoints[num_tokens]
     ours = SequenceCache(layout, text.model, 1, prefix_of(layout, whole(span), mark))
     back = to_mlx_lm(layout, whole(span), mark)
     for token in text.ids[num_tokens : num_tokens + 40]:

@@ -10,28 +10,27 @@ import pytest
 from kvstrata.attention.segments import Parts
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.registry import parse
-from kvstrata.kv.convert import RAW
-from kvstrata.kv.precision_plan import make_plan
+from kvstrata.kv.precision_plan import RAW, make_plan
 from kvstrata.kv.raw_window import RawWindow
-from kvstrata.kv.span import Span, sealing
-from kvstrata.kv.transcode import LayerRewrite, is_under, rewrite_layer, shrink
-from kvstrata.kv.work_sizes import grain_of, ranges
+from kvstrata.kv.span import Span
+from kvstrata.kv.transcode import LayerTranscoder, encode_live, is_transcoded, shrink, transcode_layer
+from kvstrata.kv.work_sizes import slices, work_sizes_of
 from tests.allocated import active_bytes, peak_bytes
 from tests.kv.drive import LAYOUT, TOKEN_BYTES, filled, live, random_kv
 
-GRAIN = grain_of(LAYOUT.flat()[0])
-NUM_TOKENS = 2 * GRAIN.part_tokens + 3000
+GRAIN = work_sizes_of(LAYOUT.flat()[0])
+NUM_TOKENS = 2 * GRAIN.segment_tokens + 3000
 PLANES = ("planes:8", "planes:4")
 
 
 def steps(span: Span, name: str, *, upward: bool = False) -> Iterator[None]:
-    rewriting = LayerRewrite(0, make_plan(LAYOUT, parse(name), parse(name)).pairs[0])
+    rewriting = LayerTranscoder(0, make_plan(LAYOUT, parse(name), parse(name)).pairs[0])
     while rewriting.advance(span, upward=upward):
         yield
 
 
 def dense(span: Span) -> tuple[mx.array, mx.array]:
-    return Parts((span.parts(0, span.position, span.end),)).joined(random_kv(1)[0])
+    return Parts((span.segments(0, span.position, span.end),)).joined(random_kv(1)[0])
 
 
 def long_span() -> Span:
@@ -40,13 +39,13 @@ def long_span() -> Span:
 
 def rewritten(name: str) -> Span:
     span = long_span()
-    rewrite_layer(span, 0, make_plan(LAYOUT, parse(name), parse(name)).pairs[0])
+    transcode_layer(span, 0, make_plan(LAYOUT, parse(name), parse(name)).pairs[0])
     return span
 
 
 def test_ranges_end_at_the_same_positions_wherever_they_begin() -> None:
-    assert list(ranges(300, 1100, 512)) == [(300, 512), (512, 1024), (1024, 1100)]
-    assert list(ranges(0, 512, 512)) == [(0, 512)]
+    assert list(slices(300, 1100, 512)) == [(300, 512), (512, 1024), (1024, 1100)]
+    assert list(slices(0, 512, 512)) == [(0, 512)]
 
 
 @pytest.mark.parametrize("name", ["raw", "affine:4", *PLANES])
@@ -57,8 +56,8 @@ def test_pieces_hold_what_encoding_at_once_makes(name: str) -> None:
     for side, (array, codec) in enumerate(zip((k, v), codecs, strict=True)):
         wanted = codec.decode(codec.encode(array), mx.float32)
         assert mx.array_equal(dense(span)[side][0], wanted)
-    assert [part.num_tokens for part in span.sealed(0)] == [GRAIN.part_tokens, GRAIN.part_tokens, 3000]
-    assert is_under(span, 0, codecs)
+    assert [part.num_tokens for part in span.sealed(0)] == [GRAIN.segment_tokens, GRAIN.segment_tokens, 3000]
+    assert is_transcoded(span, 0, codecs)
 
 
 @pytest.mark.parametrize(("before", "after"), [("raw", "planes:8"), ("planes:8", "planes:4"), ("planes:8", "affine:4")])
@@ -71,7 +70,7 @@ def test_no_step_encodes_more_than_a_piece_and_every_token_can_be_read_after_eac
     for _ in steps(span, after):
         count += 1
         assert float(mx.abs(dense(span)[0] - was).max().item()) < tolerance  # pyright: ignore[reportArgumentType]
-    size = GRAIN.piece_tokens if encodes else GRAIN.part_tokens
+    size = GRAIN.slice_tokens if encodes else GRAIN.segment_tokens
     assert count + 1 == -(-NUM_TOKENS // size)
 
 
@@ -84,9 +83,9 @@ def test_going_on_needs_one_part_more_than_is_held() -> None:
         for _ in steps(span, "affine:4"):
             pass
 
-    one_piece = GRAIN.piece_tokens * TOKEN_BYTES
+    one_piece = GRAIN.slice_tokens * TOKEN_BYTES
     assert peak_bytes(act) <= 0.02 * held + 5 * one_piece
-    assert span.pairs(0)[0][0].name == "affine:4"
+    assert span.codec_pairs(0)[0][0].name == "affine:4"
 
 
 def test_a_span_that_is_cut_or_joined_meanwhile_is_whole_in_the_end() -> None:
@@ -94,11 +93,11 @@ def test_a_span_that_is_cut_or_joined_meanwhile_is_whole_in_the_end() -> None:
     work = steps(span, "planes:4")
     for _ in range(3):
         next(work)
-    end = GRAIN.part_tokens + 700
+    end = GRAIN.segment_tokens + 700
     span.cut(0, end)
     shrink(span, 0)
     after = live(filled(500, capacity=500, seed=3))
-    rewrite_layer(after, 0, RAW)
+    transcode_layer(after, 0, RAW)
     shifted = [Planes(p.codec, p.arrays, 500, end, p.dim) for p in (after.sealed(0)[0].k, after.sealed(0)[0].v)]
     after.replace(0, [type(after.sealed(0)[0])(*shifted)])
     after.position = end
@@ -106,7 +105,7 @@ def test_a_span_that_is_cut_or_joined_meanwhile_is_whole_in_the_end() -> None:
     for _ in work:
         pass
     pair = make_plan(LAYOUT, parse("planes:4"), parse("planes:4")).pairs[0]
-    assert is_under(span, 0, pair)
+    assert is_transcoded(span, 0, pair)
     assert sum(part.num_tokens for part in span.sealed(0)) == end + 500
     wanted = mx.concatenate([random_kv(NUM_TOKENS)[0][:, :, :end], random_kv(500, seed=3)[0]], axis=2)
     assert float(mx.abs(dense(span)[0] - wanted).max().item()) < 1  # pyright: ignore[reportArgumentType]
@@ -134,12 +133,12 @@ def test_a_running_sequence_is_sealed_in_pieces_while_it_writes() -> None:
     layer = filled(NUM_TOKENS, capacity=NUM_TOKENS + 100)
     span, pair = live(layer), make_plan(LAYOUT, parse("planes:8"), parse("planes:8")).pairs[0]
     count = 0
-    for _ in sealing(span, 0, pair, RawWindow(4, 128), up_to=NUM_TOKENS):
+    for _ in encode_live(span, 0, pair, RawWindow(4, 128), up_to=NUM_TOKENS):
         count += 1
         assert not layer.own.sealed_tokens
         if count < 4:
             layer.append(*random_kv(1, seed=count))
-    assert count == -(-(NUM_TOKENS - 128) // GRAIN.piece_tokens)
+    assert count == -(-(NUM_TOKENS - 128) // GRAIN.slice_tokens)
     assert layer.own.sealed_tokens == NUM_TOKENS - 128
     assert layer.offset == NUM_TOKENS + 3
     k = Parts((layer.parts(),)).joined(random_kv(1)[0])[0]

@@ -6,9 +6,8 @@ import pytest
 
 from kvstrata.codecs.base import UnsupportedCodec
 from kvstrata.codecs.registry import parse
-from kvstrata.kv.convert import RAW
 from kvstrata.kv.layout import LayerSpec, Layout
-from kvstrata.kv.precision_plan import make_plan, raw_plan
+from kvstrata.kv.precision_plan import RAW, make_plan, raw_plan
 
 
 def full(dim: int = 64, v_dim: int | None = None) -> LayerSpec:

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.kv.checkpoints import Mark, needs_marks, reaches, take_mark
+from kvstrata.kv.checkpoints import Checkpoint, needs_checkpoints, reaches, take_checkpoint
 from kvstrata.kv.precision_plan import raw_plan
 from kvstrata.kv.raw_window import RawWindow
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.span import Span, SpanRange, prefix_of
-from kvstrata.kv.transcode import rewrite_layer, shrink
+from kvstrata.kv.transcode import shrink, transcode_layer
 from tests.kv.drive import NUM_TOKENS, Text, sealed_span, text_for
 from tests.tiny import ARCHITECTURES
 
@@ -29,7 +29,7 @@ class Walk:
     data: st.DataObject
     spans: list[Span] = field(default_factory=list)
     owners: list[SequenceCache] = field(default_factory=list)  # that still run
-    marks: dict[int, Mark] = field(default_factory=dict)
+    marks: dict[int, Checkpoint] = field(default_factory=dict)
 
     @property
     def end(self) -> int:
@@ -45,7 +45,7 @@ class Walk:
         """A sequence that goes on somewhere in what is stored."""
         layout = self.text.layout
         places = [(at, 0) for at in range(1, self.end + 1)]  # where, and with which mark
-        if needs_marks(layout):
+        if needs_checkpoints(layout):
             marks = self.marks.values()
             places = [(at, mark.position) for at, _ in places for mark in marks if reaches(mark, layout, at)]
         capacity = NUM_TOKENS + self.draw(0, 9)
@@ -60,15 +60,15 @@ class Walk:
         """In passes of any sizes; marks where they end."""
         while cache.num_tokens < end:
             self.text.advance(cache, min(end, cache.num_tokens + self.data.draw(st.sampled_from([1, 2, 17, 64]))))
-            if needs_marks(self.text.layout):
-                self.marks[cache.num_tokens] = take_mark(cache)
+            if needs_checkpoints(self.text.layout):
+                self.marks[cache.num_tokens] = take_checkpoint(cache)
 
     def seal(self, cache: SequenceCache) -> None:
         """What it computed takes the place of what was stored from there on; the sequence may go on."""
         at, end = cache.start, cache.num_tokens
         if self.flip():
             # Encoded while it runs: with `raw`, so that it must change nothing.
-            cache.seal(raw_plan(self.text.layout).pairs, RawWindow(self.draw(0, 4), self.draw(0, 20)))
+            cache.encode_past(raw_plan(self.text.layout).pairs, RawWindow(self.draw(0, 4), self.draw(0, 20)))
         if end <= self.end:
             return
         self.spans = [span for span in self.spans if span.position < at]
@@ -88,7 +88,7 @@ class Walk:
 
     def store(self, span: Span) -> None:
         for layer in span.layers:
-            rewrite_layer(span, layer, raw_plan(self.text.layout).pairs[layer])
+            transcode_layer(span, layer, raw_plan(self.text.layout).pairs[layer])
 
     def join(self) -> None:
         """Two neighbours, if their sequences have ended."""
@@ -135,7 +135,7 @@ def test_a_join_after_a_cut_reads_the_neighbours_tokens_not_what_was_cut_off() -
     plan = raw_plan(text.layout)
     for each in (span, theirs):
         for layer in each.layers:
-            rewrite_layer(each, layer, plan.pairs[layer])
+            transcode_layer(each, layer, plan.pairs[layer])
     theirs.cut(0, 20)
     span.cut(20, 60)
     theirs.append(span)

@@ -11,13 +11,12 @@ import pytest
 from kvstrata.attention.segments import SealedPart
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.registry import parse
-from kvstrata.kv.checkpoints import Mark, MarkState, RecurrentState, needs_marks, take_mark
-from kvstrata.kv.convert import RAW
+from kvstrata.kv.checkpoints import Checkpoint, LayerState, RecurrentState, needs_checkpoints, take_checkpoint
 from kvstrata.kv.layout import Layout
-from kvstrata.kv.precision_plan import make_plan
-from kvstrata.kv.sequence_cache import Pair, SequenceCache
+from kvstrata.kv.precision_plan import RAW, CodecPair, make_plan
+from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.span import Span, SpanRange, prefix_of
-from kvstrata.kv.transcode import rewrite_layer
+from kvstrata.kv.transcode import transcode_layer
 from tests.kv.drive import sealed_span
 from tests.sixteen import NUM_SCORED, NUM_TOKENS, OFFSET, WITH_DTYPES, Error, Sixteen, check, rms, run, scored
 
@@ -27,15 +26,15 @@ BEFORE = NUM_TOKENS - NUM_SCORED
 Side = tuple[Any, Any]  # a model and its layout
 
 
-def stored(side: Side, ids: tuple[int, ...], num_tokens: int, pairs: tuple[Pair, ...] | None = None) -> Any:
+def stored(side: Side, ids: tuple[int, ...], num_tokens: int, pairs: tuple[CodecPair, ...] | None = None) -> Any:
     """A span of the first tokens, and the mark at its end."""
     model, layout = side
     cache = SequenceCache(layout, model, num_tokens)
     run(model, cache, ids[:num_tokens])
-    mark = take_mark(cache) if needs_marks(layout) else None
+    mark = take_checkpoint(cache) if needs_checkpoints(layout) else None
     span = sealed_span(layout, cache)
     for layer in span.layers:
-        rewrite_layer(span, layer, pairs[layer] if pairs else RAW)
+        transcode_layer(span, layer, pairs[layer] if pairs else RAW)
     return span, mark
 
 
@@ -50,10 +49,10 @@ def raw_error(m: Sixteen, at: tuple[int, ...]) -> Error:
     for end in at:
         cache = resumed(side, ranges, mark) if ranges else SequenceCache(m.layout, m.model, NUM_TOKENS)
         run(m.model, cache, m.ids[start:end])
-        mark = take_mark(cache) if needs_marks(m.layout) else None
+        mark = take_checkpoint(cache) if needs_checkpoints(m.layout) else None
         span = sealed_span(m.layout, cache)
         for layer in span.layers:
-            rewrite_layer(span, layer, RAW)
+            transcode_layer(span, layer, RAW)
         ranges.append(SpanRange(span, start, end))
         start = end
     return m.error(scored(m.model, resumed(side, ranges, mark), m.ids))
@@ -94,11 +93,11 @@ def test_a_reply_past_its_first_buffer(case: str, dtype: str) -> None:
     check(case, dtype, pieces_error)
 
 
-def decoded(layout: Layout, span: Span, mark: Mark | None, dtype: mx.Dtype) -> tuple[Span, Mark | None]:
+def decoded(layout: Layout, span: Span, mark: Checkpoint | None, dtype: mx.Dtype) -> tuple[Span, Checkpoint | None]:
     """What is stored, as plain arrays."""
     held = {}
     for layer in span.layers:
-        parts = [part.dense(mx.zeros(1, dtype)) for part in span.parts(layer, span.position, span.end)]
+        parts = [part.dense(mx.zeros(1, dtype)) for part in span.segments(layer, span.position, span.end)]
         k, v = (mx.concatenate([pair[i].squeeze(0) for pair in parts], axis=1) for i in range(2))
         held[layer] = (_raw(k, v, span.position),)
     plain = Span(layout, span.position, span.num_tokens, held)
@@ -109,7 +108,7 @@ def _raw(k: mx.array, v: mx.array, position: int) -> SealedPart:
     return SealedPart(RawCodec().adopt(k, position), RawCodec().adopt(v, position))
 
 
-def _decoded_state(state: MarkState, dtype: mx.Dtype) -> MarkState:
+def _decoded_state(state: LayerState, dtype: mx.Dtype) -> LayerState:
     if isinstance(state, SealedPart):
         k, v = (array.squeeze(0) for array in state.dense(mx.zeros(1, dtype)))
         return _raw(k, v, state.k.position)

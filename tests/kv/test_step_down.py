@@ -11,11 +11,11 @@ import pytest
 import kvstrata.bench
 from kvstrata.bench.passes import kl_of, logprobs_of
 from kvstrata.codecs.registry import parse
-from kvstrata.kv.checkpoints import take_mark
+from kvstrata.kv.checkpoints import take_checkpoint
 from kvstrata.kv.precision_plan import make_plan
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.span import Span, SpanRange, prefix_of
-from kvstrata.kv.transcode import rewrite_layer, rewriting_marks
+from kvstrata.kv.transcode import transcode_checkpoints, transcode_layer
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
 from kvstrata.text.tokens import encode_text
@@ -28,8 +28,8 @@ SAMPLE = Path(kvstrata.bench.__file__).parent / "sample.txt"
 def step(span: Span, k: str, v: str) -> None:
     plan = make_plan(span.layout, parse(k), parse(v))
     for layer in span.layers:
-        rewrite_layer(span, layer, plan.pairs[layer])
-    list(rewriting_marks(span, plan))
+        transcode_layer(span, layer, plan.pairs[layer])
+    list(transcode_checkpoints(span, plan))
 
 
 def buffers(span: Span) -> dict[str, int]:
@@ -103,11 +103,11 @@ def test_window_layers_step_down_in_their_marks() -> None:
     cache = SequenceCache(text.layout, text.model, 60)
     text.advance(cache, 60)
     span = sealed_span(text.layout, cache)
-    span.marks[60] = take_mark(cache)
+    span.checkpoints[60] = take_checkpoint(cache)
     sizes = []
     for name in ("raw", "planes:8", "planes:4", "planes:2"):
         step(span, name, name)
-        sizes.append(span.mark_bytes)
+        sizes.append(span.checkpoint_bytes)
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) == 4
 

@@ -11,18 +11,19 @@ import pytest
 from kvstrata.attention.segments import Parts
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.registry import parse
-from kvstrata.kv.convert import becomes
 from kvstrata.kv.layout import Layout
-from kvstrata.kv.packing import Packed, span_of, unpack
+from kvstrata.kv.packing import join_blocks, unpack
 from kvstrata.kv.precision_plan import make_plan
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.span import Span, SpanRange, prefix_of
-from kvstrata.kv.transcode import is_under, rewrite_layer
+from kvstrata.kv.transcode import becomes, is_transcoded, transcode_layer
+from kvstrata.prefix_cache.jobs import run_to_end
+from kvstrata.tiers.block import BlockContent
 from tests.codecs.arrays import a_turn
 from tests.kv.drive import LAYOUT, distance, packed, sealed_span, stored, text_for
 
 TURN = a_turn("halves", 64)
-TURNING = Layout((replace(LAYOUT.layers[0], k_turn=TURN),))
+TURNING = Layout((replace(LAYOUT.layers[0], k_rotation=TURN),))
 
 
 def as_turning(span: Span) -> Span:
@@ -31,7 +32,7 @@ def as_turning(span: Span) -> Span:
 
 
 def rewritten(span: Span, name: str, *, upward: bool = False) -> PlanesCodec:
-    rewrite_layer(span, 0, make_plan(span.layout, parse(name), parse(name)).pairs[0], upward=upward)
+    transcode_layer(span, 0, make_plan(span.layout, parse(name), parse(name)).pairs[0], upward=upward)
     codec = span.sealed(0)[0].k.codec
     assert isinstance(codec, PlanesCodec)
     return codec
@@ -47,7 +48,7 @@ def test_keys_get_the_turn_of_their_layer_and_values_none() -> None:
 def test_what_is_stored_with_plain_means_stays_so(upward: bool) -> None:
     span = as_turning(stored(700, "planes:8"))
     arrays = span.sealed(0)[0].k.arrays
-    assert is_under(span, 0, make_plan(TURNING, parse("planes:8"), parse("planes:8")).pairs[0], upward=upward)
+    assert is_transcoded(span, 0, make_plan(TURNING, parse("planes:8"), parse("planes:8")).pairs[0], upward=upward)
     assert rewritten(span, "planes:4", upward=upward) == PlanesCodec(4)
     assert all(span.sealed(0)[0].k.arrays[name] is arrays[name] for name in ("top", "next", "scales", "means"))
 
@@ -69,9 +70,9 @@ def test_what_a_codec_becomes() -> None:
     assert found(PlanesCodec(4), PlanesCodec(8, TURN)) == PlanesCodec(4)
 
 
-def blocks_of(span: Span) -> Packed:
+def blocks_of(span: Span) -> BlockContent:
     block = packed(span, span.position, span.end)
-    return Packed(block.arrays, json.loads(json.dumps(block.description)))
+    return BlockContent(block.tensors, json.loads(json.dumps(block.description)))
 
 
 def test_blocks_of_both_versions_are_read_and_lie_side_by_side() -> None:
@@ -82,11 +83,11 @@ def test_blocks_of_both_versions_are_read_and_lie_side_by_side() -> None:
     specs = [each.description["groups"][0]["k"]["spec"] for each in blocks]
     assert [spec["version"] for spec in specs] == [1, 2]
     parts = [unpack(TURNING, each, a, a + 300) for each, a in zip(blocks, (0, 300), strict=True)]
-    joined = span_of(TURNING, parts, 0, 600)
+    joined = run_to_end(join_blocks(TURNING, parts, 0, 600))
     assert [part.k.codec for part in joined.sealed(0)] == [PlanesCodec(8), PlanesCodec(8, TURN)]
     like = mx.zeros(())
-    found = Parts((joined.parts(0, 0, 600),)).joined(like)
-    wanted = [Parts((span.parts(0, span.position, span.end),)).joined(like) for span in (old, new)]
+    found = Parts((joined.segments(0, 0, 600),)).joined(like)
+    wanted = [Parts((span.segments(0, span.position, span.end),)).joined(like) for span in (old, new)]
     for side in (0, 1):
         assert distance(found[side], mx.concatenate([pair[side] for pair in wanted], axis=2)) == 0
 
@@ -100,7 +101,7 @@ def test_a_model_resumes_from_planes_as_well_as_from_raw(architecture: str) -> N
     span = sealed_span(text.layout, owner)
     plan = make_plan(text.layout, parse("planes:8"), parse("planes:8"))
     for layer in span.layers:
-        rewrite_layer(span, layer, plan.pairs[layer])
+        transcode_layer(span, layer, plan.pairs[layer])
     parts = [span.sealed(layer)[0] for layer in span.layers]
     codecs = {planes.codec for part in parts for planes in (part.k, part.v)}
     assert any(isinstance(codec, PlanesCodec) and codec.turn is not None for codec in codecs)

@@ -47,7 +47,7 @@ def a_model(name: str, **changes: Any) -> Any:
 
 
 def described(layout: Layout) -> list[tuple[int, int, bool] | None]:
-    turns = [spec.k_turn or spec.v_turn for spec in layout.flat()]
+    turns = [spec.k_rotation or spec.v_rotation for spec in layout.flat()]
     return [turn and (turn.first, turn.num_pairs, turn.is_interleaved) for turn in turns]
 
 
@@ -70,7 +70,7 @@ def described(layout: Layout) -> list[tuple[int, int, bool] | None]:
 def test_each_kind_of_rope(name: str, changes: dict[str, Any], expected: list[Any]) -> None:
     layout = probe(a_model(name, **changes))
     assert described(layout) == expected
-    assert not any(spec.turn_reason for spec in layout.flat())
+    assert not any(spec.rotation_reason for spec in layout.flat())
 
 
 @pytest.mark.parametrize(
@@ -86,16 +86,16 @@ def test_every_layer_of_the_tiny_models_is_known(architecture: str, dtype: mx.Dt
     layout = probe(model)
     for spec in layout.flat():
         has_keys = spec.kind in ("full", "window", "chunked")
-        assert not spec.turn_reason
-        assert (spec.k_turn is not None or spec.v_turn is not None) == has_keys
+        assert not spec.rotation_reason
+        assert (spec.k_rotation is not None or spec.v_rotation is not None) == has_keys
 
 
 def test_two_bases_in_one_model() -> None:
     local, full, *_ = probe(tiny_module("gemma3_text", rope_theta=1e6)).flat()
     assert (local.kind, full.kind) == ("window", "full")
-    assert local.k_turn is not None
-    assert full.k_turn is not None
-    assert local.k_turn.frequencies != full.k_turn.frequencies
+    assert local.k_rotation is not None
+    assert full.k_rotation is not None
+    assert local.k_rotation.frequencies != full.k_rotation.frequencies
 
 
 def test_a_ring_of_bounded_sequences_turns_too() -> None:
@@ -119,8 +119,8 @@ def test_a_layer_that_turns_in_its_own_way_keeps_plain_means() -> None:
     model.layers[1].self_attn.rope = OddRope(model.layers[1].self_attn.rope)
     layout = probe(model)
     assert described(layout) == [HALVES, None, *[HALVES] * (len(layout.layers) - 2)]
-    reason = layout.flat()[1].turn_reason
-    assert layout.turning()["plain_because"] == {reason: [1]}
+    reason = layout.flat()[1].rotation_reason
+    assert layout.describe_rope()["plain_because"] == {reason: [1]}
     assert "like no RoPE module" in reason
 
 
@@ -134,8 +134,8 @@ def test_a_model_that_cannot_be_asked_keeps_plain_means() -> None:
             raise TypeError("no caches of this kind")
 
     found = with_turns(Stubborn(), dataclasses.replace(layout, layers=(LayerSpec("full"),) * len(layout.layers)))
-    assert all("no caches of this kind" in spec.turn_reason for spec in found.flat())
-    assert found.turning()["turning_layers"] == 0
+    assert all("no caches of this kind" in spec.rotation_reason for spec in found.flat())
+    assert found.describe_rope()["turning_layers"] == 0
 
 
 def test_turned_is_what_the_module_does() -> None:
@@ -144,4 +144,4 @@ def test_turned_is_what_the_module_does() -> None:
     x = np.random.default_rng(0).normal(size=(2, 16)).astype(np.float32)
     for position in POSITIONS:
         found = np.asarray(model.layers[0].self_attn.rope(mx.array(x)[None, :, None], offset=position))[0, :, 0]
-        np.testing.assert_allclose(turned(x, position, spec.k_turn), found, atol=1e-4)
+        np.testing.assert_allclose(turned(x, position, spec.k_rotation), found, atol=1e-4)

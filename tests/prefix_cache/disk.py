@@ -12,7 +12,7 @@ from typing import Any
 
 from kvstrata.codecs.registry import parse
 from kvstrata.kv.layout import Layout
-from kvstrata.kv.packing import tally
+from kvstrata.kv.packing import count_labels
 from kvstrata.kv.precision_plan import make_plan
 from kvstrata.prefix_cache.config import CacheConfig, CacheLimits, DiskWrite
 from kvstrata.prefix_cache.keys import Identity, as_ids, chain
@@ -48,7 +48,7 @@ def store_on(
 ) -> Iterator[PrefixCache]:
     options: dict[str, Any] = {"limit_bytes": 256 * MIB, "queue_bytes": 64 * MIB, "reserve_bytes": 0} | disk
     beside = {each: options.pop(each) for each in ("files", "clock", "is_pinned") if each in options}
-    tier = DiskTier(DiskOptions(folder, **options), chain=chain, tally=tally, **beside)
+    tier = DiskTier(DiskOptions(folder, **options), chain=chain, tally=count_labels, **beside)
     codec = parse(name)
     config = CacheConfig(
         k=codec, v=codec, min_quantize_tokens=min_quantize_tokens, dynamic=dynamic, disk_write=disk_write

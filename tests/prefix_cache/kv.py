@@ -13,7 +13,7 @@ from kvstrata.attention.segments import CutPart, Part, RawPart, SealedPart
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.registry import parse
-from kvstrata.kv.checkpoints import take_mark
+from kvstrata.kv.checkpoints import take_checkpoint
 from kvstrata.kv.layout import LayerSpec, Layout
 from kvstrata.kv.precision_plan import make_plan
 from kvstrata.kv.recurrent_layer import RecurrentLayer
@@ -220,7 +220,7 @@ class Run:
 
     def seal(self, *, is_marked: bool = True) -> None:
         takes_mark = is_marked and self._needs_marks and self.num_computed > self.cache.start
-        self.filing.commit(self.tokens[: self.num_computed], take_mark(self.cache) if takes_mark else None)
+        self.filing.commit(self.tokens[: self.num_computed], take_checkpoint(self.cache) if takes_mark else None)
         if self.num_computed > self.cache.start:
             self.num_sealed = self.num_computed
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.kv.span import Span
-from kvstrata.kv.transcode import LayerRewrite
+from kvstrata.kv.transcode import LayerTranscoder
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.usage import precision_of
 from tests.prefix_cache.disk import load, random_tokens, reachable, store_on, written
@@ -66,13 +66,13 @@ def test_prefix_that_another_request_reads_is_not_waited_for() -> None:
 @pytest.fixture
 def num_encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """List whose only item counts the steps of encoding."""
-    advance, count = LayerRewrite.advance, [0]
+    advance, count = LayerTranscoder.advance, [0]
 
-    def counting(self: LayerRewrite, span: Span, *, upward: bool = False) -> bool:
+    def counting(self: LayerTranscoder, span: Span, *, upward: bool = False) -> bool:
         count[0] += self._pair[0].name != "raw"
         return advance(self, span, upward=upward)
 
-    monkeypatch.setattr(LayerRewrite, "advance", counting)
+    monkeypatch.setattr(LayerTranscoder, "advance", counting)
     return count
 
 

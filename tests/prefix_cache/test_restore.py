@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstrata.codecs.registry import parse
-from kvstrata.kv.precision_plan import Plan, make_plan
+from kvstrata.kv.precision_plan import PrecisionPlan, make_plan
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.requantize import NO_MEMORY, PrecisionChange
 from kvstrata.tiers.disk.filesystem import Files
@@ -15,7 +15,7 @@ from tests.prefix_cache.disk import random_tokens, store_on, write_turns, writte
 from tests.prefix_cache.kv import LAYOUT, TOKEN_BYTES, check_lease, settle
 
 
-def plan(name: str) -> Plan:
+def plan(name: str) -> PrecisionPlan:
     return make_plan(LAYOUT, parse(name), parse(name))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvstrata.codecs.registry import parse
 from kvstrata.kv.layout import Layout
-from kvstrata.kv.precision_plan import Plan, make_plan
+from kvstrata.kv.precision_plan import PrecisionPlan, make_plan
 from kvstrata.prefix_cache.keys import as_ids, chain, root_key
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.requantize import PrecisionChange
@@ -25,7 +25,7 @@ from tests.tiers.disk.blocks import records_of
 LAYOUTS = [pytest.param(LAYOUT, id="full"), pytest.param(HYBRID, id="hybrid")]
 
 
-def plan(name: str) -> Plan:
+def plan(name: str) -> PrecisionPlan:
     return make_plan(LAYOUT, parse(name), parse(name))
 
 
@@ -311,7 +311,7 @@ def test_eviction_encodes_leaf_and_leaves_its_parent_raw(tmp_path: Path) -> None
         assert tuple(cache.table.entries) == (above,)
         assert not leaf.nodes
         assert cache.counters["encoded_spans"] == 1
-        assert {k.name for layer in above.span.layers for k, _ in above.span.pairs(layer)} == {"raw"}
+        assert {k.name for layer in above.span.layers for k, _ in above.span.codec_pairs(layer)} == {"raw"}
 
 
 # Short sequences stay raw until a longer one resumes from them.

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.codecs.registry import parse
-from kvstrata.kv.checkpoints import Mark
+from kvstrata.kv.checkpoints import Checkpoint
 from kvstrata.kv.precision_plan import make_plan
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.prefix_cache.config import CacheConfig
@@ -464,8 +464,8 @@ def test_checkpoints_of_another_branch_are_kept() -> None:
         other.compute(50)
         other.filing.commit(other.tokens[: other.num_computed], mark_at(other.cache))
     other.end()
-    marks = {id(mark): mark for entry in cache.table.entries for mark in entry.span.marks.values()}
-    kept = {at for entry in cache.table.entries if entry.span.end == 200 for at in entry.span.marks}
+    marks = {id(mark): mark for entry in cache.table.entries for mark in entry.span.checkpoints.values()}
+    kept = {at for entry in cache.table.entries if entry.span.end == 200 for at in entry.span.checkpoints}
     assert {150, 200} <= kept
     # And the one at 100, from which both resume.
     assert len(marks) == CacheConfig.max_checkpoints + 3
@@ -516,8 +516,8 @@ def test_thousands_of_requests_leak_no_memory() -> None:
         mx.set_cache_limit(limit)
 
 
-def mark_at(cache: SequenceCache) -> Mark:
-    return Mark(cache.num_tokens, (None,) * len(cache.flat))
+def mark_at(cache: SequenceCache) -> Checkpoint:
+    return Checkpoint(cache.num_tokens, (None,) * len(cache.flat))
 
 
 def test_second_release_has_no_effect() -> None:

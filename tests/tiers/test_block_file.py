@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.prefix_cache.keys import chain
-from kvstrata.tiers.block import MARK, Block, BlockId
+from kvstrata.tiers.block import CHECKPOINT, Block, BlockId
 from kvstrata.tiers.block_file import (
     CHECKSUM_AT,
     CHECKSUM_ENDS,
@@ -60,7 +60,7 @@ def test_decode_of_another_block_than_the_wanted_one_is_damage(verify: bool) -> 
     block = make_block()
     content = content_of(block)
     for wanted, root, reason in (
-        (BlockId(block.key, MARK), ROOT, Damage.KEY),
+        (BlockId(block.key, CHECKPOINT), ROOT, Damage.KEY),
         (BlockId(bytes(32)), ROOT, Damage.KEY),
         (block.id, OTHER_ROOT, Damage.ROOT),
         (None, OTHER_ROOT, Damage.ROOT),

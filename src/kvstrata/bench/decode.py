@@ -124,7 +124,7 @@ class _Ours:
                 layer.append(k, v)
                 mx.eval(layer.arrays())
             if name != "raw":
-                layer.own.seal(*pair, RawWindow())
+                layer.own.encode_past_at_once(*pair, RawWindow())
         self._cache.end_pass(context_tokens)
 
     @property

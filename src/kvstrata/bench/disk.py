@@ -30,7 +30,7 @@ from kvstrata.bench.driver import (
 )
 from kvstrata.errors import KvstrataError
 from kvstrata.prefix_cache.keys import chain
-from kvstrata.tiers.block import BLOCK_TOKENS, Block, Tensor
+from kvstrata.tiers.block import BLOCK_TOKENS, Block, BlockTensor
 from kvstrata.tiers.disk.tier import DiskTier
 from kvstrata.tiers.interface import Refused
 from kvstrata.tiers.options import DiskOptions
@@ -85,7 +85,7 @@ def _blocks(num_blocks: int, block_bytes: int) -> Iterator[Block]:
     for number in range(num_blocks):
         ids = random.integers(0, 50_000, BLOCK_TOKENS, np.int32)
         data = random.integers(0, 256, block_bytes, np.uint8)
-        tensors = {"0.k.values": Tensor("U8", (block_bytes,), data)}
+        tensors = {"0.k.values": BlockTensor("U8", (block_bytes,), data)}
         key = chain(parent, ids)
         yield Block(key, parent, ROOT, number * BLOCK_TOKENS, ids.astype("<i4").tobytes(), tensors, {})
         parent = key

@@ -19,7 +19,7 @@ from kvstrata.bench.watch import UNWATCHED, Watch
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.errors import ConfigError
 from kvstrata.kv.layout import Layout
-from kvstrata.kv.precision_plan import Plan, make_plan, raw_plan
+from kvstrata.kv.precision_plan import PrecisionPlan, make_plan, raw_plan
 
 Side = Literal["k", "v"]
 SIDES: tuple[Side, ...] = ("k", "v")
@@ -68,7 +68,7 @@ def _losses(subject: Subject, windows: Sequence[Window], bits: Sequence[int], wa
                 yield _loss(layer, side, each, _scores(subject, alone, windows, references, watch))
 
 
-def one_side(layout: Layout, plan: Plan, layer: int, side: Side) -> Plan:
+def one_side(layout: Layout, plan: PrecisionPlan, layer: int, side: Side) -> PrecisionPlan:
     """The plan for K or V of this layer, everything else raw."""
     raw = raw_plan(layout)
     (k, v), (raw_k, raw_v) = plan.pairs[layer], raw.pairs[layer]
@@ -76,7 +76,7 @@ def one_side(layout: Layout, plan: Plan, layer: int, side: Side) -> Plan:
     return replace(raw, pairs=(*raw.pairs[:layer], pair, *raw.pairs[layer + 1 :]))
 
 
-def plan_by_layer(layout: Layout, losses: Sequence[LayerLoss], like: Plan) -> Plan:
+def plan_by_layer(layout: Layout, losses: Sequence[LayerLoss], like: PrecisionPlan) -> PrecisionPlan:
     """The plan that loses least, by what each layer loses alone, and takes no more bytes than another of `planes`."""
     by_bits = {bits: make_plan(layout, PlanesCodec(bits), PlanesCodec(bits)) for bits in {loss.bits for loss in losses}}
     found: dict[tuple[int, Side], dict[int, float]] = {}
@@ -97,7 +97,7 @@ def _num_values(layout: Layout, key: tuple[int, Side]) -> int:
     return spec.kv_heads * (spec.k_dim if side == "k" else spec.v_dim)
 
 
-def _code_bits(plan: Plan, key: tuple[int, Side]) -> int:
+def _code_bits(plan: PrecisionPlan, key: tuple[int, Side]) -> int:
     """Without means and scales, which are as large at any precision."""
     layer, side = key
     codec = plan.pairs[layer][0 if side == "k" else 1]
@@ -106,7 +106,7 @@ def _code_bits(plan: Plan, key: tuple[int, Side]) -> int:
     return codec.bits
 
 
-def bits_by_layer(plan: Plan) -> str:
+def bits_by_layer(plan: PrecisionPlan) -> str:
     """`0:8/4 1:4/4`: bits of K and V of each layer that has any."""
     pairs = [(i, k, v) for i, (k, v) in enumerate(plan.pairs)]
     return " ".join(
@@ -115,7 +115,7 @@ def bits_by_layer(plan: Plan) -> str:
 
 
 def _scores(
-    subject: Subject, plan: Plan, windows: Sequence[Window], references: Sequence[Run], watch: Watch
+    subject: Subject, plan: PrecisionPlan, windows: Sequence[Window], references: Sequence[Run], watch: Watch
 ) -> list[Score]:
     runs = (watch.passed(run(subject, plan, window)) for window in windows)
     return list(map(score, references, runs))

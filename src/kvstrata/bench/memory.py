@@ -26,7 +26,7 @@ from kvstrata.kv.layout import LayerSpec, Layout, arrays_in
 from kvstrata.kv.precision_plan import make_plan
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.span import live_span
-from kvstrata.kv.transcode import rewrite_layer
+from kvstrata.kv.transcode import transcode_layer
 from kvstrata.models.probe import probe
 
 HEADS, HEAD_DIM = 2, 64
@@ -190,7 +190,7 @@ def store(tokens: int) -> list[MemoryFigures]:
             cache.flat.clear()
             plan = make_plan(layout, parse(name), parse(name))
             for layer in span.layers:
-                rewrite_layer(span, layer, plan.pairs[layer])
+                transcode_layer(span, layer, plan.pairs[layer])
 
         rows.append(_measured(what, "kvstrata", run, lambda held=held: held[0]))
     return rows

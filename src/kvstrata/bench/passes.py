@@ -19,7 +19,7 @@ from mlx_lm.models.cache import CacheList, make_prompt_cache
 from kvstrata.bench.encoding_cache import EncodingLayer
 from kvstrata.errors import ConfigError
 from kvstrata.kv.layout import LayerSpec, Layout, arrays_in
-from kvstrata.kv.precision_plan import Plan
+from kvstrata.kv.precision_plan import PrecisionPlan
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
 
@@ -85,7 +85,7 @@ class Run:
     encoded_values: int
 
 
-def run(subject: Subject, plan: Plan, window: Window) -> Run:
+def run(subject: Subject, plan: PrecisionPlan, window: Window) -> Run:
     module, ids, context = subject.loaded.module, window.ids, window.context
     caches, encoding = _caches(subject, plan, DECODE_BLOCK if window.mode == "decode" else 1)
     logits = module(mx.array([ids[:context]]), cache=caches)
@@ -102,7 +102,7 @@ def run(subject: Subject, plan: Plan, window: Window) -> Run:
     return Run(scored, np.array(targets), sum(s.encoded_bytes for s in sides), sum(s.encoded_values for s in sides))
 
 
-def _caches(subject: Subject, plan: Plan, block: int) -> tuple[list[Any], list[EncodingLayer]]:
+def _caches(subject: Subject, plan: PrecisionPlan, block: int) -> tuple[list[Any], list[EncodingLayer]]:
     """What the model is called with, and those of it that encode."""
     codecs = iter(plan.pairs)
     encoding: list[EncodingLayer] = []

@@ -26,7 +26,7 @@ from kvstrata.bench.passes import (
 from kvstrata.bench.watch import UNWATCHED, Watch
 from kvstrata.codecs.registry import parse
 from kvstrata.errors import ConfigError
-from kvstrata.kv.precision_plan import Plan, make_plan, raw_plan
+from kvstrata.kv.precision_plan import PrecisionPlan, make_plan, raw_plan
 from kvstrata.models.loaded import LoadedModel
 
 Pair = tuple[str, str]
@@ -109,7 +109,11 @@ def measure(
 
 
 def measure_plans(
-    subject: Subject, texts: Sequence[Text], plans: Mapping[Pair, Plan], protocol: Protocol, watch: Watch = UNWATCHED
+    subject: Subject,
+    texts: Sequence[Text],
+    plans: Mapping[Pair, PrecisionPlan],
+    protocol: Protocol,
+    watch: Watch = UNWATCHED,
 ) -> Iterator[Quality]:
     """Likewise for plans that no pair of names gives; they are called by the names that they are given under."""
     return _measured(subject, _cases(texts, protocol), plans, watch)
@@ -126,7 +130,7 @@ def _cases(texts: Sequence[Text], protocol: Protocol) -> list[tuple[str, list[Wi
 
 
 def _measured(
-    subject: Subject, cases: Sequence[tuple[str, list[Window]]], plans: Mapping[Pair, Plan], watch: Watch
+    subject: Subject, cases: Sequence[tuple[str, list[Window]]], plans: Mapping[Pair, PrecisionPlan], watch: Watch
 ) -> Iterator[Quality]:
     for text, windows in cases:
         title = f"{text}, {windows[0].mode}, context {windows[0].context}"
@@ -134,7 +138,7 @@ def _measured(
 
 
 def _rows(
-    subject: Subject, plans: Mapping[Pair, Plan], windows: Sequence[Window], text: str, watch: Watch
+    subject: Subject, plans: Mapping[Pair, PrecisionPlan], windows: Sequence[Window], text: str, watch: Watch
 ) -> Iterator[Quality]:
     watch.say("raw / raw")
     raw = raw_plan(subject.layout)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvstrata.bench.passes import Subject, Text
     from kvstrata.bench.quality import Protocol, Quality
     from kvstrata.bench.watch import Watch
-    from kvstrata.kv.precision_plan import Plan
+    from kvstrata.kv.precision_plan import PrecisionPlan
     from kvstrata.models.loaded import LoadedModel
 
 SAMPLE = Path(__file__).parents[1] / "bench" / "sample.txt"
@@ -179,7 +179,7 @@ def _compared(
     from kvstrata.codecs.registry import parse
     from kvstrata.kv.precision_plan import make_plan
 
-    plans: dict[tuple[str, str], Plan] = {}
+    plans: dict[tuple[str, str], PrecisionPlan] = {}
     for pair in protocol.pairs:
         plans[pair] = make_plan(subject.layout, *map(parse, pair))
         by_layer = plan_by_layer(subject.layout, losses, plans[pair])

@@ -19,8 +19,8 @@ from kvstrata.engine.config import KvConfig
 from kvstrata.errors import ConfigError, NeverFits
 from kvstrata.kv.buffers import round_up
 from kvstrata.kv.layout import Layout
-from kvstrata.kv.precision_plan import Plan, make_plan, raw_plan
-from kvstrata.kv.sequence_cache import Pair, SequenceCache
+from kvstrata.kv.precision_plan import CodecPair, PrecisionPlan, make_plan, raw_plan
+from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.prefix_cache.ladder import STEP_BITS
 
 
@@ -28,7 +28,7 @@ from kvstrata.prefix_cache.ladder import STEP_BITS
 class KvFormat:
     """How the KV of a running sequence is held: raw up to `raw_tokens`, all other tokens encoded by `plan`."""
 
-    plan: Plan | None = None  # None: every token stays raw
+    plan: PrecisionPlan | None = None  # None: every token stays raw
     token_bytes: float = 0.0  # of an encoded token
     raw_tokens: int | None = None  # most raw tokens at a time; None: no bound
     from_tokens: int = 0  # shorter sequences do not use this format
@@ -99,7 +99,7 @@ class FormatCatalog:
         # Maps a codec of keys and one of values to a plan. Raises ConfigError where the layers cannot be encoded so.
         self.plan_of = cache(partial(make_plan, layout, edge_layers=config.edge_layers, edge=config.edge))
 
-    def formats_for(self, target: Plan) -> tuple[tuple[KvFormat, ...], dict[int, KvFormat]]:
+    def formats_for(self, target: PrecisionPlan) -> tuple[tuple[KvFormat, ...], dict[int, KvFormat]]:
         """Return the formats while new spans are encoded by `target`, and those that `--kv-cache-live` would give.
 
         A model that brings caches of its own kind is never encoded.
@@ -119,7 +119,7 @@ def least_token_bytes(layout: Layout, config: KvConfig) -> float:
     return min(planned, layout.token_bytes) or layout.token_bytes
 
 
-def sealed_pairs(layout: Layout, config: KvConfig) -> tuple[Pair, ...] | None:
+def sealed_pairs(layout: Layout, config: KvConfig) -> tuple[CodecPair, ...] | None:
     """Return the codecs that attention may read cached KV through; None: this model's layers cannot be encoded."""
     plan = min(_reachable_plans(layout, config), key=lambda plan: plan.token_bytes(layout))
     if not plan.is_raw:
@@ -131,9 +131,9 @@ def sealed_pairs(layout: Layout, config: KvConfig) -> tuple[Pair, ...] | None:
     return None if plan.is_raw else plan.pairs
 
 
-def _reachable_plans(layout: Layout, config: KvConfig) -> list[Plan]:
+def _reachable_plans(layout: Layout, config: KvConfig) -> list[PrecisionPlan]:
     """Return the plans that cached KV may have under these settings."""
-    pairs: list[Pair] = [(config.k, config.v)]
+    pairs: list[CodecPair] = [(config.k, config.v)]
     if config.dynamic:
         pairs.append((PlanesCodec(config.floor_k_bits), PlanesCodec(config.floor_v_bits)))
     pairs += [(codec, codec) for _, codec in config.dynamic_at]
@@ -160,7 +160,7 @@ class Budget:
     formats: tuple[KvFormat, ...] = (FULL_PRECISION,)  # of running sequences, the most exact first
     live_formats: Mapping[int, KvFormat] = field(default_factory=dict)  # with --kv-cache-live, by bits
 
-    def with_formats(self, catalog: FormatCatalog, target: Plan) -> Budget:
+    def with_formats(self, catalog: FormatCatalog, target: PrecisionPlan) -> Budget:
         """Return this budget with the KV formats that exist while new spans are encoded by `target`."""
         formats, live = catalog.formats_for(target)
         return replace(self, formats=formats, live_formats=live)

@@ -29,7 +29,7 @@ from kvstrata.engine.scheduler import UNMEASURED, PassCost
 from kvstrata.engine.sequence import SequenceTable
 from kvstrata.engine.speeds import StepSpeeds
 from kvstrata.kv.layout import Layout
-from kvstrata.kv.packing import tally
+from kvstrata.kv.packing import count_labels
 from kvstrata.kv.precision_plan import edges_of, make_plan
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
@@ -175,7 +175,7 @@ def _open_disk_tier(served: ServedModel, disk: DiskOptions | None, files: Files 
     # Half of the blocks that are read ahead wait in the tier, half in the cache.
     ahead_bytes = min(disk.read_ahead_bytes, served.budget.total_bytes // READ_AHEAD_SHARE // 2)
     options = dataclasses.replace(disk, ttl_s=served.kv_config.ttl_s, read_ahead_bytes=ahead_bytes)
-    tier = DiskTier(options, chain=chain, tally=tally, is_pinned=pinned.__contains__, files=files)
+    tier = DiskTier(options, chain=chain, tally=count_labels, is_pinned=pinned.__contains__, files=files)
     return TierClient(tier, served.layout, post=post, pinned=pinned, patience_s=disk.wait_s)
 
 

@@ -17,7 +17,7 @@ from kvstrata.engine.prompt_cache_file import PROMPT_NEEDED, PromptCacheReader, 
 from kvstrata.engine.thread import EngineThread
 from kvstrata.errors import ConfigError, InvalidRequest, Unavailable, UnusableFile
 from kvstrata.kv.block_checks import check_description
-from kvstrata.kv.checkpoints import Mark
+from kvstrata.kv.checkpoints import Checkpoint
 from kvstrata.kv.layout import Layout
 from kvstrata.kv.mlx_prompt_files import TensorTable, looks_like_tensors, read_table
 from kvstrata.kv.packing import block_bytes
@@ -222,7 +222,7 @@ class BundleTransfer:
             raise UnusableFile(f"The file does not say how its last token left this model's layers. {AGAIN} {CHANGED}")
         return VerifiedBundle(ids, nbytes, lineage)
 
-    def _verify_block(self, block: Block, layout: Layout, example: Mark | None) -> None:
+    def _verify_block(self, block: Block, layout: Layout, example: Checkpoint | None) -> None:
         with _refusing_bad_files():
             check_description(layout, block, example)
             self._run_task(lambda core: core.prefix_cache.imports.check_block(block, example))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstrata.codecs.base import Codec
-from kvstrata.kv.convert import RAW
-from kvstrata.kv.precision_plan import EDGE
+from kvstrata.kv.precision_plan import EDGE, RAW
 from kvstrata.prefix_cache.config import CacheConfig
 from kvstrata.prefix_cache.entry_table import CacheListener
 from kvstrata.tiers.disk.filesystem import Files

@@ -26,7 +26,7 @@ from kvstrata.engine.request import EngineState, Event, Failed, Finished, Reques
 from kvstrata.engine.sequence import Sequence
 from kvstrata.engine.thread import EndRequest, EngineThread, Submit
 from kvstrata.errors import ContextTooLong, InvalidRequest, QueueFull, RequestError, Unavailable
-from kvstrata.kv.checkpoints import needs_marks
+from kvstrata.kv.checkpoints import needs_checkpoints
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.entry_table import CacheListener
@@ -129,7 +129,7 @@ class Engine:
     @property
     def resumes_at_checkpoints(self) -> bool:
         """Whether the model resumes only at checkpoints, so that `Request.resume_at` matters."""
-        return needs_marks(self._thread.served.layout)
+        return needs_checkpoints(self._thread.served.layout)
 
     def props(self) -> dict[str, Any]:
         """Return the engine's part of GET /props."""
@@ -143,7 +143,7 @@ class Engine:
                 "kernels": dispatch.kernels(layout.head_kinds()),
                 "quantized": backends.active(),
             },
-            "key_means": layout.turning(),
+            "key_means": layout.describe_rope(),
             "max_kv_size": self._limits.max_kv_size,
             "kv": {"k": kv_config.k.name, "v": kv_config.v.name, "dtype": served.loaded.dtype},
             "kv_bytes_per_token": budget.token_bytes,

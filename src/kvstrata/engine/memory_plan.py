@@ -20,9 +20,8 @@ from kvstrata.engine.budget import (
 )
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.errors import ConfigError
-from kvstrata.kv.convert import bits_of
 from kvstrata.kv.layout import LayerSpec, Layout
-from kvstrata.kv.precision_plan import Plan, make_plan, raw_plan
+from kvstrata.kv.precision_plan import PrecisionPlan, bits_of, make_plan, raw_plan
 from kvstrata.models.outline import Outline
 from kvstrata.tiers.block import BLOCK_TOKENS
 
@@ -313,7 +312,12 @@ def _fits(precision: PrecisionForecast, tokens: int, conversations: int) -> bool
 
 
 def _precision_forecast(
-    outline: Outline, config: KvConfig, plan: Plan, kv_bytes: int, lengths: Sequence[int], disk_bytes: int | None
+    outline: Outline,
+    config: KvConfig,
+    plan: PrecisionPlan,
+    kv_bytes: int,
+    lengths: Sequence[int],
+    disk_bytes: int | None,
 ) -> PrecisionForecast:
     layout = outline.layout
     token_bytes = plan.token_bytes(layout) or float(layout.token_bytes)
@@ -332,7 +336,7 @@ def _precision_forecast(
 
 
 def _conversation_capacity(
-    layout: Layout, plan: Plan, tokens: int, kv_bytes: int, disk_bytes: int | None
+    layout: Layout, plan: PrecisionPlan, tokens: int, kv_bytes: int, disk_bytes: int | None
 ) -> ConversationCapacity:
     token_bytes = plan.token_bytes(layout) or float(layout.token_bytes)
     one_bytes = math.ceil(tokens * token_bytes) + KvConfig.max_checkpoints * _checkpoint_bytes(layout, plan, tokens)
@@ -341,7 +345,7 @@ def _conversation_capacity(
     return ConversationCapacity(tokens, one_bytes, kv_bytes // one_bytes, one_disk_bytes, on_disk)
 
 
-def _checkpoint_bytes(layout: Layout, plan: Plan, tokens: int) -> int:
+def _checkpoint_bytes(layout: Layout, plan: PrecisionPlan, tokens: int) -> int:
     """Return the bytes of a state checkpoint: windows and chunks as the plan encodes them, and recurrent states."""
     total = 0.0
     for spec, (k, v) in zip(layout.flat(), plan.pairs, strict=True):

@@ -20,10 +20,11 @@ from kvstrata.engine.budget import KvFormat
 from kvstrata.engine.request import PinRequest, Request
 from kvstrata.engine.runner import ModelRunner
 from kvstrata.engine.sequence import Sequence, SequenceTable
-from kvstrata.kv.checkpoints import take_mark
+from kvstrata.kv.checkpoints import take_checkpoint
 from kvstrata.kv.raw_window import RawWindow
 from kvstrata.kv.sequence_cache import SequenceCache
-from kvstrata.kv.span import SEAL_TOKENS, Span, SpanRange
+from kvstrata.kv.span import Span, SpanRange
+from kvstrata.kv.transcode import ENCODE_TOKENS
 from kvstrata.prefix_cache.conversations import ConversationTracker, ConversationTurn
 from kvstrata.prefix_cache.entries import CachedPrefix, Entry, Lease, PrecisionTarget
 from kvstrata.prefix_cache.insertion import Insertion
@@ -394,13 +395,13 @@ class PrefixLookup:
         pauses = at in state.pauses or at % self._checkpoint_every == 0 or is_prompt_end
         has_checkpoint = self._needs_checkpoints and pauses
         self._commit(sequence, state, has_checkpoint=has_checkpoint, is_prompt_end=is_prompt_end)
-        _seal_segments(cache, sequence.kv_format, SEAL_TOKENS, self._raw_window)
+        _seal_segments(cache, sequence.kv_format, ENCODE_TOKENS, self._raw_window)
         self._record_growth(state, at)
 
     def commit_token(self, sequence: Sequence) -> None:
         """Have the tokens of a reply encoded as soon as a segment is full, and checkpoints taken for a shared tier."""
         state, cache = self._states[sequence.id], sequence.cache
-        if sequence.num_generated % SEAL_TOKENS == 0:
+        if sequence.num_generated % ENCODE_TOKENS == 0:
             self._record_growth(state, sequence.num_computed)
         if cache is None:
             return
@@ -499,7 +500,7 @@ class PrefixLookup:
             # checkpoint, because the state has seen that token.
             ids = sequence.ids()
             num_tokens = min(cache.num_tokens, len(ids))
-            checkpoint = take_mark(cache) if has_checkpoint and num_tokens == cache.num_tokens else None
+            checkpoint = take_checkpoint(cache) if has_checkpoint and num_tokens == cache.num_tokens else None
             insertion.commit(ids[:num_tokens], checkpoint, is_end=is_prompt_end)
 
         self._insert(insertion, commit)
@@ -529,7 +530,7 @@ def _seal_segments(cache: SequenceCache, kv_format: KvFormat, num_tokens: int, w
         return
     end = cache.num_tokens - window.recent_tokens
     recent = window.recent_tokens + end % GROUP_TOKENS
-    cache.seal(kv_format.plan.pairs, RawWindow(window.first_tokens, recent))
+    cache.encode_past(kv_format.plan.pairs, RawWindow(window.first_tokens, recent))
 
 
 def _pin_term(request: Request, pin: PinRequest, max_bytes: int) -> Term:

@@ -47,8 +47,9 @@ from kvstrata.engine.runner import ModelRunner
 from kvstrata.engine.sampling import Sampler, sample
 from kvstrata.engine.scheduler import PassCost
 from kvstrata.kv.layout import LayerSpec, Layout
+from kvstrata.kv.precision_plan import CodecPair
 from kvstrata.kv.recurrent_layer import RecurrentLayer
-from kvstrata.kv.sequence_cache import Pair, Prefix, SequenceCache
+from kvstrata.kv.sequence_cache import Prefix, SequenceCache
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.ladder import STEP_BITS
 
@@ -90,7 +91,7 @@ MAX_NOTES = 256
 # A faster measurement is repeated at each start instead of being remembered.
 WORTH_KEEPING_S = 0.05
 
-RAW: Pair = (RawCodec(), RawCodec())
+RAW: CodecPair = (RawCodec(), RawCodec())
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class PassShape:
     vocab_size: int
     max_context_tokens: int  # the engine serves no longer context, so none is measured
     chunk_tokens: int  # largest prefill chunk
-    pairs: tuple[Pair, ...] | None = None  # codecs of cached KV, for each layer; None: raw
+    pairs: tuple[CodecPair, ...] | None = None  # codecs of cached KV, for each layer; None: raw
 
 
 def max_chunk() -> int:
@@ -188,7 +189,7 @@ class ScratchProfiler:
         self._layout: Layout = runner.layout
         self._states: tuple[Any, ...] = ()  # a state of each recurrent layer; their sizes do not depend on the context
 
-    def measure_lines(self, tokens: int, factor: float, pairs: Sequence[Pair] | None) -> list[ScratchLine]:
+    def measure_lines(self, tokens: int, factor: float, pairs: Sequence[CodecPair] | None) -> list[ScratchLine]:
         """Measure a chunk of `tokens`, and extrapolate to a chunk `factor` times as long.
 
         The growth with the chunk follows from a chunk of half the length. The growth with the context is at most the
@@ -215,11 +216,11 @@ class ScratchProfiler:
             ]
         return [*lines, _scratch_line(self._window_bytes() + squared, token_bytes)]
 
-    def chunk_bytes(self, tokens: int, context: int, pairs: Sequence[Pair] | None = None) -> int:
+    def chunk_bytes(self, tokens: int, context: int, pairs: Sequence[CodecPair] | None = None) -> int:
         """Return the scratch of one chunk behind `context` tokens that are encoded by `pairs`."""
         return _smallest_seen_twice(lambda: self._prefill_chunk(tokens, context, pairs))
 
-    def _prefill_chunk(self, tokens: int, context: int, pairs: Sequence[Pair] | None) -> int:
+    def _prefill_chunk(self, tokens: int, context: int, pairs: Sequence[CodecPair] | None) -> int:
         prefix = self._make_prefix(context, pairs) if context else None
         cache = self._runner.new_cache(tokens, prefix)
         scratch_bytes, _ = _measure_action(partial(self._runner.prefill, cache, [0] * tokens))
@@ -238,17 +239,17 @@ class ScratchProfiler:
         second, _ = _measure_action(partial(self._runner.prefill, cache, [0] * tokens))
         return _scratch_line(factor * first, factor * max(0, second - first) / tokens)
 
-    def _step_token_bytes(self, pairs: Sequence[Pair]) -> float:
+    def _step_token_bytes(self, pairs: Sequence[CodecPair]) -> float:
         """Return the scratch of a decode step, for each token that its row reads."""
         return self.chunk_bytes(1, self._context, pairs) / self._context
 
-    def _encoding_token_bytes(self, pairs: Sequence[Pair]) -> float:
+    def _encoding_token_bytes(self, pairs: Sequence[CodecPair]) -> float:
         """Return the scratch of encoding one layer of a cached span, for each token: the layer before and after."""
         full = {(spec, pair) for spec, pair in zip(self._layout.flat(), pairs, strict=True) if spec.kind == "full"}
         sizes = [_smallest_seen_twice(partial(self._encode_layer, spec, pair)) for spec, pair in full]
         return max(sizes, default=0) / self._context
 
-    def _encode_layer(self, spec: LayerSpec, pair: Pair) -> int:
+    def _encode_layer(self, spec: LayerSpec, pair: CodecPair) -> int:
         k, v = _zeros(spec, self._context)
         mx.eval(k, v)
         mx.reset_peak_memory()
@@ -256,10 +257,10 @@ class ScratchProfiler:
         _seal(k, v, pair)
         return mx.get_peak_memory() - before
 
-    def _make_prefix(self, num_tokens: int, pairs: Sequence[Pair] | None) -> Prefix:
+    def _make_prefix(self, num_tokens: int, pairs: Sequence[CodecPair] | None) -> Prefix:
         """Return a prefix of zeros. Layers of one shape share their arrays."""
         specs = self._layout.flat()
-        by_layer: dict[tuple[LayerSpec, Pair], tuple[Source, ...]] = {}
+        by_layer: dict[tuple[LayerSpec, CodecPair], tuple[Source, ...]] = {}
         sources = []
         for spec, pair in zip(specs, pairs or (RAW,) * len(specs), strict=True):
             if spec.kind == "full" and (spec, pair) not in by_layer:
@@ -284,7 +285,7 @@ class OtherSequenceTokens:
         return (self.part,)
 
 
-def context_sources(spec: LayerSpec, pair: Pair, num_tokens: int) -> tuple[Source, ...]:
+def context_sources(spec: LayerSpec, pair: CodecPair, num_tokens: int) -> tuple[Source, ...]:
     """Return a context of zeros in the segments that take most memory to join.
 
     On a GPU these are segments that no single launch decodes: on Metal many, on CUDA some that another sequence writes.
@@ -315,7 +316,7 @@ def _add_leeway(measured: float) -> float:
 
 
 def _recurrent_states(cache: SequenceCache) -> tuple[Any, ...]:
-    return tuple(layer.held() if isinstance(layer, RecurrentLayer) else None for layer in cache.flat)
+    return tuple(layer.copy_state() if isinstance(layer, RecurrentLayer) else None for layer in cache.flat)
 
 
 def _zeros(spec: LayerSpec, num_tokens: int) -> tuple[mx.array, mx.array]:
@@ -330,7 +331,7 @@ def _window_or_state(spec: LayerSpec, num_tokens: int, state: Any) -> Any:
     return state
 
 
-def _seal(k: mx.array, v: mx.array, pair: Pair) -> SealedPart:
+def _seal(k: mx.array, v: mx.array, pair: CodecPair) -> SealedPart:
     k_planes, v_planes = (
         codec.adopt(array, 0) if isinstance(codec, RawCodec) else codec.encode(array, 0)
         for codec, array in zip(pair, (k, v), strict=True)
@@ -432,10 +433,10 @@ def _compile_kernels(specs: Sequence[LayerSpec]) -> int:
     cuda_host_copy.works()
     # MLX also compiles a kernel for the gather of log-probabilities.
     mx.eval(sample(mx.zeros((1, 8)), [Sampler(Sampling(num_logprobs=1), (), 8)]).arrays())
-    for dtype, k_dim, v_dim, rotation in {(spec.dtype, spec.k_dim, spec.v_dim, spec.k_turn) for spec in specs}:
+    for dtype, k_dim, v_dim, rotation in {(spec.dtype, spec.k_dim, spec.v_dim, spec.k_rotation) for spec in specs}:
         join_works(dtype, k_dim, v_dim, rotation)
-    keys = {(spec.k_dim, spec.k_turn, spec.dtype) for spec in specs}
-    values = {(spec.v_dim, spec.v_turn, spec.dtype) for spec in specs}
+    keys = {(spec.k_dim, spec.k_rotation, spec.dtype) for spec in specs}
+    values = {(spec.v_dim, spec.v_rotation, spec.dtype) for spec in specs}
     num_compiled = 0
     for vector in keys | values:
         dim, rotation, dtype = vector

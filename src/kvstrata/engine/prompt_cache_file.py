@@ -18,8 +18,8 @@ from kvstrata.codecs.affine import AffineCodec
 from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.runner import ModelRunner
 from kvstrata.errors import InvalidRequest, UnusableFile
-from kvstrata.kv.block_checks import check_mark, check_parts
-from kvstrata.kv.checkpoints import Mark, MarkState, RecurrentState, needs_marks, take_mark
+from kvstrata.kv.block_checks import check_checkpoint, check_segments
+from kvstrata.kv.checkpoints import Checkpoint, LayerState, RecurrentState, needs_checkpoints, take_checkpoint
 from kvstrata.kv.full_layer import FullLayer
 from kvstrata.kv.layout import Layout
 from kvstrata.kv.mixed_pass import PromptCaches
@@ -89,7 +89,7 @@ RunTask = Callable[[Callable[[EngineCore], Steps[Any]]], Any]  # runs a client t
 def verify_span(runner: ModelRunner, ids: TokenIds, span: Span) -> Steps[None]:
     """Recompute some of a span's tokens. Raises UnusableFile where the span is not what this model computes."""
     tokens: list[int] = ids.tolist()
-    if needs_marks(runner.layout):
+    if needs_checkpoints(runner.layout):
         try:
             yield from _verify_in_chunks(runner, tokens, span)
         except UnusableFile:
@@ -156,11 +156,11 @@ def _verify_in_chunks(runner: ModelRunner, tokens: Sequence[int], span: Span) ->
         prefix = prefix_of(layout, [SpanRange(span, 0, start)], checkpoint) if start else None
         cache = runner.new_cache(end - start, prefix)
         runner.prefill(cache, tokens[start:end])
-        checkpoint = take_mark(cache)
+        checkpoint = take_checkpoint(cache)
         yield
         yield from _compare_layers(cache, span, start, end)
     assert checkpoint is not None
-    _compare_checkpoints(span.marks[len(tokens)], checkpoint)
+    _compare_checkpoints(span.checkpoints[len(tokens)], checkpoint)
 
 
 def _keeps_first_tokens(layout: Layout) -> bool:
@@ -177,7 +177,9 @@ def _verify_like_mlx_lm(runner: ModelRunner, tokens: Sequence[int], span: Span) 
         yield
     runner.model(mx.array([tokens[last:]]), cache=caches)
     mx.eval([cache.state for cache in caches])
-    _compare_checkpoints(span.marks[span.end], adopt_mlx_lm(runner.layout, caches, span.end).marks[span.end])
+    _compare_checkpoints(
+        span.checkpoints[span.end], adopt_mlx_lm(runner.layout, caches, span.end).checkpoints[span.end]
+    )
 
 
 def _compare_layers(cache: SequenceCache, span: Span, start: int, end: int) -> Steps[None]:
@@ -185,7 +187,7 @@ def _compare_layers(cache: SequenceCache, span: Span, start: int, end: int) -> S
         if not isinstance(own, FullLayer):
             continue
         like = mx.zeros((), span.layout.flat()[layer].dtype)
-        _compare(span, layer, start, Parts((own.own.parts(start, end),)).joined(like), is_first=False)
+        _compare(span, layer, start, Parts((own.own.segments(start, end),)).joined(like), is_first=False)
         yield
 
 
@@ -194,7 +196,7 @@ def _compare(span: Span, layer: int, start: int, ours: tuple[mx.array, mx.array]
 
     `ours`: recomputed K and V from position `start` on, [1, kv_heads, tokens, dim].
     """
-    segments = span.parts(layer, start, start + ours[0].shape[2])
+    segments = span.segments(layer, start, start + ours[0].shape[2])
     codec = span.sealed(layer)[0].k.codec  # a prompt cache has one codec per layer
     bits = codec.bits if isinstance(codec, AffineCodec) else None
     limit = _limit(bits, ours[0].dtype, is_first=is_first)
@@ -208,7 +210,7 @@ def _compare(span: Span, layer: int, start: int, ours: tuple[mx.array, mx.array]
             raise _mismatch(f"what it holds near token {place} is {worst:.2f} from what this model computes", limit)
 
 
-def _compare_checkpoints(theirs: Mark, ours: Mark) -> None:
+def _compare_checkpoints(theirs: Checkpoint, ours: Checkpoint) -> None:
     for layer, (one, other) in enumerate(zip(theirs.states, ours.states, strict=True)):
         if isinstance(one, SealedPart) and isinstance(other, SealedPart):
             like = other.k.arrays["values"]
@@ -288,7 +290,7 @@ class PromptCacheReader:
                 code="other_prompt",
             )
         segments: dict[int, tuple[SealedPart, ...]] = {}
-        states: list[MarkState] = []
+        states: list[LayerState] = []
         for i, (spec, file) in enumerate(zip(self._layout.flat(), self._layers, strict=True)):
             if spec.kind == "full":
                 layer = full_layer(spec, file, self._tensors, self._scalars, num_tokens)
@@ -297,8 +299,8 @@ class PromptCacheReader:
             else:
                 states.append(run_task(lambda _, i=i, file=file: self._read_state(i, file, num_tokens)))
         span = Span(self._layout, 0, num_tokens, dict(segments))
-        if needs_marks(self._layout):
-            span.marks[num_tokens] = Mark(num_tokens, tuple(states))
+        if needs_checkpoints(self._layout):
+            span.checkpoints[num_tokens] = Checkpoint(num_tokens, tuple(states))
         run_task(lambda core: self._verify(core, ids, span))
         return span
 
@@ -308,17 +310,17 @@ class PromptCacheReader:
             k, v = ([cut_tensor(octets[p], self._tensors[p], start, end) for p in side] for side in layer.sides)
             yield run_task(lambda _, k=k, v=v, start=start: _in_one_step(lambda: sealed_piece(layer, k, v, start)))
 
-    def _read_state(self, index: int, file: LayerFile, num_tokens: int) -> Steps[MarkState]:
+    def _read_state(self, index: int, file: LayerFile, num_tokens: int) -> Steps[LayerState]:
         yield
         spec = self._layout.flat()[index]
         return other_layer(spec, file, self._tensors, self._scalars, self._read_bytes, num_tokens=num_tokens)
 
     def _verify(self, core: EngineCore, ids: TokenIds, span: Span) -> Steps[None]:
-        check_parts(self._layout, {layer: span.sealed(layer)[0] for layer in span.layers})
-        if needs_marks(self._layout):
+        check_segments(self._layout, {layer: span.sealed(layer)[0] for layer in span.layers})
+        if needs_checkpoints(self._layout):
             example = yield from example_checkpoint(core)
             assert example is not None
-            check_mark(self._layout, span.marks[span.end], span.end, example)
+            check_checkpoint(self._layout, span.checkpoints[span.end], span.end, example)
         yield from verify_span(core.runner, ids, span)
 
     def _read_bytes(self, path: str) -> np.ndarray:
@@ -338,14 +340,14 @@ class PromptCacheReader:
         return "".join(chr(number) for number in numbers if 0 < number < 128)
 
 
-def example_checkpoint(core: EngineCore) -> Steps[Mark | None]:
+def example_checkpoint(core: EngineCore) -> Steps[Checkpoint | None]:
     """Return a checkpoint of this model, to compare the shapes of others with; None: the model needs none."""
     yield
-    if not needs_marks(core.runner.layout):
+    if not needs_checkpoints(core.runner.layout):
         return None
     cache = core.runner.new_cache(1)
     core.runner.prefill(cache, [0])
-    return take_mark(cache)
+    return take_checkpoint(cache)
 
 
 def _in_one_step(make: Callable[[], Any]) -> Steps[Any]:

@@ -270,4 +270,4 @@ class SequenceTable:
         would keep their memory."""
         for sequence in self.running.values():
             if sequence.cache is not None:
-                sequence.cache.let_go()
+                sequence.cache.drop_stale_views()

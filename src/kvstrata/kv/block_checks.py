@@ -19,20 +19,20 @@ from kvstrata.codecs.base import Planes
 from kvstrata.codecs.mean_runs import GROUP_TOKENS
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.registry import from_spec
-from kvstrata.kv.checkpoints import Mark, MarkState, RecurrentState
+from kvstrata.kv.checkpoints import Checkpoint, LayerState, RecurrentState
 from kvstrata.kv.layout import LayerSpec, Layout
 from kvstrata.kv.packing import UnreadableBlock
 from kvstrata.kv.window_layer import Ring
-from kvstrata.tiers.block import BLOCK_TOKENS, MARK, Block
+from kvstrata.tiers.block import BLOCK_TOKENS, CHECKPOINT, Block
 
 MAX_PLANES = 8  # of K or V; no codec has as many
 
 
-def check_description(layout: Layout, block: Block, like: Mark | None) -> None:
+def check_description(layout: Layout, block: Block, like: Checkpoint | None) -> None:
     """Raise UnreadableBlock where the counts in a block's description are not this model's. `like`: any checkpoint of
     the model; None: it needs none."""
     try:
-        if block.part != MARK:
+        if block.part != CHECKPOINT:
             max_arrays = 2 * MAX_PLANES * _check_groups(layout, block.description["groups"])
         elif like is None:
             raise UnreadableBlock("The file has a mark, which this model does not need.")
@@ -62,7 +62,7 @@ def _check_groups(layout: Layout, groups: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _check_states(
-    specs: Sequence[LayerSpec], ours: Sequence[MarkState], states: Sequence[Mapping[str, Any] | None], position: int
+    specs: Sequence[LayerSpec], ours: Sequence[LayerState], states: Sequence[Mapping[str, Any] | None], position: int
 ) -> int:
     """Raise UnreadableBlock where the states are not this model's. Return the most arrays that they may have."""
     if len(states) != len(ours):
@@ -94,7 +94,7 @@ def _check_side(described: Mapping[str, Any], max_tokens: int) -> None:
     from_spec(described["spec"]).check(where["dim"])
 
 
-def check_parts(layout: Layout, parts: Mapping[int, SealedPart]) -> None:
+def check_segments(layout: Layout, parts: Mapping[int, SealedPart]) -> None:
     """Raise UnreadableBlock where the segments of a block, from `unpack`, are not this model's."""
     specs = layout.flat()
     full = {layer for layer, spec in enumerate(specs) if spec.kind == "full"}
@@ -104,7 +104,7 @@ def check_parts(layout: Layout, parts: Mapping[int, SealedPart]) -> None:
         _check_part(specs[layer], part, layer)
 
 
-def check_mark(layout: Layout, mark: Mark, position: int, like: Mark) -> None:
+def check_checkpoint(layout: Layout, mark: Checkpoint, position: int, like: Checkpoint) -> None:
     """Raise UnreadableBlock where a checkpoint is not this model's. `like`: a checkpoint of the model, at any position,
     which has the shapes of states."""
     specs = layout.flat()
@@ -114,7 +114,7 @@ def check_mark(layout: Layout, mark: Mark, position: int, like: Mark) -> None:
         _check_state(spec, state, ours, position, layer)
 
 
-def _check_state(spec: LayerSpec, state: MarkState, ours: MarkState, position: int, layer: int) -> None:
+def _check_state(spec: LayerSpec, state: LayerState, ours: LayerState, position: int, layer: int) -> None:
     if ours is None:
         if state is not None:
             raise UnreadableBlock(f"A mark has a state for layer {layer}, which has none.")

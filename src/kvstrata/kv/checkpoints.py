@@ -29,31 +29,31 @@ class RecurrentState:
         return sum(array.nbytes for array in self.arrays if array is not None)
 
 
-MarkState = (
+LayerState = (
     SealedPart | RecurrentState | None
 )  # tokens of a window or chunked layer, kept ones first; state of a recurrent one; None: full attention
 
 
 @dataclass(frozen=True)
-class Mark:
+class Checkpoint:
     position: int
-    states: tuple[MarkState, ...]  # by flat layer
+    states: tuple[LayerState, ...]  # by flat layer
 
     @property
     def nbytes(self) -> int:
         return sum(state.nbytes for state in self.states if state is not None)
 
 
-def needs_marks(layout: Layout) -> bool:
+def needs_checkpoints(layout: Layout) -> bool:
     return any(spec.kind in ("window", "chunked", "recurrent") for spec in layout.flat())
 
 
-def take_mark(cache: SequenceCache) -> Mark:
+def take_checkpoint(cache: SequenceCache) -> Checkpoint:
     """Copy a checkpoint at the sequence's present position."""
-    return Mark(cache.num_tokens, tuple(_state(layer, cache.num_tokens) for layer in cache.flat))
+    return Checkpoint(cache.num_tokens, tuple(_state(layer, cache.num_tokens) for layer in cache.flat))
 
 
-def reaches(mark: Mark, layout: Layout, num_tokens: int) -> bool:
+def reaches(mark: Checkpoint, layout: Layout, num_tokens: int) -> bool:
     """Whether a sequence can resume after `num_tokens` with this checkpoint, which may be at a later position."""
     if num_tokens == mark.position:
         return True
@@ -72,28 +72,28 @@ def _reaches_in(spec: LayerSpec, position: int, num_tokens: int) -> bool:
     return spec.kind != "recurrent"
 
 
-def states_at(layout: Layout, mark: Mark | None, num_tokens: int) -> tuple[Any, ...]:
+def states_at(layout: Layout, mark: Checkpoint | None, num_tokens: int) -> tuple[Any, ...]:
     """Return what layers resume from after `num_tokens`, by flat layer; None for layers with full attention."""
     specs = layout.flat()
     if mark is None:
-        if needs_marks(layout):
+        if needs_checkpoints(layout):
             raise ValueError(f"this model has window or recurrent layers: a resume at {num_tokens} needs a mark")
         return (None,) * len(specs)
     states = zip(mark.states, specs, strict=True)
     return tuple(_resumable(state, num_tokens, spec.dtype) for state, spec in states)
 
 
-def _state(layer: Any, position: int) -> MarkState:
+def _state(layer: Any, position: int) -> LayerState:
     if isinstance(layer, RecurrentLayer):
-        return RecurrentState(layer.held())
+        return RecurrentState(layer.copy_state())
     if isinstance(layer, WindowLayer | ChunkedLayer):
-        k, v = layer.held()
+        k, v = layer.copy_state()
         start = position - k.shape[2]
         return SealedPart(RawCodec().adopt(k.squeeze(0), start), RawCodec().adopt(v.squeeze(0), start))
     return None
 
 
-def _resumable(state: MarkState, num_tokens: int, dtype: mx.Dtype) -> Any:
+def _resumable(state: LayerState, num_tokens: int, dtype: mx.Dtype) -> Any:
     if state is None:
         return None
     if isinstance(state, RecurrentState):

@@ -41,7 +41,7 @@ class ChunkedLayer:
         """Return nothing: the layer keeps nothing for the pass, and MLX knows of all writes."""
         return []
 
-    def held(self) -> tuple[mx.array, mx.array]:
+    def copy_state(self) -> tuple[mx.array, mx.array]:
         """Return K and V of the newest token's chunk, in memory of their own: [1, kv_heads, tokens, dim]."""
         raw = self._chunk.part((self.offset - 1) % self.chunk_size + 1)
         k, v = owned(raw.k), owned(raw.v)

@@ -14,7 +14,7 @@ from kvstrata.attention.run_cache import RunCache
 from kvstrata.attention.segments import Part, Source
 from kvstrata.kv.attention_layer import AttentionLayer, Watched
 from kvstrata.kv.buffers import KvShape, Piece, Pieces
-from kvstrata.kv.own_kv import OwnTokens
+from kvstrata.kv.own_kv import OwnKV
 
 
 class FullLayer(AttentionLayer):
@@ -32,7 +32,7 @@ class FullLayer(AttentionLayer):
         super().__init__(sum(source.num_tokens for source in before))
         self._before = tuple(before)
         self._pieces = Pieces(capacity, raw_tokens, shape)
-        self.own = OwnTokens(self.offset, self._pieces)
+        self.own = OwnKV(self.offset, self._pieces)
         self._runs = RunCache()
 
     @property
@@ -113,7 +113,7 @@ class FullLayer(AttentionLayer):
         """Return the segments that this layer does not write: the prefix and its own sealed tokens."""
         return (*(part for source in self._before for part in source.parts()), *self.own.sealed)
 
-    def let_go(self) -> None:
+    def drop_stale_views(self) -> None:
         """Drop what the layer keeps of segments that were transcoded."""
         self._runs.keep_only(self._parts_before())
 

@@ -18,7 +18,7 @@ import mlx.core as mx
 from kvstrata.attention.segments import SealedPart
 from kvstrata.codecs.base import Planes
 from kvstrata.kv.checkpoints import RecurrentState
-from kvstrata.kv.own_kv import OwnTokens
+from kvstrata.kv.own_kv import OwnKV
 from kvstrata.kv.span import Span
 
 LARGE_BYTES = 1 << 20
@@ -37,7 +37,7 @@ class _Place:
 def num_arrays(span: Span) -> int:
     """Count the arrays that MLX allocated for sealed tokens and for checkpoints. Rows of one array count once."""
     shared: set[tuple[int, str]] = set()
-    count = sum(_mark_arrays(state) for mark in span.marks.values() for state in mark.states)
+    count = sum(_mark_arrays(state) for mark in span.checkpoints.values() for state in mark.states)
     for place in _places(span):
         if place.planes.gathered:
             shared.update((place.planes.gathered, name) for name in place.planes.arrays)
@@ -86,8 +86,8 @@ def _next_group(span: Span, apart: Collection[int]) -> list[_Place]:
 
 def _places(span: Span) -> Iterator[_Place]:
     for layer in span.layers:
-        held = span.held(layer)
-        for number, part in enumerate(held.sealed if isinstance(held, OwnTokens) else held):
+        held = span.content(layer)
+        for number, part in enumerate(held.sealed if isinstance(held, OwnKV) else held):
             yield _Place(layer, number, "k", part.k)
             yield _Place(layer, number, "v", part.v)
 

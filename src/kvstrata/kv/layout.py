@@ -41,9 +41,9 @@ class LayerSpec:
     k_dim: int = 0
     v_dim: int = 0
     dtype: mx.Dtype = mx.float32
-    k_turn: Turn | None = None  # RoPE rotation of its keys; None: they have none, or it is not known
-    v_turn: Turn | None = None  # RoPE rotation of its values, in a model that puts keys where values go
-    turn_reason: str = ""  # why the rotation is not known
+    k_rotation: Turn | None = None  # RoPE rotation of its keys; None: they have none, or it is not known
+    v_rotation: Turn | None = None  # RoPE rotation of its values, in a model that puts keys where values go
+    rotation_reason: str = ""  # why the rotation is not known
 
     @property
     def kv_shape(self) -> KvShape | None:
@@ -99,16 +99,18 @@ class Layout:
         """Return dtype, key size and value size of the layers that attend to segments."""
         return {(spec.dtype, spec.k_dim, spec.v_dim) for spec in self.flat() if spec.kind in ("full", "window")}
 
-    def turning(self) -> dict[str, Any]:
+    def describe_rope(self) -> dict[str, Any]:
         """Count layers with RoPE-aware means and without RoPE, and list the others by reason. For people to read."""
         keys = [(i, spec) for i, spec in enumerate(self.flat()) if spec.kind in ("full", "window", "chunked")]
         unknown: dict[str, list[int]] = {}
         for i, spec in keys:
-            if spec.turn_reason:
-                unknown.setdefault(spec.turn_reason, []).append(i)
+            if spec.rotation_reason:
+                unknown.setdefault(spec.rotation_reason, []).append(i)
         return {
-            "turning_layers": sum(spec.k_turn is not None or spec.v_turn is not None for _, spec in keys),
-            "layers_without_rope": sum(not (spec.k_turn or spec.v_turn or spec.turn_reason) for _, spec in keys),
+            "turning_layers": sum(spec.k_rotation is not None or spec.v_rotation is not None for _, spec in keys),
+            "layers_without_rope": sum(
+                not (spec.k_rotation or spec.v_rotation or spec.rotation_reason) for _, spec in keys
+            ),
             "plain_because": unknown,
         }
 
@@ -120,7 +122,7 @@ class Layout:
 KEPT_TOKENS = 4
 
 
-def read_kinds(model: Any, max_kv_size: int | None = None) -> tuple[LayerSpec, ...]:
+def read_layer_specs(model: Any, max_kv_size: int | None = None) -> tuple[LayerSpec, ...]:
     """Return the kind of each layer. `max_kv_size`: full attention becomes a ring of that many tokens, whatever caches
     the model would make."""
     specs = tuple(_spec_of(cache) for cache in make_prompt_cache(model))
@@ -158,7 +160,7 @@ def _spec_of(cache: Any) -> LayerSpec:
     return LayerSpec("foreign")
 
 
-def measure(specs: Sequence[LayerSpec], caches: Sequence[Any], tokens: int) -> tuple[LayerSpec, ...]:
+def measure_layers(specs: Sequence[LayerSpec], caches: Sequence[Any], tokens: int) -> tuple[LayerSpec, ...]:
     """Fill in shapes and bytes, from caches that have seen at least `tokens` tokens."""
     return tuple(_measured(spec, cache, tokens) for spec, cache in zip(specs, caches, strict=True))
 
@@ -177,7 +179,7 @@ def _measured(spec: LayerSpec, cache: Any, tokens: int) -> LayerSpec:
     if spec.kind == "recurrent":
         return replace(spec, state_bytes=cache.nbytes)
     if spec.kind == "composite":
-        return replace(spec, children=measure(spec.children, cache.caches, tokens))
+        return replace(spec, children=measure_layers(spec.children, cache.caches, tokens))
     return _measured_foreign(spec, cache.arrays(), tokens)
 
 

@@ -17,13 +17,12 @@ from kvstrata.codecs.affine import AffineCodec
 from kvstrata.codecs.base import MismatchedPlanes, Planes, copy_rows
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.kv.buffers import owned
-from kvstrata.kv.checkpoints import Mark, MarkState, RecurrentState, needs_marks, states_at
-from kvstrata.kv.convert import owned as owned_part
+from kvstrata.kv.checkpoints import Checkpoint, LayerState, RecurrentState, needs_checkpoints, states_at
 from kvstrata.kv.layout import LayerSpec, Layout
-from kvstrata.kv.span import Held, Span, SpanRange
-from kvstrata.kv.work_sizes import join
+from kvstrata.kv.span import LayerContent, Span, SpanRange, compact_segment
+from kvstrata.kv.work_sizes import join_segments
 
-Packed = tuple[mx.array, mx.array, mx.array]  # packed values, scales, biases
+QuantizedArrays = tuple[mx.array, mx.array, mx.array]  # packed values, scales, biases
 
 # Exact types: a subclass may keep its state elsewhere.
 _CACHES: dict[str, tuple[type, ...]] = {
@@ -45,8 +44,8 @@ def adopt_mlx_lm(layout: Layout, caches: Sequence[Any], num_tokens: int) -> Span
     specs = layout.flat()
     if len(flat) != len(specs):
         raise MismatchedPlanes(f"The prompt cache is another model's: it has {len(flat)} layers, not {len(specs)}.")
-    held: dict[int, Held] = {}
-    states: list[MarkState] = []
+    held: dict[int, LayerContent] = {}
+    states: list[LayerState] = []
     for i, (spec, cache) in enumerate(zip(specs, flat, strict=True)):
         state = adopted(spec, cache, num_tokens, i)
         if spec.kind == "full":
@@ -54,12 +53,12 @@ def adopt_mlx_lm(layout: Layout, caches: Sequence[Any], num_tokens: int) -> Span
             held[i] = (state,)
         states.append(None if spec.kind == "full" else state)
     span = Span(layout, 0, num_tokens, held)
-    if needs_marks(layout):
-        span.marks[num_tokens] = Mark(num_tokens, tuple(states))
+    if needs_checkpoints(layout):
+        span.checkpoints[num_tokens] = Checkpoint(num_tokens, tuple(states))
     return span
 
 
-def to_mlx_lm(layout: Layout, runs: Sequence[SpanRange], mark: Mark | None) -> list[Any]:
+def to_mlx_lm(layout: Layout, runs: Sequence[SpanRange], mark: Checkpoint | None) -> list[Any]:
     """Return a prompt cache for `mlx_lm.generate`, after `runs`, which start at 0 and are consecutive.
 
     A layer whose tokens all have one affine codec becomes a QuantizedKVCache; other codecs are decoded.
@@ -73,7 +72,7 @@ def to_mlx_lm(layout: Layout, runs: Sequence[SpanRange], mark: Mark | None) -> l
 # From mlx-lm.
 
 
-def adopted(spec: LayerSpec, cache: Any, num_tokens: int, index: int) -> MarkState:
+def adopted(spec: LayerSpec, cache: Any, num_tokens: int, index: int) -> LayerState:
     """Return the content of one layer. Raises MismatchedPlanes."""
     if type(cache) not in _CACHES.get(spec.kind, ()):
         raise MismatchedPlanes(f"Layer {index} is of kind {spec.kind}: no {type(cache).__name__} can be adopted there.")
@@ -102,7 +101,7 @@ def _from_buffer(buffer: mx.array, num_tokens: int) -> Planes:
     return RawCodec().encode(values[:, :num_tokens])
 
 
-def _from_packed(codec: AffineCodec, arrays: Packed, num_tokens: int) -> Planes:
+def _from_packed(codec: AffineCodec, arrays: QuantizedArrays, num_tokens: int) -> Planes:
     rows = [_only_row(array) for array in arrays]
     trimmed = [row if row.shape[1] == num_tokens else copy_rows(row, 0, num_tokens) for row in rows]
     mx.eval(trimmed)
@@ -177,7 +176,9 @@ def _check_shape(spec: LayerSpec, part: SealedPart, index: int) -> None:
 def _made(spec: LayerSpec, index: int, runs: Sequence[SpanRange], state: Any, num_tokens: int) -> Any:
     if spec.kind != "full":
         return given(spec, index, state, num_tokens)
-    return _to_kv_cache(spec, [part for run in runs for part in run.span.parts(index, run.start, run.end)], num_tokens)
+    return _to_kv_cache(
+        spec, [part for run in runs for part in run.span.segments(index, run.start, run.end)], num_tokens
+    )
 
 
 def given(spec: LayerSpec, index: int, state: Any, num_tokens: int) -> Any:
@@ -209,7 +210,7 @@ def _to_chunked(spec: LayerSpec, k: mx.array, v: mx.array, num_tokens: int) -> A
 def _to_kv_cache(spec: LayerSpec, parts: Sequence[Part], num_tokens: int) -> Any:
     codec = common_affine(parts)
     if codec is not None:
-        whole = join([owned_part(part) for part in parts])
+        whole = join_segments([compact_segment(part) for part in parts])
         cache: Any = QuantizedKVCache(codec.group, codec.bits)
         cache.keys, cache.values = (_to_packed(codec, planes, spec.dtype) for planes in (whole.k, whole.v))
     else:
@@ -233,7 +234,7 @@ def common_affine(parts: Sequence[Part]) -> AffineCodec | None:
     return only if len(codecs) == 1 and isinstance(only, AffineCodec) else None
 
 
-def _to_packed(codec: AffineCodec, planes: Planes, dtype: mx.Dtype) -> Packed:
+def _to_packed(codec: AffineCodec, planes: Planes, dtype: mx.Dtype) -> QuantizedArrays:
     """Return planes in mlx-lm's form, which has scales in the dtype that the model computes in."""
     packed, scales, biases = codec.yield_tuple(planes)
     made = packed[None], scales.astype(dtype)[None], biases.astype(dtype)[None]

@@ -17,14 +17,13 @@ from kvstrata.codecs.affine import AffineCodec
 from kvstrata.codecs.base import MismatchedPlanes, Planes
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.errors import UnusableFile
-from kvstrata.kv.checkpoints import Mark, MarkState, states_at
-from kvstrata.kv.convert import owned
+from kvstrata.kv.checkpoints import Checkpoint, LayerState, states_at
 from kvstrata.kv.layout import LayerSpec, Layout
 from kvstrata.kv.mlx_caches import adopted, common_affine, given
-from kvstrata.kv.packing import DTYPES, PackedArray, array_of, copy_octets, octets_of
-from kvstrata.kv.span import SpanRange
-from kvstrata.kv.work_sizes import grain_of, ranges
-from kvstrata.tiers.block import ITEM_BYTES
+from kvstrata.kv.packing import DTYPES, array_of, copy_octets, octets_of
+from kvstrata.kv.span import SpanRange, compact_segment
+from kvstrata.kv.work_sizes import slices, work_sizes_of
+from kvstrata.tiers.block import ITEM_BYTES, BlockTensor
 from kvstrata.tiers.bundle import CHANGED
 
 LENGTH_BYTES = 8
@@ -262,7 +261,7 @@ class FullLayerIn:
 
     @property
     def pieces(self) -> Callable[[int], list[tuple[int, int]]]:
-        return lambda num_tokens: list(ranges(0, num_tokens, grain_of(self.spec).part_tokens))
+        return lambda num_tokens: list(slices(0, num_tokens, work_sizes_of(self.spec).segment_tokens))
 
 
 def num_tokens_in(layers: list[tuple[LayerSpec, LayerFile]], scalars: Scalars) -> int | None:
@@ -307,20 +306,20 @@ def _require(
         raise MismatchedPlanes(f"Tensor {path} of the file is {list(shape)}, not {list(wanted)}: another model's.")
 
 
-def cut_tensor(octets: np.ndarray, stored: Stored, start: int, end: int) -> PackedArray:
+def cut_tensor(octets: np.ndarray, stored: Stored, start: int, end: int) -> BlockTensor:
     """Copy tokens [start, end) of a tensor [1, kv_heads, tokens, width]."""
     rows = octets.reshape(stored.shape[1], stored.shape[2], -1)[:, start:end]
-    return PackedArray(
+    return BlockTensor(
         stored.dtype, (stored.shape[1], end - start, stored.shape[3]), np.ascontiguousarray(rows).reshape(-1)
     )
 
 
-def sealed_piece(layer: FullLayerIn, k: list[PackedArray], v: list[PackedArray], position: int) -> SealedPart:
+def sealed_piece(layer: FullLayerIn, k: list[BlockTensor], v: list[BlockTensor], position: int) -> SealedPart:
     """Make a segment of the tokens from `position` on. Runs on the thread that owns MLX."""
     return SealedPart(*(_planes(layer, arrays, position) for arrays in (k, v)))
 
 
-def _planes(layer: FullLayerIn, arrays: list[PackedArray], position: int) -> Planes:
+def _planes(layer: FullLayerIn, arrays: list[BlockTensor], position: int) -> Planes:
     made = [array_of(array) for array in arrays]
     if layer.codec is None:
         return RawCodec().adopt(made[0], position)
@@ -329,14 +328,14 @@ def _planes(layer: FullLayerIn, arrays: list[PackedArray], position: int) -> Pla
 
 def other_layer(
     spec: LayerSpec, file: LayerFile, tensors: Mapping[str, Stored], scalars: Scalars, read: Read, *, num_tokens: int
-) -> MarkState:
+) -> LayerState:
     """Read a window, chunk or recurrent state at the end of the tokens. Runs on the thread that owns MLX."""
 
     def array(path: str) -> Any:
         stored = tensors.get(path)
         if stored is None:
             raise MismatchedPlanes(f"The file has no tensor {path[:40]}.")
-        return array_of(PackedArray(stored.dtype, stored.shape, read(path)))
+        return array_of(BlockTensor(stored.dtype, stored.shape, read(path)))
 
     at = file.path
     cache: Any
@@ -376,14 +375,14 @@ class LayerOut:
     state: Any = None  # other layers: an mlx-lm cache
 
 
-def layers_out(layout: Layout, runs: Sequence[SpanRange], mark: Mark | None) -> list[LayerOut]:
+def layers_out(layout: Layout, runs: Sequence[SpanRange], mark: Checkpoint | None) -> list[LayerOut]:
     """Return the layers to be written of consecutive `runs` from 0 on. Copies nothing of full attention."""
     num_tokens = runs[-1].end
     states = states_at(layout, mark, num_tokens)
     made: list[LayerOut] = []
     for i, spec in enumerate(layout.flat()):
         if spec.kind == "full":
-            parts = tuple(part for run in runs for part in run.span.parts(i, run.start, run.end))
+            parts = tuple(part for run in runs for part in run.span.segments(i, run.start, run.end))
             made.append(_full(spec, parts, num_tokens))
         else:
             cache = given(spec, i, states[i], num_tokens)
@@ -453,7 +452,7 @@ def _full(spec: LayerSpec, parts: tuple[Part, ...], num_tokens: int) -> LayerOut
 
 def _pieces(layer: LayerOut) -> list[Part]:
     """Cut a layer's segments into pieces that are decoded in some milliseconds."""
-    size = grain_of(layer.spec).piece_tokens
+    size = work_sizes_of(layer.spec).slice_tokens
     pieces: list[Part] = []
     for part in layer.parts:
         pieces += [
@@ -469,7 +468,7 @@ def _piece(layer: LayerOut, part: Part) -> list[mx.array]:
     if layer.codec is None:
         k, v = Parts(((part,),)).joined(mx.zeros((), dtype))
         return [k.squeeze(0).astype(dtype), v.squeeze(0).astype(dtype)]
-    whole = owned(part) if isinstance(part, CutPart) else part
+    whole = compact_segment(part) if isinstance(part, CutPart) else part
     assert isinstance(whole, SealedPart)
     arrays: list[mx.array] = []
     for planes in (whole.k, whole.v):

@@ -14,71 +14,71 @@ from kvstrata.codecs.base import Codec, copy_rows
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.kv.buffers import Pieces
 from kvstrata.kv.raw_window import RawWindow
-from kvstrata.kv.work_sizes import Grain, grain_for, join, ranges
+from kvstrata.kv.work_sizes import WorkSizes, join_segments, slices, work_sizes_for
 
 
-class OwnTokens:
+class OwnKV:
     def __init__(self, start: int, pieces: Pieces) -> None:
         self.start = start  # position of the first token
-        self.pieces = pieces  # raw tokens; the sequence's layer writes there
+        self.buffers = pieces  # raw tokens; the sequence's layer writes there
         self.sealed: tuple[SealedPart, ...] = ()
         self.sealed_tokens = 0  # kept, because every plan of a step asks for it
         self.sealed_bytes = 0
 
     @property
     def end(self) -> int:
-        return self._raw_start + self.pieces.num_tokens
+        return self._raw_start + self.buffers.num_tokens
 
     @property
     def nbytes(self) -> int:
-        return self.sealed_bytes + self.pieces.nbytes
+        return self.sealed_bytes + self.buffers.nbytes
 
-    def parts(self, start: int, end: int) -> tuple[Part, ...]:
+    def segments(self, start: int, end: int) -> tuple[Part, ...]:
         """Return the segments of positions [start, end), valid until the next write."""
-        return tuple(cut_parts((*self.sealed, *self.pieces.parts()), start - self.start, end - self.start))
+        return tuple(cut_parts((*self.sealed, *self.buffers.parts()), start - self.start, end - self.start))
 
     def whole_arrays(self) -> tuple[mx.array, mx.array] | None:
         """Return K and V if they fill one buffer exactly: it can be kept as it is, if it is not written again."""
-        return None if self.sealed else self.pieces.whole_arrays()
+        return None if self.sealed else self.buffers.whole_arrays()
 
-    def replace_sealed(self, part: SealedPart, by: SealedPart) -> None:
+    def replace_segment(self, part: SealedPart, by: SealedPart) -> None:
         """Replace a sealed segment by another of the same tokens."""
         if (part.k.position, part.k.end) != (by.k.position, by.k.end):
             raise ValueError(f"tokens {part.k.position} to {part.k.end} cannot become others")
         at = self.sealed.index(part)
         self._set_sealed((*self.sealed[:at], by, *self.sealed[at + 1 :]))
 
-    def num_to_seal(self, window: RawWindow) -> int:
+    def num_to_encode(self, window: RawWindow) -> int:
         """Return how many tokens `seal` would encode."""
-        num_raw = self.pieces.num_tokens
+        num_raw = self.buffers.num_tokens
         first = min(max(0, window.first_tokens - self._raw_start), num_raw)
         return max(0, num_raw - window.recent_tokens - first)
 
-    def seal(self, k: Codec, v: Codec, window: RawWindow) -> int:
+    def encode_past_at_once(self, k: Codec, v: Codec, window: RawWindow) -> int:
         """Encode raw tokens, except for the sequence's first and newest tokens. Return how many were encoded.
 
         The newest tokens move to a new buffer with some free slots. All other buffers are freed; the remaining free
         slots get a buffer later.
         """
-        num_tokens = self.num_to_seal(window)
-        for _ in self.sealing(k, v, window):
+        num_tokens = self.num_to_encode(window)
+        for _ in self.encode_past(k, v, window):
             pass
         return num_tokens
 
-    def sealing(self, k: Codec, v: Codec, window: RawWindow) -> Iterator[None]:
+    def encode_past(self, k: Codec, v: Codec, window: RawWindow) -> Iterator[None]:
         """Seal in small steps the tokens that are present now, however many come meanwhile. Readers see no change until
         all are encoded."""
-        num_tokens = self.num_to_seal(window)
+        num_tokens = self.num_to_encode(window)
         if not num_tokens:
             return
         sealed_before, grain = self.sealed_tokens, self._grain()
         end = self.end - window.recent_tokens
         start = end - num_tokens
         made: list[SealedPart] = []
-        for a, b in ranges(start, end, grain.piece_tokens):
+        for a, b in slices(start, end, grain.slice_tokens):
             made.append(self._encoded(a, b, k, v))
-            if b % grain.part_tokens == 0 or b == end:
-                made = grain.join(made)
+            if b % grain.segment_tokens == 0 or b == end:
+                made = grain.join_neighbours(made)
             yield
             if self.sealed_tokens != sealed_before:
                 return  # another sealing has finished first
@@ -90,8 +90,8 @@ class OwnTokens:
     def _raw_start(self) -> int:
         return self.start + self.sealed_tokens
 
-    def _grain(self) -> Grain:
-        return grain_for(sum(array.shape[1] * array.shape[3] for array in self.pieces.arrays()[:2]))
+    def _grain(self) -> WorkSizes:
+        return work_sizes_for(sum(array.shape[1] * array.shape[3] for array in self.buffers.arrays()[:2]))
 
     def _encoded(self, start: int, end: int, k: Codec, v: Codec) -> SealedPart:
         # The raw arrays must not outlive this call: they would make the owner's next write a copy of the whole buffer.
@@ -100,39 +100,39 @@ class OwnTokens:
 
     def _raw_arrays(self, start: int, end: int) -> tuple[mx.array, mx.array]:
         """Return K and V, [kv_heads, tokens, dim], of unsealed positions [start, end)."""
-        raw = tuple(cut_parts(self.pieces.parts(), start - self._raw_start, end - self._raw_start))
-        k, v = Parts((raw,)).joined(self.pieces.arrays()[0])
+        raw = tuple(cut_parts(self.buffers.parts(), start - self._raw_start, end - self._raw_start))
+        k, v = Parts((raw,)).joined(self.buffers.arrays()[0])
         return k.squeeze(0), v.squeeze(0)  # an index would copy
 
     def _move_newest(self, first_end: int, start: int) -> list[SealedPart]:
         """Move raw tokens from position `start` on to a buffer of their own. Return tokens before `first_end`, sealed
         raw."""
         end, first_start = self.end, self._raw_start
-        size = self.pieces.size_for(end - start)
+        size = self.buffers.size_for(end - start)
         recent = self._raw_arrays(start, end) if start < end else ()
         first = self._raw_arrays(first_start, first_end) if first_start < first_end else ()
         kept = [copy_rows(array, 0, array.shape[1]) for array in first]
         moved = [_with_room(array[None], size) for array in recent]
         mx.eval(moved, kept)  # together: the host waits for each evaluation
-        self.pieces.keep_only(moved, end - start)
+        self.buffers.keep_only(moved, end - start)
         return [SealedPart(*(RawCodec().adopt(array, first_start) for array in kept))] if kept else []
 
     def _set_sealed(self, parts: tuple[SealedPart, ...]) -> None:
-        self.pieces.version += 1
+        self.buffers.version += 1
         self.sealed = parts
         self.sealed_tokens = sum(part.num_tokens for part in parts)
         self.sealed_bytes = sum(part.nbytes for part in parts)
 
 
-def _join_last(parts: list[SealedPart], grain: Grain) -> None:
+def _join_last(parts: list[SealedPart], grain: WorkSizes) -> None:
     """Join neighbours of like size and the same codecs, up to the end of a grain's part: segments stay few, and a token
     is copied seldom."""
     while len(parts) > 1:
         a, b = parts[-2:]
-        is_like = a.num_tokens <= 2 * b.num_tokens or b.k.end % grain.part_tokens == 0
+        is_like = a.num_tokens <= 2 * b.num_tokens or b.k.end % grain.segment_tokens == 0
         if not is_like or not grain.may_join(a, b):
             return
-        parts[-2:] = [join((a, b))]
+        parts[-2:] = [join_segments((a, b))]
 
 
 def _with_room(array: mx.array, size: int) -> mx.array:

@@ -14,14 +14,13 @@ from kvstrata.codecs.base import Codec, Extent, Planes
 from kvstrata.codecs.mean_runs import segments_of
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
-from kvstrata.kv.checkpoints import Mark
-from kvstrata.kv.convert import RAW, becomes, live_pair, new_pair
+from kvstrata.kv.checkpoints import Checkpoint
 from kvstrata.kv.layout import LayerSpec
-from kvstrata.kv.own_kv import OwnTokens
-from kvstrata.kv.precision_plan import Plan
+from kvstrata.kv.own_kv import OwnKV
+from kvstrata.kv.precision_plan import RAW, CodecPair, PrecisionPlan
 from kvstrata.kv.raw_window import RawWindow
-from kvstrata.kv.sequence_cache import Pair
-from kvstrata.kv.span import SEAL_TOKENS, Span
+from kvstrata.kv.span import Span
+from kvstrata.kv.transcode import ENCODE_TOKENS, becomes, codecs_after, live_codecs
 
 # Reasons for which bytes are left alone.
 STORED_SO = "stored so already"
@@ -46,13 +45,13 @@ class Estimate:
         return self.bytes_before != self.bytes_after
 
 
-def estimate(span: Span, plan: Plan, *, upward: bool, window: RawWindow | None) -> Estimate:
+def estimate(span: Span, plan: PrecisionPlan, *, upward: bool, window: RawWindow | None) -> Estimate:
     """Estimate all that a change transcodes. `window` stays raw; None: the owner has ended, and all may be encoded."""
     result = Estimate()
     specs = span.layout.flat()
     for layer in span.layers:
-        held, pair, dtype = span.held(layer), plan.pairs[layer], specs[layer].dtype
-        if not isinstance(held, OwnTokens):
+        held, pair, dtype = span.content(layer), plan.pairs[layer], specs[layer].dtype
+        if not isinstance(held, OwnKV):
             for part in held:
                 _add_part(result, part, pair, dtype, upward)
         elif window is not None:
@@ -60,13 +59,15 @@ def estimate(span: Span, plan: Plan, *, upward: bool, window: RawWindow | None) 
         else:
             _add_ended(result, held, span, pair, dtype)
     if window is None:
-        for mark in span.marks.values():
+        for mark in span.checkpoints.values():
             for ring, pair, spec in _rings(mark, plan, specs):
                 _add_part(result, ring, pair, spec.dtype, upward=False)
     return result
 
 
-def _rings(mark: Mark, plan: Plan, specs: Sequence[LayerSpec]) -> Iterator[tuple[SealedPart, Pair, LayerSpec]]:
+def _rings(
+    mark: Checkpoint, plan: PrecisionPlan, specs: Sequence[LayerSpec]
+) -> Iterator[tuple[SealedPart, CodecPair, LayerSpec]]:
     """Yield the rings and chunks of a checkpoint: recurrent states are never quantized."""
     for state, pair, spec in zip(mark.states, plan.pairs, specs, strict=True):
         if isinstance(state, SealedPart):
@@ -82,7 +83,7 @@ def encoded_bytes(codec: Codec, heads: int, dim: int, position: int, num_tokens:
     return heads * sum(plane.rows * plane.width * size for plane, size in zip(planes, sizes, strict=True))
 
 
-def _add_part(result: Estimate, part: SealedPart, pair: Pair, dtype: mx.Dtype, upward: bool) -> None:
+def _add_part(result: Estimate, part: SealedPart, pair: CodecPair, dtype: mx.Dtype, upward: bool) -> None:
     _add_planes(result, part.k, pair[0], dtype, upward)
     _add_planes(result, part.v, pair[1], dtype, upward)
 
@@ -98,16 +99,16 @@ def _add_planes(result: Estimate, planes: Planes, wanted: Codec, dtype: mx.Dtype
     result.bytes_after += encoded_bytes(codec, heads, planes.dim, planes.position, planes.num_tokens, dtype)
 
 
-def _add_live(result: Estimate, own: OwnTokens, pair: Pair, dtype: mx.Dtype, window: RawWindow) -> None:
+def _add_live(result: Estimate, own: OwnKV, pair: CodecPair, dtype: mx.Dtype, window: RawWindow) -> None:
     """Add the own tokens of a running sequence, whose buffers keep the newest tokens and free slots."""
     for part in own.sealed:
-        _add_part(result, part, new_pair(part, live_pair(part, pair), dtype), dtype, upward=False)
-    pieces, recent_tokens = own.pieces, window.recent_tokens
+        _add_part(result, part, codecs_after(part, live_codecs(part, pair), dtype), dtype, upward=False)
+    pieces, recent_tokens = own.buffers, window.recent_tokens
     buffer_bytes = pieces.nbytes
     result.bytes_before += buffer_bytes
     raw = pieces.num_tokens
-    moved = own.num_to_seal(window)
-    if moved < SEAL_TOKENS or pair == RAW:
+    moved = own.num_to_encode(window)
+    if moved < ENCODE_TOKENS or pair == RAW:
         result.bytes_after += buffer_bytes
         result.left_alone[RAW_WINDOW] += pieces.token_bytes * raw
         return
@@ -118,7 +119,7 @@ def _add_live(result: Estimate, own: OwnTokens, pair: Pair, dtype: mx.Dtype, win
     result.bytes_after += pieces.token_bytes * (first + buffer_tokens) + _encoded_pair(own, pair, at, moved, dtype)
 
 
-def _add_ended(result: Estimate, own: OwnTokens, span: Span, pair: Pair, dtype: mx.Dtype) -> None:
+def _add_ended(result: Estimate, own: OwnKV, span: Span, pair: CodecPair, dtype: mx.Dtype) -> None:
     """Add buffers that wait to be trimmed to the committed tokens: other tokens and free slots go."""
     sealed = Estimate()
     for part in own.sealed:
@@ -130,14 +131,14 @@ def _add_ended(result: Estimate, own: OwnTokens, span: Span, pair: Pair, dtype: 
         result.bytes_after += _encoded_pair(own, pair, span.end - raw, raw, dtype)
 
 
-def _encoded_pair(own: OwnTokens, pair: Pair, position: int, num_tokens: int, dtype: mx.Dtype) -> int:
+def _encoded_pair(own: OwnKV, pair: CodecPair, position: int, num_tokens: int, dtype: mx.Dtype) -> int:
     return sum(
         encoded_bytes(codec, array.shape[1], array.shape[3], position, num_tokens, dtype)
-        for codec, array in zip(pair, own.pieces.arrays()[:2], strict=True)
+        for codec, array in zip(pair, own.buffers.arrays()[:2], strict=True)
     )
 
 
-def score_error(span: Span, plan: Plan, *, upward: bool) -> float | None:
+def score_error(span: Span, plan: PrecisionPlan, *, upward: bool) -> float | None:
     """Return how far scores move, relative to their spread between tokens; None: nothing of the span would change.
 
     Measured on the first, middle and last layer, over some of the newest tokens, with keys in place of queries.
@@ -148,10 +149,10 @@ def score_error(span: Span, plan: Plan, *, upward: bool) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _layer_error(span: Span, layer: int, pair: Pair, upward: bool) -> float | None:
+def _layer_error(span: Span, layer: int, pair: CodecPair, upward: bool) -> float | None:
     dtype = span.layout.flat()[layer].dtype
     start = max(span.position, span.end - SAMPLE_TOKENS)
-    parts = span.parts(layer, start, span.end)
+    parts = span.segments(layer, start, span.end)
     codec = _becomes(parts[-1], pair[0], dtype, upward)
     if codec is None:
         return None

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import mlx.core as mx
+
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.registry import fit, parse
 from kvstrata.codecs.rope import Turn
 from kvstrata.errors import ConfigError
-from kvstrata.kv.convert import RAW, bits_of
 from kvstrata.kv.layout import LayerSpec, Layout
-from kvstrata.kv.sequence_cache import Pair
+
+CodecPair = tuple[Codec, Codec]  # for K and for V
+
+RAW: CodecPair = (RawCodec(), RawCodec())
 
 EDGE = PlanesCodec(8)  # codec of layers that keep more bits than the others
 
 
 @dataclass(frozen=True)
-class Plan:
+class PrecisionPlan:
     """The codecs of K and V by flat layer. Layers without K and V have RAW, which has no effect."""
 
     k: Codec  # as asked for
     v: Codec
-    pairs: tuple[Pair, ...]
+    pairs: tuple[CodecPair, ...]
 
     def token_bytes(self, layout: Layout) -> float:
         """Return the bytes that a token takes in memory, in the layers that keep every token."""
@@ -38,6 +43,11 @@ class Plan:
         return all(pair == RAW for pair in self.pairs)
 
 
+def bits_of(codec: Codec, dim: int, dtype: mx.Dtype) -> float:
+    """Return the bits of a value as allocated in memory, where raw is the dtype that the model computes in."""
+    return 8.0 * dtype.size if isinstance(codec, RawCodec) else codec.bits_per_value(dim)
+
+
 def choose_codecs(
     *,
     quantization: bool = False,
@@ -45,7 +55,7 @@ def choose_codecs(
     k: str | None = None,
     v: str | None = None,
     group_size: int | None = None,
-) -> Pair:
+) -> CodecPair:
     """Return the codecs of K and V that these settings ask for together. Raises ConfigError if settings contradict."""
     general = f"planes:{bits}" if bits is not None else "planes:8" if quantization else "raw"
     names = (_with_group(k or general, group_size), _with_group(v or general, group_size))
@@ -63,8 +73,8 @@ def _with_group(name: str, group_size: int | None) -> str:
     return f"{name}:g{group_size}"
 
 
-def raw_plan(layout: Layout) -> Plan:
-    return Plan(*RAW, (RAW,) * len(layout.flat()))
+def raw_plan(layout: Layout) -> PrecisionPlan:
+    return PrecisionPlan(*RAW, (RAW,) * len(layout.flat()))
 
 
 def edges_of(layout: Layout, edge_layers: int) -> frozenset[int]:
@@ -73,20 +83,20 @@ def edges_of(layout: Layout, edge_layers: int) -> frozenset[int]:
     return frozenset(attention[:edge_layers] + attention[-edge_layers:]) if edge_layers else frozenset()
 
 
-def make_plan(layout: Layout, k: Codec, v: Codec, *, edge_layers: int = 0, edge: Codec = EDGE) -> Plan:
+def make_plan(layout: Layout, k: Codec, v: Codec, *, edge_layers: int = 0, edge: Codec = EDGE) -> PrecisionPlan:
     """Make a plan with at least `edge` for K and V of the first and the last `edge_layers` layers that have any.
 
     Refuses a codec that a layer cannot use.
     """
     specs, edges = layout.flat(), edges_of(layout, edge_layers)
     pairs = [_pair(spec, k, v, edge if i in edges else None) for i, spec in enumerate(specs)]
-    return Plan(k, v, tuple(pairs))
+    return PrecisionPlan(k, v, tuple(pairs))
 
 
-def _pair(spec: LayerSpec, k: Codec, v: Codec, at_least: Codec | None) -> Pair:
+def _pair(spec: LayerSpec, k: Codec, v: Codec, at_least: Codec | None) -> CodecPair:
     if spec.kind not in ("full", "window", "chunked"):
         return RAW
-    return _codec(k, at_least, spec.k_dim, spec.k_turn), _codec(v, at_least, spec.v_dim, spec.v_turn)
+    return _codec(k, at_least, spec.k_dim, spec.k_rotation), _codec(v, at_least, spec.v_dim, spec.v_rotation)
 
 
 def _codec(asked: Codec, at_least: Codec | None, dim: int, turn: Turn | None) -> Codec:

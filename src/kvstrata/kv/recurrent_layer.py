@@ -27,7 +27,7 @@ class RecurrentLayer(ArraysCache):
     def arrays(self) -> list[mx.array]:
         return [array for array in self.cache if array is not None]
 
-    def held(self) -> tuple[mx.array | None, ...]:
+    def copy_state(self) -> tuple[mx.array | None, ...]:
         """Return the state, in memory of its own."""
         state = tuple(None if array is None else owned(array) for array in self.cache)
         mx.eval([array for array in state if array is not None])

@@ -10,12 +10,12 @@ from typing import Any
 import mlx.core as mx
 
 from kvstrata.attention.segments import Parts, Source
-from kvstrata.codecs.base import Codec
 from kvstrata.kv.attention_layer import AttentionLayer
 from kvstrata.kv.buffers import round_up
 from kvstrata.kv.chunked_layer import ChunkedLayer
 from kvstrata.kv.full_layer import FullLayer
 from kvstrata.kv.layout import LayerSpec, Layout, arrays_in, make_foreign_cache
+from kvstrata.kv.precision_plan import CodecPair
 from kvstrata.kv.raw_window import RawWindow
 from kvstrata.kv.recurrent_layer import RecurrentLayer
 from kvstrata.kv.window_layer import WindowLayer
@@ -86,8 +86,6 @@ class DenseLayer:
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         return Parts((self._layer.parts(),)).joined(self._layer.arrays()[0])
 
-
-Pair = tuple[Codec, Codec]  # for K and for V
 
 Layer = FullLayer | WindowLayer | ChunkedLayer | RecurrentLayer | CompositeLayer | ForeignLayer
 
@@ -183,17 +181,17 @@ class SequenceCache:
         for layer in self.layers:
             layer.grow(tokens)
 
-    def seal(self, pairs: Sequence[Pair], window: RawWindow) -> None:
+    def encode_past(self, pairs: Sequence[CodecPair], window: RawWindow) -> None:
         """Encode own tokens in every full-attention layer. Windows and recurrent states stay as they are."""
         for layer, pair in zip(self.flat, pairs, strict=True):
             if isinstance(layer, FullLayer):
-                layer.own.seal(*pair, window)
+                layer.own.encode_past_at_once(*pair, window)
 
-    def let_go(self) -> None:
+    def drop_stale_views(self) -> None:
         """Drop what the layers keep of a prefix that was transcoded."""
         for layer in self.flat:
             if isinstance(layer, FullLayer):
-                layer.let_go()
+                layer.drop_stale_views()
 
     def caches(self) -> list[Any]:
         """Return the caches that the model is called with."""

@@ -1,128 +1,277 @@
-"""Transcode layers of a span in small steps: trim, encode, step down and join."""
+"""Transcode layers of a span in small steps: trim, encode, step down and join.
+
+Within a family of codecs transcoding changes as little as possible: planes step down by dropping planes, and segments
+of the same codecs are joined as they are. Everything else is decoded and encoded, which never gains precision.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from itertools import pairwise
+import dataclasses
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, takewhile
 
-from kvstrata.attention.segments import SealedPart
+import mlx.core as mx
+
+from kvstrata.attention.segments import CutPart, Part, Parts, RawPart, SealedPart, cut_parts
+from kvstrata.codecs.base import Codec, Planes
+from kvstrata.codecs.planes import PlanesCodec, step_down
 from kvstrata.codecs.raw import RawCodec
-from kvstrata.kv.checkpoints import Mark
-from kvstrata.kv.convert import RAW, lowered, next_piece, owned, stays
-from kvstrata.kv.own_kv import OwnTokens
-from kvstrata.kv.precision_plan import Plan
-from kvstrata.kv.sequence_cache import Pair
-from kvstrata.kv.span import Span
-from kvstrata.kv.work_sizes import grain_of
+from kvstrata.kv.checkpoints import Checkpoint
+from kvstrata.kv.own_kv import OwnKV
+from kvstrata.kv.precision_plan import RAW, CodecPair, PrecisionPlan, bits_of
+from kvstrata.kv.raw_window import RawWindow
+from kvstrata.kv.span import Span, compact_segment
+from kvstrata.kv.work_sizes import WorkSizes, slices, work_sizes_of
+
+# Tokens that a running sequence adds before they are encoded.
+ENCODE_TOKENS = 256
 
 
-class LayerRewrite:
+class LayerTranscoder:
     """The transcoding of one layer to a pair of codecs, in memory of its own, trimmed to the span's tokens.
 
     Readers see the old form or the new one, and between two steps the layer is whole. The caller passes the span to
     each step, and no reference is kept: the memory of a span that is evicted meanwhile is freed at once.
     """
 
-    def __init__(self, layer: int, pair: Pair) -> None:
+    def __init__(self, layer: int, pair: CodecPair) -> None:
         self._layer = layer
         self._pair = pair
         self._version = -1  # of the span after the last step
         self._start = 0  # tokens before this position are done and in the span
         self._at = 0  # tokens before this position are done
-        self._made: list[SealedPart] = []  # tokens [start, at)
+        self._done: list[SealedPart] = []  # tokens [start, at)
 
     def advance(self, span: Span, *, upward: bool = False) -> bool:
-        """Do the next small step, a `next_piece`. Return whether there is more to do. The work starts over where other
-        code has changed the span since the last step."""
+        """Do the next small step. Return whether there is more to do. The work starts over where other code has changed
+        the span since the last step."""
         if span.num_tokens < 1:
-            raise ValueError(f"a span of {span.num_tokens} tokens cannot be stored: seal some first")
+            raise ValueError(f"a span of {span.num_tokens} tokens cannot be transcoded: commit some first")
         if self._version != span.version:
-            self._version, self._start, self._at, self._made = span.version, span.position, span.position, []
+            self._version, self._start, self._at, self._done = span.version, span.position, span.position, []
         if self._pair == RAW and self._at == span.position and _adopt_buffer(span, self._layer):
             return False
         spec = span.layout.flat()[self._layer]
-        grain = grain_of(spec)
+        grain = work_sizes_of(spec)
         is_same = True
         while is_same and self._at < span.end:
-            parts = span.parts(self._layer, self._at, span.end)
-            piece = next_piece(parts, self._at, self._pair, spec.dtype, grain, upward=upward)
-            is_same = piece is parts[0]
-            self._made.append(piece)
-            self._at += piece.num_tokens
-            if self._at % grain.part_tokens == 0 or self._at == span.end:
-                self._made = grain.join(self._made)
+            parts = span.segments(self._layer, self._at, span.end)
+            segment = _transcode_first(parts, self._at, self._pair, spec.dtype, grain, upward=upward)
+            is_same = segment is parts[0]
+            self._done.append(segment)
+            self._at += segment.num_tokens
+            if self._at % grain.segment_tokens == 0 or self._at == span.end:
+                self._done = grain.join_neighbours(self._done)
                 self._put(span)
         return self._at < span.end
 
     def _put(self, span: Span) -> None:
         """Put new segments in place if they replace whole ones. A buffer goes when all of its tokens are replaced."""
-        held = span.held(self._layer)
+        held = span.content(self._layer)
         after: tuple[SealedPart, ...] = ()
         if self._at < span.end:
-            if isinstance(held, OwnTokens) or any(part.k.position < self._at < part.k.end for part in held):
+            if isinstance(held, OwnKV) or any(part.k.position < self._at < part.k.end for part in held):
                 return
             after = tuple(part for part in held if part.k.position >= self._at)
-        done = () if isinstance(held, OwnTokens) else held
+        done = () if isinstance(held, OwnKV) else held
         before = (part for part in done if span.position < part.k.end <= self._start)
-        span.replace(self._layer, (*before, *self._made, *after))
-        self._version, self._start, self._made = span.version, self._at, []
+        span.replace(self._layer, (*before, *self._done, *after))
+        self._version, self._start, self._done = span.version, self._at, []
 
 
-def rewrite_layer(span: Span, layer: int, pair: Pair, *, upward: bool = False) -> None:
+def transcode_layer(span: Span, layer: int, pair: CodecPair, *, upward: bool = False) -> None:
     """Transcode a layer, all steps at once."""
-    rewriting = LayerRewrite(layer, pair)
-    while rewriting.advance(span, upward=upward):
+    transcoder = LayerTranscoder(layer, pair)
+    while transcoder.advance(span, upward=upward):
         pass
 
 
-def is_under(span: Span, layer: int, pair: Pair, *, upward: bool = False) -> bool:
+def is_transcoded(span: Span, layer: int, pair: CodecPair, *, upward: bool = False) -> bool:
     """Whether transcoding would leave the layer as it is."""
-    held, spec = span.held(layer), span.layout.flat()[layer]
-    if isinstance(held, OwnTokens) or sum(part.num_tokens for part in held) != span.num_tokens:
+    held, spec = span.content(layer), span.layout.flat()[layer]
+    if isinstance(held, OwnKV) or sum(part.num_tokens for part in held) != span.num_tokens:
         return False
-    grain = grain_of(spec)
+    grain = work_sizes_of(spec)
     if any(grain.may_join(a, b) for a, b in pairwise(held)):
         return False
-    return all(stays(part, pair, spec.dtype, upward=upward) for part in held)
+    return all(keeps_codecs(part, pair, spec.dtype, upward=upward) for part in held)
 
 
 def shrink(span: Span, layer: int) -> None:
     """Free what a cut left over, and the buffers of a live layer, which no sequence may write any more."""
-    if isinstance(span.held(layer), OwnTokens):
-        rewrite_layer(span, layer, RAW)
+    if isinstance(span.content(layer), OwnKV):
+        transcode_layer(span, layer, RAW)
     else:
-        span.replace(layer, [owned(part) for part in span.parts(layer, span.position, span.end)])
-
-
-def rewriting_marks(span: Span, plan: Plan) -> Iterator[None]:
-    """Transcode the checkpoints, a ring in each step. Steps are short: no ring is longer than its window."""
-    for at in list(span.marks):
-        for i, (pair, spec) in enumerate(zip(plan.pairs, span.layout.flat(), strict=True)):
-            mark = span.marks.get(at)  # None: dropped meanwhile
-            ring = mark.states[i] if mark is not None else None
-            if mark is not None and isinstance(ring, SealedPart) and not stays(ring, pair, spec.dtype):
-                states = (*mark.states[:i], lowered(ring, pair, spec.dtype), *mark.states[i + 1 :])
-                span.marks[at] = replace(mark, states=states)
-                yield
-
-
-def marks_are_under(span: Span, plan: Plan) -> bool:
-    """Whether transcoding would leave all checkpoints as they are. A model may have no other KV."""
-    return all(_is_mark_under(span, mark, plan) for mark in span.marks.values())
-
-
-def _is_mark_under(span: Span, mark: Mark, plan: Plan) -> bool:
-    states = zip(mark.states, plan.pairs, span.layout.flat(), strict=True)
-    return all(stays(state, pair, spec.dtype) for state, pair, spec in states if isinstance(state, SealedPart))
+        span.replace(layer, [compact_segment(part) for part in span.segments(layer, span.position, span.end)])
 
 
 def _adopt_buffer(span: Span, layer: int) -> bool:
     """Keep a buffer as it is if the span fills it exactly. Return whether it was kept."""
-    held = span.held(layer)
-    if not isinstance(held, OwnTokens) or (held.start, held.end) != (span.position, span.end):
+    held = span.content(layer)
+    if not isinstance(held, OwnKV) or (held.start, held.end) != (span.position, span.end):
         return False
     whole = held.whole_arrays()
     if whole is not None:
         span.replace(layer, (SealedPart(*(RawCodec().adopt(array, span.position) for array in whole)),))
     return whole is not None
+
+
+# Checkpoints.
+
+
+def transcode_checkpoints(span: Span, plan: PrecisionPlan) -> Iterator[None]:
+    """Transcode the checkpoints, a ring in each step. Steps are short: no ring is longer than its window."""
+    for at in list(span.checkpoints):
+        for i, (pair, spec) in enumerate(zip(plan.pairs, span.layout.flat(), strict=True)):
+            mark = span.checkpoints.get(at)  # None: dropped meanwhile
+            ring = mark.states[i] if mark is not None else None
+            if mark is not None and isinstance(ring, SealedPart) and not keeps_codecs(ring, pair, spec.dtype):
+                states = (*mark.states[:i], transcode_segment(ring, pair, spec.dtype), *mark.states[i + 1 :])
+                span.checkpoints[at] = dataclasses.replace(mark, states=states)
+                yield
+
+
+def are_checkpoints_transcoded(span: Span, plan: PrecisionPlan) -> bool:
+    """Whether transcoding would leave all checkpoints as they are. A model may have no other KV."""
+    return all(_is_checkpoint_transcoded(span, mark, plan) for mark in span.checkpoints.values())
+
+
+def _is_checkpoint_transcoded(span: Span, mark: Checkpoint, plan: PrecisionPlan) -> bool:
+    states = zip(mark.states, plan.pairs, span.layout.flat(), strict=True)
+    return all(keeps_codecs(state, pair, spec.dtype) for state, pair, spec in states if isinstance(state, SealedPart))
+
+
+# Live layers: their owner still writes them.
+
+
+def has_to_encode(span: Span, layer: int, pair: CodecPair, window: RawWindow) -> bool:
+    """Whether a live layer has enough raw tokens to encode, or sealed tokens in more bits than `pair` has."""
+    own, dtype = span.content(layer), span.layout.flat()[layer].dtype
+    if not isinstance(own, OwnKV):
+        return False
+    return own.num_to_encode(window) >= ENCODE_TOKENS or any(
+        not keeps_codecs(part, live_codecs(part, pair), dtype) for part in own.sealed
+    )
+
+
+def encodable_tokens(span: Span, window: RawWindow) -> int:
+    """Return how many tokens of a live span are encoded, or could be."""
+    for own in span.live_layers():
+        count = own.num_to_encode(window)
+        return own.sealed_tokens + (count if count >= ENCODE_TOKENS else 0)
+    return 0
+
+
+def encode_live(span: Span, layer: int, pair: CodecPair, window: RawWindow, *, up_to: int) -> Iterator[None]:
+    """Encode, in small steps, what the owner of a live layer had written at `up_to`, except for the raw window."""
+    own, dtype = span.content(layer), span.layout.flat()[layer].dtype
+    if not isinstance(own, OwnKV):
+        return
+    for part in own.sealed:
+        wanted = live_codecs(part, pair)
+        if not keeps_codecs(part, wanted, dtype):
+            own.replace_segment(part, transcode_segment(part, wanted, dtype))
+            yield
+    since = RawWindow(window.first_tokens, window.recent_tokens + max(0, own.end - up_to))
+    if own.num_to_encode(since) >= ENCODE_TOKENS:
+        yield from own.encode_past(*pair, since)
+
+
+def live_codecs(part: SealedPart, pair: CodecPair) -> CodecPair:
+    """Return the codecs for a sealed segment of a running sequence: first tokens, which were sealed raw, stay raw."""
+    return RAW if _codecs_of(part) == RAW else pair
+
+
+# Segments.
+
+
+def becomes(held: Codec, wanted: Codec, dim: int, dtype: mx.Dtype, *, upward: bool = False) -> Codec:
+    """Return the codec that `held` becomes where `wanted` is asked for: never more bits than `held`, unless `upward`.
+    Planes keep their means: only tokens that are encoded anew get the means of `wanted`."""
+    if isinstance(held, PlanesCodec) and isinstance(wanted, PlanesCodec) and wanted.bits <= held.bits:
+        return dataclasses.replace(held, bits=wanted.bits)
+    return wanted if upward or bits_of(wanted, dim, dtype) < bits_of(held, dim, dtype) else held
+
+
+def codecs_after(part: SealedPart, pair: CodecPair, dtype: mx.Dtype, *, upward: bool = False) -> CodecPair:
+    """Return the codecs that a segment would be transcoded to."""
+    k, v = _codecs_of(part)
+    return (
+        becomes(k, pair[0], part.k.dim, dtype, upward=upward),
+        becomes(v, pair[1], part.v.dim, dtype, upward=upward),
+    )
+
+
+def keeps_codecs(part: SealedPart, pair: CodecPair, dtype: mx.Dtype, *, upward: bool = False) -> bool:
+    """Whether transcoding would leave a segment as it is."""
+    return codecs_after(part, pair, dtype, upward=upward) == _codecs_of(part)
+
+
+def transcode_segment(part: SealedPart, pair: CodecPair, dtype: mx.Dtype) -> SealedPart:
+    """Transcode a whole segment at once, never to more bits than it has."""
+    k, v = codecs_after(part, pair, dtype)
+    return SealedPart(_transcode_planes(part.k, k, dtype), _transcode_planes(part.v, v, dtype))
+
+
+def _transcode_first(
+    parts: Sequence[Part], start: int, pair: CodecPair, dtype: mx.Dtype, grain: WorkSizes, *, upward: bool
+) -> SealedPart:
+    """Transcode the first tokens of consecutive segments, in memory of their own: as many tokens as one step handles.
+    The first token is at position `start`.
+
+    Tokens in fewer bits than `pair` keep their codec, unless `upward`: more bits would restore nothing.
+    """
+    part = parts[0]
+    if isinstance(part, RawPart):
+        # Buffers end anywhere: a codec's group may be in two of them.
+        raw = list(takewhile(lambda each: isinstance(each, RawPart), parts))
+        num_tokens = _step_tokens(start, sum(each.num_tokens for each in raw), grain, encodes=pair != RAW)
+        k, v = Parts((tuple(cut_parts(raw, 0, num_tokens)),)).joined(part.k_buffer)
+        return SealedPart(pair[0].encode(k.squeeze(0), start), pair[1].encode(v.squeeze(0), start))
+    whole, first = (part.whole, part.start) if isinstance(part, CutPart) else (part, 0)
+    assert isinstance(whole, SealedPart)
+    codecs = k, v = codecs_after(whole, pair, dtype, upward=upward)
+    encodes = not (_encodes_nothing(whole.k, k) and _encodes_nothing(whole.v, v))
+    if part is whole and not encodes:
+        if codecs == _codecs_of(whole):
+            return whole
+        return SealedPart(_transcode_planes(whole.k, k, dtype), _transcode_planes(whole.v, v, dtype))
+    end = first + _step_tokens(start, part.num_tokens, grain, encodes=encodes)
+    return SealedPart(_transcode_range(whole.k, first, end, k, dtype), _transcode_range(whole.v, first, end, v, dtype))
+
+
+def _step_tokens(start: int, num_tokens: int, grain: WorkSizes, *, encodes: bool) -> int:
+    first, end = next(slices(start, start + num_tokens, grain.slice_tokens if encodes else grain.segment_tokens))
+    return end - first
+
+
+def _codecs_of(part: SealedPart) -> CodecPair:
+    return part.k.codec, part.v.codec
+
+
+def _transcode_range(planes: Planes, start: int, end: int, codec: Codec, dtype: mx.Dtype) -> Planes:
+    """Transcode tokens [start, end) of planes, counted from the first one of the planes."""
+    if (start, end) == (0, planes.num_tokens):
+        return _transcode_planes(planes, codec, dtype)
+    if isinstance(planes.codec, RawCodec) and codec != planes.codec:
+        return codec.encode(planes.arrays["values"][:, start:end], planes.position + start)
+    return _transcode_planes(planes.cut(start, end), codec, dtype)
+
+
+def _transcode_planes(planes: Planes, codec: Codec, dtype: mx.Dtype) -> Planes:
+    if planes.codec == codec:
+        return planes
+    if _encodes_nothing(planes, codec):
+        assert isinstance(codec, PlanesCodec)
+        return step_down(planes, codec.bits)
+    values = planes.codec.decode(planes, dtype)
+    is_raw = isinstance(codec, RawCodec)
+    return codec.adopt(values, planes.position) if is_raw else codec.encode(values, planes.position)
+
+
+def _encodes_nothing(planes: Planes, codec: Codec) -> bool:
+    """Whether the planes become those of `codec` without encoding anything anew."""
+    held = planes.codec
+    if isinstance(held, PlanesCodec) and isinstance(codec, PlanesCodec):
+        return held.turn == codec.turn and codec.bits <= held.bits
+    return held == codec

@@ -95,7 +95,7 @@ class WindowLayer(AttentionLayer):
     def grow(self, tokens: int) -> None:
         """Do nothing: the ring has its full size from the start."""
 
-    def held(self) -> tuple[mx.array, mx.array]:
+    def copy_state(self) -> tuple[mx.array, mx.array]:
         """Return K and V of the held tokens by position, in memory of their own: [1, kv_heads, tokens, dim]."""
         raw, slots = self._held_part(), mx.array(self.ring.held_slots(self.offset))
         k, v = mx.take(raw.k, slots, axis=2), mx.take(raw.v, slots, axis=2)

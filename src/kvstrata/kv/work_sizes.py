@@ -21,18 +21,18 @@ PART_VALUES_GPU, PIECE_VALUES_GPU = 64 << 20, 16 << 20
 
 
 @dataclass(frozen=True)
-class Grain:
+class WorkSizes:
     """Work sizes of a layer in tokens: powers of two, so that pieces make up segments."""
 
-    part_tokens: int  # most tokens of a cached segment
-    piece_tokens: int  # tokens that are encoded or decoded at once
+    segment_tokens: int  # most tokens of a cached segment
+    slice_tokens: int  # tokens that are encoded or decoded at once
 
     def may_join(self, a: SealedPart, b: SealedPart) -> bool:
         """Whether neighbours have the same codecs and make one segment."""
         is_alike = (a.k.codec, a.v.codec) == (b.k.codec, b.v.codec)
-        return is_alike and a.k.position // self.part_tokens == (b.k.end - 1) // self.part_tokens
+        return is_alike and a.k.position // self.segment_tokens == (b.k.end - 1) // self.segment_tokens
 
-    def join(self, parts: Sequence[SealedPart]) -> list[SealedPart]:
+    def join_neighbours(self, parts: Sequence[SealedPart]) -> list[SealedPart]:
         """Join neighbours that make one segment."""
         groups: list[list[SealedPart]] = []
         for part in parts:
@@ -40,10 +40,10 @@ class Grain:
                 groups[-1].append(part)
             else:
                 groups.append([part])
-        return [join(group) for group in groups]
+        return [join_segments(group) for group in groups]
 
 
-def join(parts: Sequence[SealedPart]) -> SealedPart:
+def join_segments(parts: Sequence[SealedPart]) -> SealedPart:
     """Join neighbours of the same codecs in pairs: a token is copied a few times, not once for each later segment."""
     while len(parts) > 1:
         parts = [_join_two(*parts[i : i + 2]) for i in range(0, len(parts), 2)]
@@ -54,7 +54,7 @@ def _join_two(a: SealedPart, b: SealedPart | None = None) -> SealedPart:
     return a if b is None else SealedPart(a.k.codec.join(a.k, b.k), a.v.codec.join(a.v, b.v))
 
 
-def ranges(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
+def slices(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
     """Yield [start, end), cut at multiples of `size`."""
     while start < end:
         stop = min(end, start - start % size + size)
@@ -62,14 +62,14 @@ def ranges(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def grain_of(spec: LayerSpec) -> Grain:
-    return grain_for(spec.kv_heads * (spec.k_dim + spec.v_dim))
+def work_sizes_of(spec: LayerSpec) -> WorkSizes:
+    return work_sizes_for(spec.kv_heads * (spec.k_dim + spec.v_dim))
 
 
-def grain_for(token_values: int) -> Grain:
+def work_sizes_for(token_values: int) -> WorkSizes:
     """Return the grain of a layer whose tokens have `token_values` values each."""
     part, piece = (PART_VALUES_CPU, PIECE_VALUES_CPU) if backends.on_cpu() else (PART_VALUES_GPU, PIECE_VALUES_GPU)
-    return Grain(_tokens(part, token_values), _tokens(piece, token_values))
+    return WorkSizes(_tokens(part, token_values), _tokens(piece, token_values))
 
 
 def _tokens(num_values: int, token_values: int) -> int:

@@ -20,7 +20,7 @@ from kvstrata.backend import MlxBackend
 from kvstrata.backend.open_files import raise_open_files
 from kvstrata.codecs import backends
 from kvstrata.errors import ModelError
-from kvstrata.kv.layout import LayerSpec, Layout, measure, read_kinds
+from kvstrata.kv.layout import LayerSpec, Layout, measure_layers, read_layer_specs
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.models.cpu_form import choose_form
 from kvstrata.models.cpu_options import DEFAULT, CpuOptions
@@ -85,7 +85,7 @@ def outline_layers(module: Any, *, is_mla: bool = False) -> tuple[Layout, mx.arr
     """Its layers with what they cost, and logits that were not computed. `is_mla`: it computes on what it fetches from
     a cache, so every sequence will get passes of its own."""
     install()
-    layout = Layout(read_kinds(module), path="rows")
+    layout = Layout(read_layer_specs(module), path="rows")
     try:
         specs, logits = _run(module, layout)
     except Exception:  # noqa: BLE001
@@ -99,7 +99,7 @@ def _run(module: Any, layout: Layout) -> tuple[tuple[LayerSpec, ...], mx.array]:
     cache = SequenceCache(layout, module, CAPACITY)
     with backends.without_kernels():
         logits = module(mx.array([PROMPT]), cache=cache.caches())
-    return measure(layout.layers, cache.layers, len(PROMPT)), logits
+    return measure_layers(layout.layers, cache.layers, len(PROMPT)), logits
 
 
 @contextmanager

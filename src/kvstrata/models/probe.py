@@ -21,7 +21,7 @@ from kvstrata.attention.dispatch import install
 from kvstrata.errors import ModelError
 from kvstrata.kv.batch_cache import BatchCache
 from kvstrata.kv.decode_step import CompiledStep, can_compile
-from kvstrata.kv.layout import LayerSpec, Layout, arrays_in, measure, read_kinds
+from kvstrata.kv.layout import LayerSpec, Layout, arrays_in, measure_layers, read_layer_specs
 from kvstrata.kv.mixed_pass import MixedPass, can_mix
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.models.experts import mend_products
@@ -58,7 +58,7 @@ def _probe(model: Any, max_kv_size: int | None) -> Layout:
     operations.install()
     mend_products()
     trim_rows(model)
-    alone = Layout(read_kinds(model, max_kv_size), path="rows", reason="the model brings a cache of its own kind")
+    alone = Layout(read_layer_specs(model, max_kv_size), path="rows", reason="the model brings a cache of its own kind")
     try:
         expected, caches = _run_alone(model, alone)
     except ModelError as error:
@@ -68,7 +68,7 @@ def _probe(model: Any, max_kv_size: int | None) -> Layout:
         reason = f"the model reaches into mlx-lm's own caches: {error.__cause__}"[:200]
         alone = Layout((LayerSpec("foreign"),) * len(alone.layers), path="rows", reason=reason)
         expected, caches = _run_alone(model, alone)
-    alone = dataclasses.replace(alone, layers=measure(alone.layers, caches[0].layers, len(_PROMPTS[0])))
+    alone = dataclasses.replace(alone, layers=measure_layers(alone.layers, caches[0].layers, len(_PROMPTS[0])))
     if any(layer.kind == "foreign" for layer in alone.layers):
         return alone
     together = dataclasses.replace(alone, path="parts", reason="same logits in a batch as alone")

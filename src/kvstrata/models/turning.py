@@ -103,7 +103,7 @@ def _found(spec: LayerSpec, seen: Sequence[tuple[mx.array, mx.array] | None], tu
     sides = [[np.asarray(pair[side]) for pair in seen if pair is not None] for side in (0, 1)]
     (k_turn, k_known), (v_turn, v_known) = (_turn_of(keys, spec.dtype, turns) for keys in sides)
     return dataclasses.replace(
-        spec, k_turn=k_turn, v_turn=v_turn, turn_reason="" if k_known and v_known else _NOT_FOUND
+        spec, k_rotation=k_turn, v_rotation=v_turn, rotation_reason="" if k_known and v_known else _NOT_FOUND
     )
 
 
@@ -139,7 +139,7 @@ def turned(vectors: np.ndarray, position: int, turn: Turn | None) -> np.ndarray:
 
 def _unknown(spec: LayerSpec, reason: str) -> LayerSpec:
     children = tuple(_unknown(child, reason) for child in spec.children)
-    return dataclasses.replace(spec, turn_reason=reason, children=children)
+    return dataclasses.replace(spec, rotation_reason=reason, children=children)
 
 
 def _turns_of(model: Any) -> Iterator[Turn]:

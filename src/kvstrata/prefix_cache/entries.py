@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from kvstrata.kv.precision_plan import Plan
+from kvstrata.kv.precision_plan import PrecisionPlan
 from kvstrata.kv.sequence_cache import Prefix
 from kvstrata.kv.span import Span, SpanRange
 from kvstrata.prefix_cache.keys import TokenIds
@@ -21,7 +21,7 @@ STEPPED_DOWN = 0.95
 class PrecisionTarget:
     """Target precision of one entry: a client's change, a step-down, or the KV format of a running request."""
 
-    plan: Plan
+    plan: PrecisionPlan
     upward: bool = False  # also where the span has fewer bits now
     # End of the running owner when the target was set: its tokens up to here are encoded. None: up to its current end,
     # or a job has begun.

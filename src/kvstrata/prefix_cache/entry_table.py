@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
-from kvstrata.kv.checkpoints import Mark
+from kvstrata.kv.checkpoints import Checkpoint
 from kvstrata.kv.gather import num_arrays
 from kvstrata.kv.span import empty_span
 from kvstrata.kv.transcode import shrink
@@ -521,7 +521,9 @@ class EntryTable:
 
     # Checkpoints.
 
-    def add_checkpoint(self, path: tuple[Node[Entry], ...], checkpoint: Mark, resume_at: Iterable[int] = ()) -> None:
+    def add_checkpoint(
+        self, path: tuple[Node[Entry], ...], checkpoint: Checkpoint, resume_at: Iterable[int] = ()
+    ) -> None:
         """Add a checkpoint to the entry that holds the token before it.
 
         `resume_at`: positions where later requests are likely to diverge. The last checkpoint before each of these
@@ -529,10 +531,10 @@ class EntryTable:
         """
         position = checkpoint.position
         holder = next(node.payload for node in path if node.start < position <= node.end)
-        if position in holder.span.marks:
+        if position in holder.span.checkpoints:
             return
         self.version += 1
-        holder.span.marks[position] = checkpoint
+        holder.span.checkpoints[position] = checkpoint
         self.recount(holder)
         self._drop_oldest_checkpoints(path, resume_at)
 
@@ -541,10 +543,10 @@ class EntryTable:
         none."""
         dropped = False
         for entry in entries:
-            kept = {at: mark for at, mark in entry.span.marks.items() if at == keep or entry.is_pinned}
-            if len(kept) < len(entry.span.marks):
+            kept = {at: mark for at, mark in entry.span.checkpoints.items() if at == keep or entry.is_pinned}
+            if len(kept) < len(entry.span.checkpoints):
                 dropped = True
-                entry.span.marks = kept
+                entry.span.checkpoints = kept
                 self.recount(entry)
         self.version += dropped
         return dropped
@@ -554,18 +556,18 @@ class EntryTable:
         the model needs checkpoints."""
         if not self.needs_checkpoints:
             return end
-        return max((at for at in leaf.payload.span.marks if leaf.start < at <= end), default=leaf.start)
+        return max((at for at in leaf.payload.span.checkpoints if leaf.start < at <= end), default=leaf.start)
 
     def _drop_oldest_checkpoints(self, path: tuple[Node[Entry], ...], resume_at: Iterable[int]) -> None:
         """Drop the oldest checkpoints of a path, except those at branches, where requests resume, those that are
         needed for `resume_at`, and those of pinned entries. Other branches of its entries keep theirs."""
-        on_path = [(at, node) for node in path for at in node.payload.span.marks if node.start < at <= node.end]
+        on_path = [(at, node) for node in path for at in node.payload.span.checkpoints if node.start < at <= node.end]
         kept = {node.end for node in path if len(node.children) > 1}
         kept |= {max((at for at, _ in on_path if at <= position), default=0) for position in resume_at}
         droppable = [(at, node.payload) for at, node in on_path if at not in kept and not node.payload.is_pinned]
         num_dropped = max(0, len(droppable) - self._max_checkpoints)
         for at, entry in sorted(droppable, key=lambda each: each[0])[:num_dropped]:
-            del entry.span.marks[at]
+            del entry.span.checkpoints[at]
             self.recount(entry)
 
 

@@ -131,7 +131,7 @@ def _ended_entries(table: EntryTable) -> list[Entry]:
 
 def _find_blocks(disk: TierClient, entry: Entry) -> Lookup[tuple[Link, ...]]:
     leaf = entry.last_node
-    return disk.find_whole_chain(leaf, with_checkpoint=leaf.end in entry.span.marks)
+    return disk.find_whole_chain(leaf, with_checkpoint=leaf.end in entry.span.checkpoints)
 
 
 def _write_until(tier: Tier, offloader: Offloader, entry: Entry, until_s: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from kvstrata.kv.checkpoints import Mark
+from kvstrata.kv.checkpoints import Checkpoint
 from kvstrata.prefix_cache.entries import Entry, Lease
 from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.eviction import DropCounters
@@ -109,7 +109,7 @@ class Insertion:
         """All entries that the sequence reads or writes."""
         return {*self.lease.entries, self.entry}
 
-    def commit(self, ids: Tokens, checkpoint: Mark | None = None, *, is_end: bool = False) -> None:
+    def commit(self, ids: Tokens, checkpoint: Checkpoint | None = None, *, is_end: bool = False) -> None:
         """Make `ids`, all tokens of the sequence so far, visible to other requests. `is_end`: a prompt ends here."""
         if self._is_detached:
             return
@@ -117,9 +117,9 @@ class Insertion:
         if len(ids) - span.position > span.num_tokens or checkpoint is not None:
             self._insert(ids, checkpoint)
         if is_end:
-            span.ends.add(len(ids))
+            span.prompt_ends.add(len(ids))
 
-    def _insert(self, ids: Tokens, checkpoint: Mark | None) -> None:
+    def _insert(self, ids: Tokens, checkpoint: Checkpoint | None) -> None:
         entry, inserter = self.entry, self._inserter
         entry.span.num_tokens = len(ids) - entry.span.position
         path = inserter.table.insert_entry(entry, as_ids(ids))
@@ -158,7 +158,7 @@ class Insertion:
 class DetachedInsertion(Insertion):
     """Insertion that makes no token visible: the model's caches cannot be shared, or the cache has failed."""
 
-    def commit(self, ids: Tokens, checkpoint: Mark | None = None, *, is_end: bool = False) -> None:
+    def commit(self, ids: Tokens, checkpoint: Checkpoint | None = None, *, is_end: bool = False) -> None:
         """Ignore the tokens."""
         del ids, checkpoint, is_end
 

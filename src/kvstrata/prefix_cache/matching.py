@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvstrata.kv.checkpoints import Mark, needs_marks, reaches
+from kvstrata.kv.checkpoints import Checkpoint, needs_checkpoints, reaches
 from kvstrata.kv.layout import Layout
 from kvstrata.kv.span import SpanRange
 from kvstrata.prefix_cache.entries import CachedPrefix, Entry
@@ -49,7 +49,7 @@ class PrefixMatcher:
     def __init__(self, table: EntryTable, layout: Layout, identity: Identity) -> None:
         self._table = table
         self._can_share = all(spec.kind != "foreign" for spec in layout.flat())
-        self._needs_checkpoints = needs_marks(layout)
+        self._needs_checkpoints = needs_checkpoints(layout)
         self.layout = layout
         self.identity = identity
 
@@ -141,14 +141,16 @@ class PrefixMatcher:
         return "diverged" if divergence.instead else "new"
 
 
-def checkpoint_of(prefix: CachedPrefix) -> Mark | None:
+def checkpoint_of(prefix: CachedPrefix) -> Checkpoint | None:
     """Return the checkpoint that a prefix is resumed from; None: its model needs none."""
     position = prefix.checkpoint_at
     if position is None:
         return None
     # The last node before the position has it: nodes above may have another branch's at the same position.
-    holder = next(n.payload for n in reversed(prefix.path) if n.start < position and position in n.payload.span.marks)
-    return holder.span.marks[position]
+    holder = next(
+        n.payload for n in reversed(prefix.path) if n.start < position and position in n.payload.span.checkpoints
+    )
+    return holder.span.checkpoints[position]
 
 
 def ranges_of(prefix: CachedPrefix) -> tuple[SpanRange, ...]:
@@ -166,11 +168,11 @@ def ranges_of(prefix: CachedPrefix) -> tuple[SpanRange, ...]:
     return tuple(ranges)
 
 
-def _best_checkpoint(match: Match[Entry], layout: Layout) -> Mark | None:
+def _best_checkpoint(match: Match[Entry], layout: Layout) -> Checkpoint | None:
     """Return the checkpoint from which a request resumes with the most tokens; None: the path has none."""
     for node in reversed(match.path):
         end = min(node.end, match.num_tokens)
-        checkpoints = [each for at, each in node.payload.span.marks.items() if node.start < at]
+        checkpoints = [each for at, each in node.payload.span.checkpoints.items() if node.start < at]
         # A checkpoint after the end will do for a model whose rings were not full by then.
         if end == match.num_tokens and (later := [each for each in checkpoints if reaches(each, layout, end)]):
             return min(later, key=lambda each: each.position)

@@ -13,9 +13,9 @@ from itertools import islice
 from typing import Literal
 from weakref import WeakKeyDictionary
 
-from kvstrata.kv.convert import RAW
-from kvstrata.kv.packing import PRECISION, boundaries, by_label, pack_mark, packing
-from kvstrata.kv.transcode import rewrite_layer
+from kvstrata.kv.packing import block_ends, bytes_by_precision, pack, pack_checkpoint
+from kvstrata.kv.precision_plan import RAW
+from kvstrata.kv.transcode import transcode_layer
 from kvstrata.prefix_cache.entries import STEPPED_DOWN, ArchivedCopy, Entry
 from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.jobs import FailureLog, Job, JobQueue
@@ -23,7 +23,7 @@ from kvstrata.prefix_cache.keys import TokenIds, chain
 from kvstrata.prefix_cache.precision import PrecisionPolicy
 from kvstrata.prefix_cache.radix_tree import Node
 from kvstrata.prefix_cache.tier_client import TierClient, entry_at, first_live_entry, ids_to, make_block
-from kvstrata.tiers.block import BASE, MARK, Block, BlockId
+from kvstrata.tiers.block import BASE, CHECKPOINT, Block, BlockId
 from kvstrata.tiers.interface import BlockRemoval, Link, Refusal, Refused, RemovalCause, Tier, Writing
 
 # Share of the memory for cached spans from which on entries are written ahead of eviction.
@@ -131,11 +131,11 @@ class ChainWriter:
 
     def _put_block(self, link: Link, leaf: Node[Entry], ids: TokenIds, *, replace: bool) -> Generator[None, None, None]:
         entry, _ = entry_at(leaf, link.start)
-        packed = yield from packing(entry.span, link.start, link.end)
+        content = yield from pack(entry.span, link.start, link.end)
         if link.start and not self._tier.blocks.find(link.parent):
             raise NotWritten  # the tier has given up the parent since it accepted it
         was_reused = link.end <= entry.reused_end
-        block = make_block(link, ids, leaf.root_key, packed, BASE)
+        block = make_block(link, ids, leaf.root_key, content, BASE)
         self._offer_block(block, entry, was_reused=was_reused, replace=replace)
 
     def _finish_block(self, link: Link, leaf: Node[Entry], ids: TokenIds) -> None:
@@ -145,10 +145,10 @@ class ChainWriter:
         entry, _ = entry_at(leaf, link.end - 1)
         if entry.is_pinned:
             self._client.pin_written_block(entry.pins, link.key)
-        checkpoint = entry.span.marks.get(link.end)
-        if checkpoint is not None and not self._tier.blocks.find(link.key, MARK):
+        checkpoint = entry.span.checkpoints.get(link.end)
+        if checkpoint is not None and not self._tier.blocks.find(link.key, CHECKPOINT):
             # The tier accepted the block, so its checkpoint is worth writing, too.
-            block = make_block(link, ids, leaf.root_key, pack_mark(checkpoint), MARK)
+            block = make_block(link, ids, leaf.root_key, pack_checkpoint(checkpoint), CHECKPOINT)
             self._offer_block(block, entry, was_reused=True, replace=False)
 
     def _offer_block(self, block: Block, entry: Entry, *, was_reused: bool, replace: bool) -> None:
@@ -174,7 +174,7 @@ class ChainWriter:
 
     def _tier_bytes(self, link: Link) -> int:
         """Return the bytes of a block's arrays, as the tier has them."""
-        return sum(by_label(self._tier.blocks.contents(BlockId(link.key)), PRECISION).values())
+        return sum(bytes_by_precision(self._tier.blocks.contents(BlockId(link.key))).values())
 
 
 def _entries_in(link: Link, leaf: Node[Entry]) -> list[Entry]:
@@ -192,13 +192,13 @@ def _memory_bytes(entry: Entry, link: Link) -> float:
 def _is_one_segment(entry: Entry, link: Link) -> bool:
     """Whether the tokens of a block are in one segment of each layer: only then can they be packed again."""
     span = entry.span
-    return all(len(span.parts(layer, link.start, link.end)) == 1 for layer in span.layers)
+    return all(len(span.segments(layer, link.start, link.end)) == 1 for layer in span.layers)
 
 
 def _next_link(leaf: Node[Entry], parent: bytes, start: int, ids: TokenIds) -> Link:
     """Return the next block that the tier does not have."""
     entry, last = entry_at(leaf, start)
-    end = boundaries(entry.span, start, last)[0]
+    end = block_ends(entry.span, start, last)[0]
     return Link(chain(parent, ids[start:end]), parent, start, end)
 
 
@@ -358,7 +358,7 @@ class Offloader:
         for entry in dict.fromkeys(node.payload for node in leaf.path()):
             if not entry.is_running and entry.span.is_live:
                 for layer in entry.span.layers:
-                    rewrite_layer(entry.span, layer, RAW)
+                    transcode_layer(entry.span, layer, RAW)
                 self._table.recount(entry)
 
     def _forget_refusals_after_fault(self) -> None:

@@ -9,14 +9,21 @@ from dataclasses import dataclass
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
-from kvstrata.kv.convert import becomes
 from kvstrata.kv.gather import gather_some, has_to_gather
 from kvstrata.kv.layout import LayerSpec, Layout
-from kvstrata.kv.precision_plan import Plan, raw_plan
+from kvstrata.kv.precision_plan import CodecPair, PrecisionPlan, raw_plan
 from kvstrata.kv.raw_window import RawWindow
-from kvstrata.kv.sequence_cache import Pair
-from kvstrata.kv.span import has_to_seal, sealable_tokens, sealing, written_end
-from kvstrata.kv.transcode import LayerRewrite, is_under, marks_are_under, rewriting_marks
+from kvstrata.kv.span import written_end
+from kvstrata.kv.transcode import (
+    LayerTranscoder,
+    are_checkpoints_transcoded,
+    becomes,
+    encodable_tokens,
+    encode_live,
+    has_to_encode,
+    is_transcoded,
+    transcode_checkpoints,
+)
 from kvstrata.prefix_cache.config import CacheConfig, CacheLimits
 from kvstrata.prefix_cache.entries import Entry
 from kvstrata.prefix_cache.entry_table import EntryTable
@@ -27,7 +34,7 @@ from kvstrata.prefix_cache.ladder import HIGH, LOW, Bits, Ladder, LadderMove, Sp
 class PrecisionPolicy:
     """Decides which plan each entry is brought to, and makes the jobs that do it."""
 
-    def __init__(self, layout: Layout, target: Plan, config: CacheConfig, limits: CacheLimits) -> None:
+    def __init__(self, layout: Layout, target: PrecisionPlan, config: CacheConfig, limits: CacheLimits) -> None:
         self.layout = layout
         self._raw = raw_plan(layout)
         self.target = target  # plan of new spans
@@ -35,20 +42,20 @@ class PrecisionPolicy:
         self.gathers = limits.max_arrays is not None  # the small planes of several layers into one array
         self._layers_apart = limits.layers_apart
         self.raw_window = RawWindow(config.first_raw_tokens, config.recent_raw_tokens)  # of running sequences
-        self._token_bytes_of: dict[Pair, float] = {}
+        self._token_bytes_of: dict[CodecPair, float] = {}
 
-    def pending_plan(self, entry: Entry) -> Plan | None:
+    def pending_plan(self, entry: Entry) -> PrecisionPlan | None:
         """Return the plan that an entry has to be brought to now; None: the entry stays as it is."""
         if entry.is_stuck:
             return None
         span, wanted = entry.span, self.target_plan(entry)
         if entry.is_running:
             return wanted if self._has_to_seal(entry, wanted) else None
-        is_done = all(is_under(span, i, wanted.pairs[i], upward=entry.is_upward) for i in span.layers)
-        is_done = is_done and marks_are_under(span, wanted)
+        is_done = all(is_transcoded(span, i, wanted.pairs[i], upward=entry.is_upward) for i in span.layers)
+        is_done = is_done and are_checkpoints_transcoded(span, wanted)
         return None if is_done and not (self.gathers and has_to_gather(span, self._layers_apart)) else wanted
 
-    def target_plan(self, entry: Entry) -> Plan:
+    def target_plan(self, entry: Entry) -> PrecisionPlan:
         """Return the plan that an entry should be under, or below; for a running entry, the plan of its sealed part."""
         if entry.target is not None:
             return entry.target.plan
@@ -62,12 +69,12 @@ class PrecisionPolicy:
         """Whether an entry stays raw unless a longer sequence resumes from it."""
         return entry.target is None and entry.span.end < self.config.min_quantize_tokens
 
-    def final_codecs(self, entry: Entry) -> dict[int, list[Pair]]:
+    def final_codecs(self, entry: Entry) -> dict[int, list[CodecPair]]:
         """Return the codecs that each layer has when the pending work on an entry is done."""
         wanted, specs = self.target_plan(entry).pairs, self.layout.flat()
-        return {i: [_lower(pair, wanted[i], specs[i]) for pair in entry.span.pairs(i)] for i in entry.span.layers}
+        return {i: [_lower(pair, wanted[i], specs[i]) for pair in entry.span.codec_pairs(i)] for i in entry.span.layers}
 
-    def lowers(self, entry: Entry, plan: Plan) -> bool:
+    def lowers(self, entry: Entry, plan: PrecisionPlan) -> bool:
         """Whether a plan takes bits from an entry's final codecs."""
         specs = self.layout.flat()
         return any(
@@ -82,55 +89,55 @@ class PrecisionPolicy:
         if entry.is_running:
             return 0
         wanted_bytes = self._token_bytes(self.target_plan(entry)) * entry.span.num_tokens
-        return max(0, int(entry.nbytes - entry.span.mark_bytes - wanted_bytes))
+        return max(0, int(entry.nbytes - entry.span.checkpoint_bytes - wanted_bytes))
 
     def target_token_bytes(self) -> float:
         """Return the bytes of a token in new spans."""
         return self._token_bytes(self.target)
 
-    def _token_bytes(self, plan: Plan) -> float:
+    def _token_bytes(self, plan: PrecisionPlan) -> float:
         # Plans are many, and the codec pairs that they are made from are few.
         codecs = plan.k, plan.v
         if codecs not in self._token_bytes_of:
             self._token_bytes_of[codecs] = plan.token_bytes(self.layout)
         return self._token_bytes_of[codecs]
 
-    def _has_to_seal(self, entry: Entry, plan: Plan) -> bool:
+    def _has_to_seal(self, entry: Entry, plan: PrecisionPlan) -> bool:
         """Whether a running entry has enough new tokens to be encoded, or sealed tokens that have to step down."""
         span, window = entry.span, self.raw_window
-        return not plan.is_raw and any(has_to_seal(span, i, plan.pairs[i], window) for i in span.layers)
+        return not plan.is_raw and any(has_to_encode(span, i, plan.pairs[i], window) for i in span.layers)
 
-    def job(self, entry: Entry, plan: Plan) -> Job:
+    def job(self, entry: Entry, plan: PrecisionPlan) -> Job:
         """Make the job that brings an entry to a plan."""
         if not entry.is_running:
             return self._transcode(entry, plan)
         sealed_to = None if entry.target is None else entry.target.sealed_to
         return self._seal(entry, plan, written_end(entry.span) if sealed_to is None else sealed_to)
 
-    def _seal(self, entry: Entry, plan: Plan, up_to: int) -> Job:
+    def _seal(self, entry: Entry, plan: PrecisionPlan, up_to: int) -> Job:
         # All layers are sealed up to the same token, whatever the owner writes between the job's steps.
         span = entry.span
         for layer in span.layers:
-            yield from sealing(span, layer, plan.pairs[layer], self.raw_window, up_to=up_to)
+            yield from encode_live(span, layer, plan.pairs[layer], self.raw_window, up_to=up_to)
             yield
 
-    def _transcode(self, entry: Entry, plan: Plan) -> Job:
+    def _transcode(self, entry: Entry, plan: PrecisionPlan) -> Job:
         for layer in entry.span.layers:
-            transcoding = LayerRewrite(layer, plan.pairs[layer])
+            transcoding = LayerTranscoder(layer, plan.pairs[layer])
             while transcoding.advance(entry.span, upward=entry.is_upward):
                 yield
             yield
-        yield from rewriting_marks(entry.span, plan)
+        yield from transcode_checkpoints(entry.span, plan)
         while self.gathers and gather_some(entry.span, self._layers_apart):
             yield
 
 
-def _lower(pair: Pair, wanted: Pair, spec: LayerSpec) -> Pair:
+def _lower(pair: CodecPair, wanted: CodecPair, spec: LayerSpec) -> CodecPair:
     k, v = becomes(pair[0], wanted[0], spec.k_dim, spec.dtype), becomes(pair[1], wanted[1], spec.v_dim, spec.dtype)
     return k, v
 
 
-PlanOf = Callable[[Codec, Codec], Plan]  # from the codec of K and the codec of V
+PlanOf = Callable[[Codec, Codec], PrecisionPlan]  # from the codec of K and the codec of V
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,7 @@ class StepDown:
     """Decision that an entry is brought to a lower plan. The caller applies it with `Transcoder.step_down`."""
 
     entry: Entry
-    plan: Plan
+    plan: PrecisionPlan
 
 
 class StepDownPolicy:
@@ -200,10 +207,10 @@ class StepDownPolicy:
             v=min(max(_bits(v, raw_bits) for _, v in pairs) for raw_bits, pairs in layers),
         )
         if entry.is_running:
-            return SpanPrecision(bits, sealable_tokens(entry.span, self._precision.raw_window), math.inf)
+            return SpanPrecision(bits, encodable_tokens(entry.span, self._precision.raw_window), math.inf)
         return SpanPrecision(bits, entry.span.num_tokens, self._candidates.last_use_s(entry))
 
-    def _plan_after(self, move: LadderMove[Entry]) -> Plan:
+    def _plan_after(self, move: LadderMove[Entry]) -> PrecisionPlan:
         wanted = self._precision.target_plan(move.id)
         k = wanted.k if move.after.k == move.before.k else _codec(move.after.k)
         v = wanted.v if move.after.v == move.before.v else _codec(move.after.v)

@@ -15,15 +15,14 @@ import mlx.core as mx
 import numpy as np
 
 from kvstrata.attention.segments import CutPart, Part, SealedPart
-from kvstrata.kv.convert import bits_of
-from kvstrata.kv.packing import span_of
-from kvstrata.kv.precision_plan import Plan
+from kvstrata.kv.packing import join_blocks
+from kvstrata.kv.precision_plan import PrecisionPlan, bits_of
 from kvstrata.kv.span import Span
 from kvstrata.kv.transcode import shrink
 from kvstrata.prefix_cache.entries import STEPPED_DOWN, ArchivedCopy, Entry
 from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.insertion import Inserter
-from kvstrata.prefix_cache.jobs import FailureLog
+from kvstrata.prefix_cache.jobs import FailureLog, run_to_end
 from kvstrata.prefix_cache.keys import Tokens, as_ids
 from kvstrata.prefix_cache.matching import PrefixMatcher
 from kvstrata.prefix_cache.reclaim import Reclaimer
@@ -215,7 +214,7 @@ class Prefetcher:
         if not batch.blocks:
             return
         table = self._table
-        span = span_of(self._matcher.layout, batch.blocks, batch.start, batch.end)
+        span = run_to_end(join_blocks(self._matcher.layout, batch.blocks, batch.start, batch.end))
         fits = self._reclaimer.reclaim_for_load(span.nbytes)
         # A node may claim only tokens that its span has.
         has_prefix = table.tree.match(load.root, load.ids[: batch.start]).num_tokens == batch.start
@@ -289,7 +288,7 @@ class Restorer:
     def has_entry(self, entry: Entry) -> bool:
         return entry in self._waiting
 
-    def restored_bytes(self, entry: Entry, plan: Plan) -> int:
+    def restored_bytes(self, entry: Entry, plan: PrecisionPlan) -> int:
         """Return the bytes that an entry would take under a plan after its restore; 0: the disk has no more bits of it
         than memory."""
         span = entry.span
@@ -402,7 +401,7 @@ class Restorer:
         if not self._is_restorable(entry) or start >= end or not _has_tokens(entry, load, end):
             self._finish_entry(entry)
             return
-        loaded = span_of(span.layout, batch.blocks, batch.start, batch.end)
+        loaded = run_to_end(join_blocks(span.layout, batch.blocks, batch.start, batch.end))
         loaded.cut(start, end)
         better = [
             layer for layer in span.layers if _min_bits(loaded, layer, start, end) > _min_bits(span, layer, start, end)
@@ -447,6 +446,6 @@ def _segment_bits(segment: SealedPart, dtype: mx.Dtype) -> float:
 
 def _segments_in(span: Span, layer: int, start: int, end: int) -> Sequence[tuple[Part, SealedPart]]:
     """Return the sealed segments of a range, each with the whole segment that it is cut from."""
-    cuts = span.parts(layer, start, end)
+    cuts = span.segments(layer, start, end)
     wholes = [cut.whole if isinstance(cut, CutPart) else cut for cut in cuts]
     return [(cut, whole) for cut, whole in zip(cuts, wholes, strict=True) if isinstance(whole, SealedPart)]

@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from kvstrata.kv.checkpoints import needs_marks
-from kvstrata.kv.convert import RAW
+from kvstrata.kv.checkpoints import needs_checkpoints
 from kvstrata.kv.layout import Layout
-from kvstrata.kv.precision_plan import raw_plan
+from kvstrata.kv.precision_plan import RAW, raw_plan
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.span import empty_span, live_span, prefix_of
 from kvstrata.prefix_cache.config import CacheConfig, CacheLimits
@@ -68,7 +67,9 @@ class PrefixCache:
         self._clock = clock
         self._is_task_turn = True  # client tasks take their turn before transcoding
         self.can_share = all(spec.kind != "foreign" for spec in layout.flat())
-        self.needs_checkpoints = self.can_share and needs_marks(layout)  # the model can be resumed at checkpoints only
+        self.needs_checkpoints = self.can_share and needs_checkpoints(
+            layout
+        )  # the model can be resumed at checkpoints only
         if not self.can_share:
             limits = replace(limits, max_bytes=0)
 

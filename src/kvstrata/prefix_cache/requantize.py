@@ -10,7 +10,7 @@ from typing import Literal
 
 from kvstrata.codecs.base import Codec
 from kvstrata.kv.precision_estimate import Estimate, estimate, score_error
-from kvstrata.kv.precision_plan import Plan
+from kvstrata.kv.precision_plan import PrecisionPlan
 from kvstrata.kv.span import written_end
 from kvstrata.prefix_cache.entries import Entry, PrecisionTarget
 from kvstrata.prefix_cache.entry_table import EntryTable
@@ -142,8 +142,8 @@ class RunningChange:
     def __init__(
         self,
         before_bytes: Mapping[Entry, int],
-        plan: Plan,
-        replaced_target: Plan | None,
+        plan: PrecisionPlan,
+        replaced_target: PrecisionPlan | None,
         is_pending: Callable[[Entry], bool],
         requested_s: float,
         owner: str | None = None,
@@ -233,7 +233,7 @@ class Requantizer:
         self._changes: list[RunningChange] = []  # in order, since the last time that none was running
 
     @property
-    def target(self) -> Plan:
+    def target(self) -> PrecisionPlan:
         """Plan of new spans."""
         return self._precision.target
 
@@ -242,13 +242,13 @@ class Requantizer:
         self._precision.target = failed.target
 
     def requantize(
-        self, change: PrecisionChange, plan: Plan, sequence_entries: Collection[Entry] | None = None
+        self, change: PrecisionChange, plan: PrecisionPlan, sequence_entries: Collection[Entry] | None = None
     ) -> ChangeResult:
         """Begin a change of cached entries and of new spans. Background work does it in slices."""
         return run_to_end(self.requantize_in_steps(change, plan, sequence_entries))
 
     def requantize_in_steps(
-        self, change: PrecisionChange, plan: Plan, sequence_entries: Collection[Entry] | None = None
+        self, change: PrecisionChange, plan: PrecisionPlan, sequence_entries: Collection[Entry] | None = None
     ) -> Generator[None, None, ChangeResult]:
         """Assess a change in small steps and begin it with the last of them, unless it is a dry run.
         `sequence_entries` limits the change to the entries of one running request."""
@@ -259,7 +259,7 @@ class Requantizer:
             self._mark_all_dirty()
         return assessment.result
 
-    def _begin(self, change: PrecisionChange, plan: Plan, assessment: Assessment, requested_s: float) -> None:
+    def _begin(self, change: PrecisionChange, plan: PrecisionPlan, assessment: Assessment, requested_s: float) -> None:
         """Begin a change beside the running ones; it takes the entries over that it shares with them."""
         entries = [entry for entry in assessment.entries if entry in self._table.entries]
         if not self.is_running:
@@ -277,13 +277,13 @@ class Requantizer:
             self._set_target(entry, plan, change, has_memory=entry not in assessment.without_memory)
         self.update_progress()
 
-    def _original_target(self) -> Plan:
+    def _original_target(self) -> PrecisionPlan:
         """Return the plan of new spans before the running changes."""
         running = [change for change in self._changes if change.is_running]
         replaced = (change.replaced_target for change in running if change.replaced_target is not None)
         return next(replaced, self._precision.target)
 
-    def _set_target(self, entry: Entry, plan: Plan, change: PrecisionChange, *, has_memory: bool) -> None:
+    def _set_target(self, entry: Entry, plan: PrecisionPlan, change: PrecisionChange, *, has_memory: bool) -> None:
         # Work that has begun for another target goes no further.
         self._transcoder.jobs.discard(entry)
         self._restorer.discard_entry(entry)
@@ -300,7 +300,7 @@ class Requantizer:
         self._table.dirty_sets.mark_all_dirty(self._table.entries)
 
     def _assess(
-        self, change: PrecisionChange, plan: Plan, sequence_entries: Collection[Entry] | None
+        self, change: PrecisionChange, plan: PrecisionPlan, sequence_entries: Collection[Entry] | None
     ) -> Generator[None, None, Assessment]:
         """Assess the effect of a change, one entry in each step, on the entries that are cached at the first step.
         Changes nothing."""
@@ -338,7 +338,7 @@ class Requantizer:
         )
         return Assessment(result, tuple(entries), without_memory)
 
-    def _estimate(self, entry: Entry, plan: Plan, *, upward: bool) -> Estimate:
+    def _estimate(self, entry: Entry, plan: PrecisionPlan, *, upward: bool) -> Estimate:
         window = self._precision.raw_window if entry.is_running else None
         estimated = estimate(entry.span, plan, upward=upward, window=window)
         restored_bytes = 0 if upward else self._restorer.restored_bytes(entry, plan)
@@ -398,7 +398,7 @@ class Requantizer:
         self._mark_all_dirty()
         return progress
 
-    def _cancel_target(self, entry: Entry, plan: Plan) -> None:
+    def _cancel_target(self, entry: Entry, plan: PrecisionPlan) -> None:
         self._restorer.discard_entry(entry)
         if entry.target is not None and entry.target.plan is plan:
             self._transcoder.jobs.discard(entry)
@@ -419,7 +419,7 @@ def _is_in_scope(entry: Entry, change: PrecisionChange, sequence_entries: Collec
     return by_scope and by_salt and by_owner and (sequence_entries is None or entry in sequence_entries)
 
 
-def _has_fewer_bits(entry: Entry, plan: Plan) -> bool:
+def _has_fewer_bits(entry: Entry, plan: PrecisionPlan) -> bool:
     """Whether an ended entry is cached in fewer bits than the plan has."""
     plan_bytes = plan.token_bytes(entry.span.layout) * entry.span.num_tokens
     return not entry.is_running and entry.span.kv_bytes < RESTORE_SHARE * plan_bytes
@@ -456,7 +456,7 @@ def _left_on_disk(disk: TierUsage | None, change: PrecisionChange) -> tuple[Left
     return (LeftAlone(ON_DISK, disk.spans, disk.nbytes, "disk"),)
 
 
-def _expected_error(entries: Collection[Entry], plan: Plan, *, upward: bool) -> Generator[None, None, float]:
+def _expected_error(entries: Collection[Entry], plan: PrecisionPlan, *, upward: bool) -> Generator[None, None, float]:
     """Measure the mean error of the largest entries, one in each step."""
     errors = list[float | None]()
     for entry in sorted(entries, key=lambda entry: entry.nbytes)[-MAX_SAMPLED:]:

@@ -10,15 +10,15 @@ import time
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from kvstrata.kv.packing import FewerBits, Packed, pack_shared_mark, packing_shared
-from kvstrata.kv.precision_plan import Plan
+from kvstrata.kv.packing import FewerBits, pack_shared, pack_shared_checkpoint
+from kvstrata.kv.precision_plan import PrecisionPlan
 from kvstrata.kv.span import SpanRange
 from kvstrata.prefix_cache.entries import Entry
 from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.jobs import FailureLog
 from kvstrata.prefix_cache.radix_tree import Node
 from kvstrata.prefix_cache.tier_client import TierClient, entry_at, first_live_entry, ids_to, make_block
-from kvstrata.tiers.block import BASE, BLOCK_TOKENS, MARK, Block
+from kvstrata.tiers.block import BASE, BLOCK_TOKENS, CHECKPOINT, Block, BlockContent
 from kvstrata.tiers.interface import Link, Refusal, Refused, SharedTier, TokenIds, Wanted
 from kvstrata.tiers.lookups import Lookup
 
@@ -35,7 +35,7 @@ class SharedTierClient:
 
     client: TierClient
     tier: SharedTier
-    plan: Plan
+    plan: PrecisionPlan
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,9 @@ class Sharer:
             }
             return
         ids = ids_to(leaf)
-        checkpoints = [at for node in leaf.path() for at in node.payload.span.marks if node.start < at <= node.end]
+        checkpoints = [
+            at for node in leaf.path() for at in node.payload.span.checkpoints if node.start < at <= node.end
+        ]
         aligned = tuple(sorted({at for at in checkpoints if at % BLOCK_TOKENS == 0}))
         lookup = self._client.start_lookup(self._tier.blocks.wanted(leaf.root_key, ids, aligned), Wanted())
         self._pending = _PendingShare(leaf, leaf.end, ids, lookup)
@@ -159,33 +161,33 @@ class Sharer:
     def _write_block(self, pending: _PendingShare, root: bytes, link: Link) -> Generator[None, None, bool]:
         """Write a block. False: it was not written, and no later block could be reached."""
         try:
-            packed = yield from packing_shared(_ranges_in(pending.leaf, link.start, link.end), self._plan)
+            content = yield from pack_shared(_ranges_in(pending.leaf, link.start, link.end), self._plan)
         except FewerBits:
             self._tier.skipped(link.end - link.start)
             return False
-        return (yield from self._put_block(pending, root, link, packed, BASE))
+        return (yield from self._put_block(pending, root, link, content, BASE))
 
     def _write_checkpoint(self, pending: _PendingShare, root: bytes, link: Link) -> Generator[None, None, bool]:
         """Write the checkpoint at a block's end, if there is one. False: the tier refused it."""
         entry, _ = entry_at(pending.leaf, link.end - 1)
-        checkpoint = entry.span.marks.get(link.end)
+        checkpoint = entry.span.checkpoints.get(link.end)
         if checkpoint is None:
             return True
         dtypes = [spec.dtype for spec in entry.span.layout.flat()]
         try:
-            packed = pack_shared_mark(checkpoint, self._plan, dtypes)
+            content = pack_shared_checkpoint(checkpoint, self._plan, dtypes)
         except FewerBits:
             return True
         yield
-        return (yield from self._put_block(pending, root, link, packed, MARK))
+        return (yield from self._put_block(pending, root, link, content, CHECKPOINT))
 
     def _put_block(
-        self, pending: _PendingShare, root: bytes, link: Link, packed: Packed, part: str
+        self, pending: _PendingShare, root: bytes, link: Link, content: BlockContent, part: str
     ) -> Generator[None, None, bool]:
         """Put a block, and retry while the tier's queue is full. Return whether the tier has it."""
         entry, _ = entry_at(pending.leaf, link.end - 1)
         was_reused = link.end <= entry.reused_end
-        block = make_block(link, pending.ids, root, packed, part)
+        block = make_block(link, pending.ids, root, content, part)
         while True:
             answer = self._tier.put(block, asked_twice=was_reused)
             reason = answer.reason if isinstance(answer, Refused) else None

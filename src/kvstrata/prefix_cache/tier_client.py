@@ -14,19 +14,19 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from kvstrata.attention.segments import SealedPart
 from kvstrata.errors import ConfigError
-from kvstrata.kv.checkpoints import Mark, needs_marks
+from kvstrata.kv.checkpoints import Checkpoint, needs_checkpoints
 from kvstrata.kv.layout import Layout
-from kvstrata.kv.packing import PRECISION, Packed, PackedArray, by_label, unpack, unpack_mark
+from kvstrata.kv.packing import bytes_by_precision, unpack, unpack_checkpoint
 from kvstrata.prefix_cache.entries import Entry, Lease
 from kvstrata.prefix_cache.keys import TokenIds
 from kvstrata.prefix_cache.radix_tree import Node
-from kvstrata.tiers.block import BASE, MARK, Block, BlockId, Tensor
+from kvstrata.tiers.block import BASE, CHECKPOINT, Block, BlockContent, BlockId
 from kvstrata.tiers.interface import Link, NoTier, OnDisk, Removed, Tier, TierMatch
 from kvstrata.tiers.lookups import Lookup, Walk
 from kvstrata.tiers.read_pool import BlockReading, Loaded, Missing
@@ -70,7 +70,7 @@ class BlockLoad:
     blocks: list[Arrays] = field(default_factory=list)  # loaded and not taken yet
     nbytes: int = 0  # of `blocks`
     num_taken: int = 0
-    checkpoint: Mark | None = None
+    checkpoint: Checkpoint | None = None
     reading: BlockReading | None = None
     source: BlockLoader | None = None
     is_done: bool = False
@@ -157,7 +157,7 @@ class BlockLoader:
         block_ids, sizes = [BlockId(link.key) for link in links], [link.nbytes for link in links]
         if checkpoint_bytes:
             # The checkpoint is read first: without it the blocks are of no use.
-            block_ids.insert(0, BlockId(links[-1].key, MARK))
+            block_ids.insert(0, BlockId(links[-1].key, CHECKPOINT))
             sizes.insert(0, checkpoint_bytes)
         load.reading = self._tier.read(
             block_ids, lambda result: self._receive_block(load, result), root=load.root, sizes=sizes
@@ -207,11 +207,11 @@ class BlockLoader:
 
     def _add_block(self, load: BlockLoad, block: Block) -> None:
         try:
-            if block.part == MARK:
-                load.checkpoint = unpack_mark(_packed(block))
+            if block.part == CHECKPOINT:
+                load.checkpoint = unpack_checkpoint(block.content)
                 return
             start, end = block.start, block.start + block.num_tokens
-            load.blocks.append(unpack(self._layout, _packed(block), start, end))
+            load.blocks.append(unpack(self._layout, block.content, start, end))
         except Exception as error:
             # Verified bytes that this version cannot read are a miss, whatever the reason, and never fail a request.
             self.num_unreadable += 1
@@ -241,15 +241,6 @@ class BlockLoader:
     def _end_load(self, load: BlockLoad) -> None:
         load.is_done = True
         self._active.pop(load, None)
-
-
-def _packed(block: Block) -> Packed:
-    arrays: dict[str, PackedArray] = {}
-    for name, tensor in block.tensors.items():
-        octets = np.frombuffer(tensor.view(), np.uint8)
-        arrays[name] = PackedArray(tensor.dtype, tensor.shape, octets)
-    description: dict[str, Any] = dict(block.description)
-    return Packed(arrays, description)
 
 
 class PinnedBlocks:
@@ -326,7 +317,7 @@ class TierClient:
         self.tier = tier
         self.patience_s = patience_s
         self._pinned = PinnedBlocks(set[bytes]() if pinned is None else pinned)
-        self._needs_checkpoints = needs_marks(layout)
+        self._needs_checkpoints = needs_checkpoints(layout)
         self._wake = lambda: post(_wake_up)
         tier.on_room = self._wake
         # Half of the bytes that are read ahead wait in the tier, the other half in the loader.
@@ -344,7 +335,7 @@ class TierClient:
 
     def touch_blocks(self, links: Iterable[Link]) -> None:
         """Record a use of blocks now, whether or not they were read."""
-        parts = (BASE, MARK) if self._needs_checkpoints else (BASE,)
+        parts = (BASE, CHECKPOINT) if self._needs_checkpoints else (BASE,)
         self.tier.touch(BlockId(link.key, part) for link in links for part in parts)
 
     # Pins.
@@ -426,8 +417,8 @@ class TierClient:
         for root, ids in chains:
             runs: list[TierRun] = []
             for link in (yield from self.longest_chain(root, ids)).links:
-                names = by_label(self.tier.blocks.contents(BlockId(link.key)), PRECISION)
-                precision = "+".join(sorted(names))
+                precisions = bytes_by_precision(self.tier.blocks.contents(BlockId(link.key)))
+                precision = "+".join(sorted(precisions))
                 extends_run = bool(runs) and runs[-1].precision == precision
                 runs.append(TierRun(link.end, precision, link.nbytes + (runs.pop().nbytes if extends_run else 0)))
             runs_of_chains.append(tuple(runs))
@@ -441,7 +432,7 @@ class TierClient:
                 break
             dropped.append(link)
         if not is_dry:
-            self.tier.remove([BlockId(link.key, part) for link in dropped for part in (MARK, BASE)], durable=True)
+            self.tier.remove([BlockId(link.key, part) for link in dropped for part in (CHECKPOINT, BASE)], durable=True)
         num_tokens = sum(link.end - link.start for link in dropped)
         return Removed(len(dropped), num_tokens, sum(link.nbytes for link in dropped))
 
@@ -449,7 +440,7 @@ class TierClient:
         links = (yield from self.tier.blocks.longest(root, 0, ids)).links
         is_whole = bool(links) and links[-1].end == len(ids)
         if is_whole and with_checkpoint:
-            is_whole = self.tier.blocks.find(links[-1].key, MARK) > 0
+            is_whole = self.tier.blocks.find(links[-1].key, CHECKPOINT) > 0
         return links if is_whole else ()
 
 
@@ -462,10 +453,9 @@ def _wake_up() -> None:
     """Do nothing: receiving the call is enough to wake the engine thread."""
 
 
-def make_block(link: Link, ids: TokenIds, root: bytes, packed: Packed, part: str) -> Block:
-    tensors = {name: Tensor(a.dtype, a.shape, a.octets) for name, a in packed.arrays.items()}
+def make_block(link: Link, ids: TokenIds, root: bytes, content: BlockContent, part: str) -> Block:
     token_ids = ids[link.start : link.end].astype("<i4", copy=False).tobytes()
-    return Block(link.key, link.parent, root, link.start, token_ids, tensors, packed.description, part)
+    return Block(link.key, link.parent, root, link.start, token_ids, content.tensors, content.description, part)
 
 
 def ids_to(leaf: Node[Entry]) -> TokenIds:

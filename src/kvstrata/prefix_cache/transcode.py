@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from kvstrata.kv.precision_plan import Plan
+from kvstrata.kv.precision_plan import PrecisionPlan
 from kvstrata.prefix_cache.entries import DirtySets, Entry, PrecisionTarget
 from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.jobs import FailureLog, Job, JobQueue
@@ -130,7 +130,7 @@ class Transcoder:
         plan = self.precision.pending_plan(entry) if entry in self._table.entries else None
         return None if plan is None else self._transcode(entry, plan)
 
-    def _transcode(self, entry: Entry, plan: Plan) -> Job:
+    def _transcode(self, entry: Entry, plan: PrecisionPlan) -> Job:
         job, before_bytes = self.precision.job(entry, plan), entry.span.kv_bytes
         if entry.target is not None and entry.target.sealed_to is not None:
             self._table.set_target(entry, replace(entry.target, sealed_to=None))  # the job has it

@@ -6,13 +6,11 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kvstrata.attention.segments import SealedPart
 from kvstrata.errors import InvalidRequest, MemoryPinned, NeverFits, Unavailable
-from kvstrata.kv.block_checks import check_mark, check_parts
-from kvstrata.kv.checkpoints import Mark
-from kvstrata.kv.packing import Packed, PackedArray, boundaries, pack_mark, packing, span_joining, unpack, unpack_mark
+from kvstrata.kv.block_checks import check_checkpoint, check_segments
+from kvstrata.kv.checkpoints import Checkpoint
+from kvstrata.kv.packing import block_ends, join_blocks, pack, pack_checkpoint, unpack, unpack_checkpoint
 from kvstrata.kv.span import Span, SpanRange
 from kvstrata.prefix_cache.entries import Entry, Lease
 from kvstrata.prefix_cache.insertion import Inserter
@@ -22,7 +20,7 @@ from kvstrata.prefix_cache.matching import PrefixMatcher
 from kvstrata.prefix_cache.reclaim import Reclaimer
 from kvstrata.prefix_cache.worth import ReuseClass
 from kvstrata.sizes import human_bytes
-from kvstrata.tiers.block import BASE, MARK, Block, Tensor
+from kvstrata.tiers.block import BASE, CHECKPOINT, Block, BlockContent
 
 # Length of one step that gives a span memory of its own.
 STEP_S = 0.003
@@ -36,15 +34,6 @@ def neutral_root(identity: Identity) -> bytes:
     return root_key(identity, "")
 
 
-def packed_of(block: Block) -> Packed:
-    """Return the arrays and the description of a block."""
-    arrays = {
-        name: PackedArray(tensor.dtype, tensor.shape, np.frombuffer(tensor.view(), np.uint8))
-        for name, tensor in block.tensors.items()
-    }
-    return Packed(arrays, dict(block.description))
-
-
 @dataclass(eq=False)
 class ExportProgress:
     """An export between its beginning and its end: what is leased, and how much was sent."""
@@ -52,7 +41,7 @@ class ExportProgress:
     ids: TokenIds  # all that are exported
     lease: Lease
     runs: tuple[tuple[Entry, int, int], ...]  # entries with the positions [start, end) that each contributes
-    checkpoints: dict[int, Mark]  # by position; collected at the beginning, because the cache may drop them
+    checkpoints: dict[int, Checkpoint]  # by position; collected at the beginning, because the cache may drop them
     root: bytes
     nbytes: int  # approximate size of the file
     last_key: bytes = b""  # of the last block that was sent; empty: none was
@@ -92,16 +81,18 @@ class ConversationExport:
         """Return the next block, and the checkpoint at its end if there is one."""
         start = progress.num_sent
         entry, run_end = next((entry, end) for entry, first, end in progress.runs if first <= start < end)
-        end = boundaries(entry.span, start, run_end)[0]
+        end = block_ends(entry.span, start, run_end)[0]
         # The last checkpoint must be at the end of a block, and the span may have dropped it since the beginning.
         end = min([end, *(at for at in progress.checkpoints if start < at < end)])
-        packed = yield from packing(entry.span, start, end)
+        content = yield from pack(entry.span, start, end)
         parent = progress.last_key or progress.root
         progress.last_key, progress.num_sent = chain(parent, progress.ids[start:end]), end
-        blocks = [self._make_block(progress, parent, start, packed, BASE)]
+        blocks = [self._make_block(progress, parent, start, content, BASE)]
         if end in progress.checkpoints:
             yield
-            blocks.append(self._make_block(progress, parent, start, pack_mark(progress.checkpoints[end]), MARK))
+            blocks.append(
+                self._make_block(progress, parent, start, pack_checkpoint(progress.checkpoints[end]), CHECKPOINT)
+            )
         return tuple(blocks)
 
     def end_export(self, progress: ExportProgress) -> None:
@@ -111,13 +102,13 @@ class ConversationExport:
     def _lease_prefix(self, ids: TokenIds, salt: str) -> ExportProgress:
         match = self._inserter.table.tree.match(self._matcher.root_of(salt), ids)
         runs: list[tuple[Entry, int, int]] = []
-        checkpoints: dict[int, Mark] = {}
+        checkpoints: dict[int, Checkpoint] = {}
         for node in match.path:
             end = min(node.end, match.num_tokens)
             if node.payload.is_running or end <= node.start:
                 break
             runs.append((node.payload, node.start, end))
-            checkpoints |= {at: each for at, each in node.payload.span.marks.items() if node.start < at <= end}
+            checkpoints |= {at: each for at, each in node.payload.span.checkpoints.items() if node.start < at <= end}
         end = max(checkpoints, default=0) if self._inserter.table.needs_checkpoints else (runs[-1][2] if runs else 0)
         if not end:
             raise InvalidRequest(
@@ -143,10 +134,11 @@ class ConversationExport:
                 raise Unavailable("This conversation is being written right now. Try again in a moment.")
 
     @staticmethod
-    def _make_block(progress: ExportProgress, parent: bytes, start: int, packed: Packed, part: str) -> Block:
-        tensors = {name: Tensor(array.dtype, array.shape, array.octets) for name, array in packed.arrays.items()}
+    def _make_block(progress: ExportProgress, parent: bytes, start: int, content: BlockContent, part: str) -> Block:
         token_ids = progress.ids[start : progress.num_sent].astype("<i4", copy=False).tobytes()
-        return Block(progress.last_key, parent, progress.root, start, token_ids, tensors, packed.description, part)
+        return Block(
+            progress.last_key, parent, progress.root, start, token_ids, content.tensors, content.description, part
+        )
 
 
 @dataclass(frozen=True)
@@ -170,7 +162,7 @@ class ImportProgress:
     end: int
     segments: list[dict[int, SealedPart]] = field(default_factory=list)  # one per block, by layer
     num_bytes: int = 0
-    checkpoints: dict[int, Mark] = field(default_factory=dict)  # by position; they wait for their tokens
+    checkpoints: dict[int, Checkpoint] = field(default_factory=dict)  # by position; they wait for their tokens
 
 
 class ConversationImport:
@@ -184,19 +176,19 @@ class ConversationImport:
         self._reclaimer = reclaimer
         self._counters = counters
 
-    def check_block(self, block: Block, example: Mark | None) -> Steps[None]:
+    def check_block(self, block: Block, example: Checkpoint | None) -> Steps[None]:
         """Raise ConfigError where a block is not of this model.
 
         `example`: any checkpoint of the model; None: it needs none.
         """
         yield
         end = block.start + block.num_tokens
-        if block.part != MARK:
-            check_parts(self._matcher.layout, unpack(self._matcher.layout, packed_of(block), block.start, end))
+        if block.part != CHECKPOINT:
+            check_segments(self._matcher.layout, unpack(self._matcher.layout, block.content, block.start, end))
             return
         if example is None:
             raise ValueError("a model that needs no marks has none")
-        check_mark(self._matcher.layout, unpack_mark(packed_of(block)), end, example)
+        check_checkpoint(self._matcher.layout, unpack_checkpoint(block.content), end, example)
 
     def begin_import(self, ids: TokenIds, salt: str, nbytes: int) -> ImportProgress:
         """Lease what is cached of a conversation. Raises NeverFits or MemoryPinned where `nbytes` more cannot fit."""
@@ -213,8 +205,8 @@ class ConversationImport:
     def add_block(self, progress: ImportProgress, block: Block) -> Steps[None]:
         """Take in the next block, or the checkpoint at the end of the last one."""
         end = block.start + block.num_tokens
-        if block.part == MARK:
-            progress.checkpoints[end] = unpack_mark(packed_of(block))
+        if block.part == CHECKPOINT:
+            progress.checkpoints[end] = unpack_checkpoint(block.content)
             return
         if end <= progress.num_cached:
             return
@@ -222,7 +214,7 @@ class ConversationImport:
             yield from self._insert_batch(progress)
         if not progress.segments:
             progress.start = block.start
-        progress.segments.append(unpack(self._matcher.layout, packed_of(block), block.start, end))
+        progress.segments.append(unpack(self._matcher.layout, block.content, block.start, end))
         progress.end = end
         progress.num_bytes += block.nbytes
 
@@ -235,8 +227,8 @@ class ConversationImport:
 
     def add_span(self, progress: ImportProgress, span: Span) -> Steps[ImportResult]:
         """Insert all tokens at once. `span` begins at the first token."""
-        progress.checkpoints |= span.marks
-        span.marks = {}
+        progress.checkpoints |= span.checkpoints
+        span.checkpoints = {}
         self._insert_span(progress, span)
         return (yield from self.finish_import(progress))
 
@@ -274,7 +266,7 @@ class ConversationImport:
 
     def _insert_batch(self, progress: ImportProgress) -> Steps[None]:
         segments, progress.segments, progress.num_bytes = progress.segments, [], 0
-        span = yield from span_joining(self._matcher.layout, segments, progress.start, progress.end)
+        span = yield from join_blocks(self._matcher.layout, segments, progress.start, progress.end)
         self._insert_span(progress, span)
 
     def _insert_span(self, progress: ImportProgress, span: Span) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvstrata.attention.segments import SealedPart
 from kvstrata.kv.checkpoints import RecurrentState
-from kvstrata.kv.packing import KIND, PRECISION, by_label
+from kvstrata.kv.packing import bytes_by_kind, bytes_by_precision
 from kvstrata.kv.span import Span, live_bytes
 from kvstrata.prefix_cache.entries import DirtySets, Entry
 from kvstrata.prefix_cache.entry_table import EntryTable
@@ -45,8 +45,8 @@ class PartUsage:
 
 def tier_usage(usage: Usage, nbytes: int) -> TierUsage:
     """Return what a tier reports of itself, with `nbytes` as its size."""
-    by_precision, by_kind = (by_label(usage.labels, label) for label in (PRECISION, KIND))
-    return TierUsage(nbytes, usage.num_tokens, usage.num_blocks, by_precision, by_kind)
+    labels = usage.labels
+    return TierUsage(nbytes, usage.num_tokens, usage.num_blocks, bytes_by_precision(labels), bytes_by_kind(labels))
 
 
 def disk_counts(usage: Usage) -> dict[str, int]:
@@ -81,7 +81,7 @@ def _event_counts(tier: str, usage: Usage) -> dict[str, int]:
 
 def precision_of(span: Span) -> tuple[str, str]:
     """Return the precision of keys and of values for display: one name each, or several joined by a plus."""
-    pairs = [pair for layer in span.layers for pair in span.pairs(layer)]
+    pairs = [pair for layer in span.layers for pair in span.codec_pairs(layer)]
     return _names(k.name for k, _ in pairs), _names(v.name for _, v in pairs)
 
 
@@ -124,7 +124,7 @@ def _names(names: Iterable[str]) -> str:
 
 def recurrent_bytes(span: Span) -> int:
     """Return the bytes of the recurrent states in a span's checkpoints."""
-    states = (state for checkpoint in span.marks.values() for state in checkpoint.states)
+    states = (state for checkpoint in span.checkpoints.values() for state in checkpoint.states)
     return sum(state.nbytes for state in states if isinstance(state, RecurrentState))
 
 
@@ -202,7 +202,7 @@ def share_of(entry: Entry) -> UsageShare:
     The entry of a running sequence counts with its checkpoints alone, because the sequence counts its own KV buffer.
     """
     share = UsageShare(Counter({"bytes": entry.nbytes}))
-    for checkpoint in entry.span.marks.values():
+    for checkpoint in entry.span.checkpoints.values():
         for state in checkpoint.states:
             if isinstance(state, SealedPart):
                 _add_segment(share, state, "window")
@@ -212,7 +212,7 @@ def share_of(entry: Entry) -> UsageShare:
     if not entry.is_running:
         share.sizes["tokens"] = sum(node.num_tokens for node in entry.nodes)
         share.sizes["spans"] = 1
-        for segment in entry.span.sealed_parts():
+        for segment in entry.span.sealed_segments():
             _add_segment(share, segment, "full")
         if buffer_bytes := live_bytes(entry.span):
             share.by_kind["full"] += buffer_bytes

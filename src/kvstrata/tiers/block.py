@@ -21,7 +21,7 @@ BLOCK_TOKENS = 256  # at most
 # The parts of a block: the KV of its tokens and, for models that resume at checkpoints, the checkpoint at its end.
 BASE = "base"
 
-MARK = "mark"
+CHECKPOINT = "mark"
 
 PART_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 
@@ -71,7 +71,7 @@ class BlockId:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class BlockTensor:
     """A tensor. `data` has the buffer protocol, is C-contiguous and little-endian; no code writes to it any more."""
 
     dtype: str
@@ -96,13 +96,27 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockContent:
+    """The KV or the checkpoint of a block, without its identity."""
+
+    tensors: Mapping[str, BlockTensor]
+    description: Mapping[str, Any]  # JSON; tiers do not interpret it
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
+    """A content and its identity."""
+
     key: bytes  # chain(parent, token_ids)
     parent: bytes
     root: bytes  # identity of the model and the salt
     start: int  # position of the first token in its sequence
     token_ids: bytes  # int32, little-endian
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, BlockTensor]
     description: Mapping[str, Any]  # JSON; tiers do not interpret it
     part: str = BASE
     # When a request last used its tokens, as far as the caller of `put` knows. Not in the file.
@@ -120,6 +134,10 @@ class Block:
     @property
     def id(self) -> BlockId:
         return BlockId(self.key, self.part)
+
+    @property
+    def content(self) -> BlockContent:
+        return BlockContent(self.tensors, self.description)
 
     @property
     def num_tokens(self) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 from blake3 import blake3
 
 from kvstrata.errors import KvstrataError
-from kvstrata.tiers.block import ITEM_BYTES, Block, BlockId, Chain, Tensor, key_of
+from kvstrata.tiers.block import ITEM_BYTES, Block, BlockId, BlockTensor, Chain, key_of
 from kvstrata.tiers.write_limits import Pace, slices_of, unpaced
 
 PROBE_BYTES = 1 << 20
@@ -121,7 +121,7 @@ class BlockHeader:
     def num_tokens(self) -> int:
         return len(self.token_ids) // 4
 
-    def block(self, tensors: Mapping[str, Tensor]) -> Block:
+    def block(self, tensors: Mapping[str, BlockTensor]) -> Block:
         """Return the block that the header describes, with these tensors."""
         return Block(
             key=self.id.key,
@@ -160,12 +160,12 @@ def encode_block(block: Block, checksum: Checksum, pace: Pace = unpaced) -> Enco
     return EncodedBlock((memoryview(header), *views), len(header) + sum(view.nbytes for view in views))
 
 
-def _in_file_order(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+def _in_file_order(tensors: Mapping[str, BlockTensor]) -> tuple[str, ...]:
     # Wide elements first: every tensor then begins at a multiple of its element size.
     return tuple(sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name].dtype], name)))
 
 
-def _table(tensors: Mapping[str, Tensor], names: tuple[str, ...]) -> dict[str, object]:
+def _table(tensors: Mapping[str, BlockTensor], names: tuple[str, ...]) -> dict[str, object]:
     table: dict[str, object] = {}
     end = 0
     for name in names:
@@ -254,12 +254,12 @@ def verify_header(header: BlockHeader, *, wanted: BlockId, root: bytes | None, c
         raise DamagedBlock(Damage.LENGTH, f"{size_bytes} bytes instead of {header.file_bytes}")
 
 
-def decode_tensor(name: str, place: TensorPlace, content: memoryview, *, verify: bool = True) -> Tensor:
+def decode_tensor(name: str, place: TensorPlace, content: memoryview, *, verify: bool = True) -> BlockTensor:
     """Decode a tensor, and verify its checksum unless a seal has covered it."""
     if verify and not _matches(place.checksum, content):
         raise DamagedBlock(Damage.TENSOR, f"the checksum of {name} is another")
     try:
-        return Tensor(place.dtype, place.shape, content)
+        return BlockTensor(place.dtype, place.shape, content)
     except ValueError as error:
         raise DamagedBlock(Damage.HEADER, str(error)) from error
 

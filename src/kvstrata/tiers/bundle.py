@@ -12,7 +12,7 @@ import numpy as np
 from blake3 import blake3
 
 from kvstrata.errors import UnusableFile
-from kvstrata.tiers.block import BASE, BLOCK_TOKENS, MARK, Block, Chain
+from kvstrata.tiers.block import BASE, BLOCK_TOKENS, CHECKPOINT, Block, Chain
 from kvstrata.tiers.block_file import (
     ALIGNMENT_BYTES,
     Checksum,
@@ -290,7 +290,7 @@ def blocks_of(bundle: Bundle, lineage: Lineage) -> Iterator[Block]:
     parent, at, last = lineage.root, 0, None
     for record in bundle.records:
         block = _block(bundle.file, record, lineage)
-        if block.part == MARK and last is not None:
+        if block.part == CHECKPOINT and last is not None:
             if (block.key, block.start) != (last.key, last.start) or block.token_ids != last.token_ids:
                 raise _out_of_order()
             last = None

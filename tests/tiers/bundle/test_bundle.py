@@ -20,12 +20,12 @@ from kvstrata.engine.bundle_transfer import ExportedConversation
 from kvstrata.engine.prompt_cache_file import example_checkpoint
 from kvstrata.errors import ConfigError, RequestError, UnusableFile
 from kvstrata.kv.block_checks import check_description
-from kvstrata.kv.checkpoints import Mark
+from kvstrata.kv.checkpoints import Checkpoint
 from kvstrata.kv.layout import Layout
 from kvstrata.prefix_cache.jobs import run_to_end
 from kvstrata.prefix_cache.keys import as_ids, chain
 from kvstrata.prefix_cache.transfer import neutral_root
-from kvstrata.tiers.block import BASE, MARK, Block, Tensor
+from kvstrata.tiers.block import BASE, CHECKPOINT, Block, BlockTensor
 from kvstrata.tiers.bundle import (
     LENGTH,
     MAGIC,
@@ -53,7 +53,7 @@ HEADER = BundleHeader("conversation", MODEL, 3, {"id": "chat-1"}, {"replies": [{
 
 def golden_block() -> Block:
     ids = np.array([5, 6, 7], "<i4")
-    tensor = Tensor("F32", (1, 1, 3, 4), np.arange(12, dtype="<f4"))
+    tensor = BlockTensor("F32", (1, 1, 3, 4), np.arange(12, dtype="<f4"))
     return Block(chain(ROOT, ids), ROOT, ROOT, 0, ids.tobytes(), {"0.k.values": tensor}, {"groups": []})
 
 
@@ -212,13 +212,13 @@ def changed_description(block: Block, change: Callable[[Any], None]) -> Block:
 
 def changed_tensor(block: Block, dtype: str, shape: tuple[int, ...]) -> Block:
     name, tensor = next(iter(block.tensors.items()))
-    return replace(block, tensors={**block.tensors, name: Tensor(dtype, shape, tensor.data)})
+    return replace(block, tensors={**block.tensors, name: BlockTensor(dtype, shape, tensor.data)})
 
 
 def hostile_blocks(block: Block) -> list[Block]:
     name, tensor = next(iter(block.tensors.items()))
-    half = Tensor("F16", tensor.shape, np.zeros(tensor.nbytes // 2, np.uint8))
-    cut = Tensor("F32", (0, *tensor.shape[1:]), b"")
+    half = BlockTensor("F16", tensor.shape, np.zeros(tensor.nbytes // 2, np.uint8))
+    cut = BlockTensor("F32", (0, *tensor.shape[1:]), b"")
     changes: list[Callable[[Any], None]] = [
         lambda d: d["groups"][0]["layers"].append(99),
         lambda d: d["groups"][0]["layers"].extend([0] * 1000),
@@ -273,13 +273,13 @@ ENDLESS = {"recurrent": 1 << 62, "held": []}
 def test_import_refuses_hostile_checkpoints(exported: tuple[Served, bytes]) -> None:
     served, content = exported
     header, good, _ = parts_of(served, content)
-    checkpoints = [i for i, block in enumerate(good) if block.part == MARK]
+    checkpoints = [i for i, block in enumerate(good) if block.part == CHECKPOINT]
     if not checkpoints:
-        assert_refused(served, written(header, [*good, replace(good[-1], part=MARK)]))
+        assert_refused(served, written(header, [*good, replace(good[-1], part=CHECKPOINT)]))
         return
     at = checkpoints[-1]
     name, tensor = next(iter(good[at].tensors.items()))
-    flat = Tensor(tensor.dtype, (1, tensor.nbytes // 4), tensor.data)
+    flat = BlockTensor(tensor.dtype, (1, tensor.nbytes // 4), tensor.data)
     none = {key: each for key, each in good[at].tensors.items() if key != name}
     hostile = [
         replace(good[at], tensors={**good[at].tensors, name: flat}),
@@ -327,7 +327,7 @@ def places_in(value: Any) -> list[tuple[Any, Any]]:
 
 
 @pytest.fixture(scope="module")
-def described(exported: tuple[Served, bytes]) -> tuple[Served, list[Block], Layout, Mark | None]:
+def described(exported: tuple[Served, bytes]) -> tuple[Served, list[Block], Layout, Checkpoint | None]:
     """The server, the blocks of its file, its layout and a checkpoint of its model."""
     served, content = exported
     _, good, _ = parts_of(served, content)
@@ -339,7 +339,7 @@ def described(exported: tuple[Served, bytes]) -> tuple[Served, list[Block], Layo
 @settings(max_examples=100)
 @given(data=st.data())
 def test_changed_description_is_refused_or_within_the_counts_of_the_model(
-    described: tuple[Served, list[Block], Layout, Mark | None], data: st.DataObject
+    described: tuple[Served, list[Block], Layout, Checkpoint | None], data: st.DataObject
 ) -> None:
     served, good, layout, example = described
     block = data.draw(st.sampled_from(good))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstrata.prefix_cache.keys import chain
-from kvstrata.tiers.block import BASE, ITEM_BYTES, Block, BlockId, Tensor
+from kvstrata.tiers.block import BASE, ITEM_BYTES, Block, BlockId, BlockTensor
 from kvstrata.tiers.block_file import Checksum
 from kvstrata.tiers.disk.index import BlockRecord
 from kvstrata.tiers.disk.tier import DiskTier
@@ -19,9 +19,9 @@ ROOT = bytes(range(32))
 OTHER_ROOT = bytes(range(32, 64))
 
 
-def random_tensor(generator: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> Tensor:
+def random_tensor(generator: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> BlockTensor:
     nbytes = int(np.prod(shape)) * ITEM_BYTES[dtype]
-    return Tensor(dtype, shape, generator.integers(0, 256, nbytes, dtype=np.uint8).tobytes())
+    return BlockTensor(dtype, shape, generator.integers(0, 256, nbytes, dtype=np.uint8).tobytes())
 
 
 def make_block(

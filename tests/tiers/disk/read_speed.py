@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstrata.prefix_cache.keys import chain
-from kvstrata.tiers.block import Block, BlockId, Tensor
+from kvstrata.tiers.block import Block, BlockId, BlockTensor
 from kvstrata.tiers.block_file import fastest
 from kvstrata.tiers.disk.tier import DiskTier
 from kvstrata.tiers.interface import Accepted
@@ -40,7 +40,9 @@ def fill(tier: DiskTier, num_blocks: int, nbytes: int) -> list[Block]:
         ids = generator.integers(0, 50_000, 256, dtype=np.int32)
         plane_bytes = nbytes // NUM_PLANES
         tensors = {
-            f"plane.{plane}": Tensor("U8", (plane_bytes,), generator.integers(0, 256, plane_bytes, dtype=np.uint8).data)
+            f"plane.{plane}": BlockTensor(
+                "U8", (plane_bytes,), generator.integers(0, 256, plane_bytes, dtype=np.uint8).data
+            )
             for plane in range(NUM_PLANES)
         }
         block = Block(chain(parent, ids), parent, ROOT, 256 * index, ids.astype("<i4").tobytes(), tensors, {})

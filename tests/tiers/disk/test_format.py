@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from kvstrata.prefix_cache.keys import chain
-from kvstrata.tiers.block import ITEM_BYTES, Block, BlockId, Tensor
+from kvstrata.tiers.block import ITEM_BYTES, Block, BlockId, BlockTensor
 from kvstrata.tiers.block_file import ALIGNMENT_BYTES, Checksum, encode_block, fastest
 from kvstrata.tiers.disk.filesystem import Files
 from kvstrata.tiers.disk.reader import opened, read_block, read_header
@@ -31,9 +31,9 @@ def golden_block() -> Block:
         start=256,
         token_ids=ids.astype("<i4").tobytes(),
         tensors={
-            "v": Tensor("BF16", (2, 3), bytes(range(12))),
-            "k.high": Tensor("U32", (2, 1), b"\x01\x02\x03\x04\xfc\xfd\xfe\xff"),
-            'odd "name" é': Tensor("U8", (0, 4), b""),
+            "v": BlockTensor("BF16", (2, 3), bytes(range(12))),
+            "k.high": BlockTensor("U32", (2, 1), b"\x01\x02\x03\x04\xfc\xfd\xfe\xff"),
+            'odd "name" é': BlockTensor("U8", (0, 4), b""),
         },
         description={"v": "planes:4", "k": {"codec": "planes", "bits": 8}, "layers": [0, 5]},
         part="low",
@@ -63,7 +63,7 @@ def test_a_file_of_format_1_can_be_read() -> None:
 def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, dtype: str, checksum: Checksum) -> None:
     tensors = {
         "all": random_tensor(np.random.default_rng(1), dtype, (3, 5)),
-        "one": Tensor(dtype, (), bytes(8)[: ITEM_BYTES[dtype]]),
+        "one": BlockTensor(dtype, (), bytes(8)[: ITEM_BYTES[dtype]]),
     }
     block = make_block()
     block = Block(block.key, ROOT, ROOT, 0, block.token_ids, tensors, {})
@@ -120,7 +120,10 @@ def test_the_safetensors_library_reads_the_same_values(tmp_path: Path) -> None:
         generator.standard_normal((2, 4)).astype(np.float16),
     )
     block = make_block()
-    tensors = {"wide": Tensor("U32", wide.shape, wide.data), "narrow": Tensor("F16", narrow.shape, narrow.data)}
+    tensors = {
+        "wide": BlockTensor("U32", wide.shape, wide.data),
+        "narrow": BlockTensor("F16", narrow.shape, narrow.data),
+    }
     block = Block(block.key, ROOT, ROOT, 0, block.token_ids, tensors, {"codec": "raw"})
     with safe_open(write(tmp_path / "block", block), "numpy") as file:
         np.testing.assert_array_equal(file.get_tensor("wide"), wide)
@@ -131,7 +134,7 @@ def test_the_safetensors_library_reads_the_same_values(tmp_path: Path) -> None:
 
 def test_a_long_header_is_read_whole(tmp_path: Path) -> None:
     block = make_block()
-    tensors = {f"state.{layer}": Tensor("F32", (1,), bytes([layer, 0, 0, 0])) for layer in range(200)}
+    tensors = {f"state.{layer}": BlockTensor("F32", (1,), bytes([layer, 0, 0, 0])) for layer in range(200)}
     block = Block(block.key, ROOT, ROOT, 0, block.token_ids, tensors, {"padding": "x" * 9000})
     path = write(tmp_path / "block", block)
     assert path.stat().st_size > 8 * ALIGNMENT_BYTES
@@ -144,14 +147,14 @@ def test_what_cannot_be_a_block_is_refused() -> None:
         lambda: BlockId(b"short"),
         lambda: BlockId(good.key, "../base"),
         lambda: BlockId(good.key, ""),
-        lambda: Tensor("F32", (2,), bytes(7)),
-        lambda: Tensor("float32", (2,), bytes(8)),
-        lambda: Tensor("U8", (-1, -8), bytes(8)),
+        lambda: BlockTensor("F32", (2,), bytes(7)),
+        lambda: BlockTensor("float32", (2,), bytes(8)),
+        lambda: BlockTensor("U8", (-1, -8), bytes(8)),
         lambda: Block(good.key, ROOT, ROOT, 0, b"", {}, {}),
         lambda: Block(good.key, ROOT, ROOT, 0, b"abc", {}, {}),
         lambda: Block(good.key, ROOT, ROOT, -1, good.token_ids, {}, {}),
         lambda: Block(good.key, b"", ROOT, 0, good.token_ids, {}, {}),
-        lambda: Block(good.key, ROOT, ROOT, 0, good.token_ids, {"__metadata__": Tensor("U8", (0,), b"")}, {}),
+        lambda: Block(good.key, ROOT, ROOT, 0, good.token_ids, {"__metadata__": BlockTensor("U8", (0,), b"")}, {}),
     ):
         with pytest.raises(ValueError):
             bad()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.tiers.block import MARK, Block
+from kvstrata.tiers.block import CHECKPOINT, Block
 from tests.tiers.disk.blocks import OTHER_ROOT, is_same, make_chain, open_tier, read_now
 
 GOLDEN = Path(__file__).parent / "golden" / "folder-1.tar.xz"
@@ -16,7 +16,7 @@ GOLDEN = Path(__file__).parent / "golden" / "folder-1.tar.xz"
 
 def golden_blocks() -> list[Block]:
     chains = [*make_chain(5), *make_chain(3, seed=1, root=OTHER_ROOT)]
-    return [*chains, replace(chains[2], description={}, part=MARK)]
+    return [*chains, replace(chains[2], description={}, part=CHECKPOINT)]
 
 
 def unpack(folder: Path) -> Path:

@@ -15,10 +15,10 @@ import pytest
 from kvstrata.attention.segments import SealedPart
 from kvstrata.codecs.registry import parse_for
 from kvstrata.kv.layout import LayerSpec, Layout
-from kvstrata.kv.packing import boundaries
+from kvstrata.kv.packing import block_ends
 from kvstrata.kv.span import Span
 from kvstrata.prefix_cache.keys import chain
-from kvstrata.tiers.block import Block, Tensor
+from kvstrata.tiers.block import Block
 from kvstrata.tiers.interface import Accepted
 from tests.kv.drive import packed
 from tests.tiers.disk.blocks import ROOT, open_tier
@@ -49,12 +49,11 @@ def chain_of(span: Span) -> list[Block]:
     ids = np.random.default_rng(0).integers(0, 49_152, span.num_tokens, dtype=np.int32)
     blocks: list[Block] = []
     start, parent = 0, ROOT
-    for end in boundaries(span, 0, span.num_tokens):
-        block = packed(span, start, end)
-        tensors = {key: Tensor(array.dtype, array.shape, array.octets) for key, array in block.arrays.items()}
+    for end in block_ends(span, 0, span.num_tokens):
+        content = packed(span, start, end)
         key = chain(parent, ids[start:end])
         token_ids = ids[start:end].astype("<i4").tobytes()
-        blocks.append(Block(key, parent, ROOT, start, token_ids, tensors, block.description))
+        blocks.append(Block(key, parent, ROOT, start, token_ids, content.tensors, content.description))
         start, parent = end, key
     return blocks
 

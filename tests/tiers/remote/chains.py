@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvstrata.prefix_cache.keys import chain
-from kvstrata.tiers.block import BASE, MARK, Block, BlockId
+from kvstrata.tiers.block import BASE, CHECKPOINT, Block, BlockId
 from kvstrata.tiers.interface import Accepted, Link, TierMatch, Wanted
 from kvstrata.tiers.lookups import finish
 from kvstrata.tiers.read_pool import Loaded, Missing
@@ -37,7 +37,7 @@ def put_chain(tier: RemoteTier, ids: np.ndarray, marks: tuple[int, ...] = (), *,
     """All that is missing, and waits until it is there. Tells what was put."""
     missing = wanted(tier, ids, marks, root)
     blocks = [block_at(link, missing.root, ids) for link in missing.links]
-    blocks += [block_at(link, missing.root, ids, part=MARK) for link in missing.marks]
+    blocks += [block_at(link, missing.root, ids, part=CHECKPOINT) for link in missing.marks]
     for block in blocks:
         assert tier.put(block, asked_twice=True) == Accepted()
     assert tier.flush(20.0).is_empty

@@ -12,7 +12,7 @@ import pytest
 
 from kvstrata.engine.engine import Engine
 from kvstrata.prefix_cache.keys import chain
-from kvstrata.tiers.block import Block, Tensor
+from kvstrata.tiers.block import Block, BlockTensor
 from kvstrata.tiers.block_file import Checksum, DamagedBlock, decode_block, encode_block
 from kvstrata.tiers.read_pool import Loaded, Missing
 from kvstrata.tiers.remote.open_store import make_store
@@ -211,5 +211,5 @@ def spoiled(name: str, body: bytes) -> bytes:
 
 
 def _with_other_bytes(block: Block) -> Block:
-    tensors = {name: Tensor(t.dtype, t.shape, bytes(t.view())[::-1]) for name, t in block.tensors.items()}
+    tensors = {name: BlockTensor(t.dtype, t.shape, bytes(t.view())[::-1]) for name, t in block.tensors.items()}
     return replace(block, tensors=tensors)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata.tiers.block import MARK, BlockId
+from kvstrata.tiers.block import CHECKPOINT, BlockId
 from kvstrata.tiers.interface import Refusal, Refused, TierMatch
 from kvstrata.tiers.lookups import finish
 from kvstrata.tiers.read_pool import Loaded, Missing
@@ -138,7 +138,7 @@ def test_a_hit_refreshes_the_whole_chain(server: Valkey) -> None:
     names = [f"kvstrata2:{tier.block_store.names.name_of(block.id)}" for block in put]
     for name in names:
         server.client.expire(name, 5)
-    tier.touch(BlockId(block.key, part) for block in put for part in ("base", MARK))
+    tier.touch(BlockId(block.key, part) for block in put for part in ("base", CHECKPOINT))
     tier.flush(5.0)
 
     assert [server.client.ttl(name) > 50 for name in names] == [True] * 5

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvstrata.errors import ConfigError
 from kvstrata.prefix_cache.keys import chain
-from kvstrata.tiers.block import MARK, BlockId
+from kvstrata.tiers.block import CHECKPOINT, BlockId
 from kvstrata.tiers.block_file import DamagedBlock
 from kvstrata.tiers.remote import sealing
 from kvstrata.tiers.remote.sealing import BlockNames, Keys, is_name, keys_for, keys_of, links_of, read_secret
@@ -135,7 +135,7 @@ def test_names_differ_by_all_that_decides_what_a_block_is() -> None:
     names = BlockNames(KEYS, "planes:8", "cpu")
     others = [
         names.name_of(BlockId(other)),
-        names.name_of(BlockId(key, MARK)),
+        names.name_of(BlockId(key, CHECKPOINT)),
         BlockNames(KEYS, "planes:4", "cpu").name_of(BlockId(key)),
         BlockNames(keys_of(SECRET[::-1]), "planes:8", "cpu").name_of(BlockId(key)),
     ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from kvstrata.tiers.block import BASE, BLOCK_TOKENS, MARK, BlockId, Chain
+from kvstrata.tiers.block import BASE, BLOCK_TOKENS, CHECKPOINT, BlockId, Chain
 from kvstrata.tiers.disk.block_store import DiskBlockStore
 from kvstrata.tiers.disk.index import read_labels
 from kvstrata.tiers.disk.reader import DiskReader
@@ -56,7 +56,7 @@ class DiskChains:
         for trail in self._trails(parent, start, ids):
             link = trail[-1]
             if link.end > best.num_tokens:
-                mark_bytes = self.find(link.key, MARK) if at_marks else 0
+                mark_bytes = self.find(link.key, CHECKPOINT) if at_marks else 0
                 if mark_bytes or not at_marks:
                     best = TierMatch(tuple(trail), mark_bytes)
                     if link.end == len(ids):

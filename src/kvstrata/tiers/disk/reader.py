@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvstrata.tiers.block import Block, BlockId, Chain, Tensor
+from kvstrata.tiers.block import Block, BlockId, BlockTensor, Chain
 from kvstrata.tiers.block_file import (
     ALIGNMENT_BYTES,
     BlockHeader,
@@ -82,7 +82,7 @@ def _read_block(files: Files, path: Path, wanted: BlockId, *, chain: Chain, root
     return header.block(tensors)
 
 
-def _read_tensors(files: Files, fd: int, header: BlockHeader) -> dict[str, Tensor]:
+def _read_tensors(files: Files, fd: int, header: BlockHeader) -> dict[str, BlockTensor]:
     payload = _fill(files, fd, header.header_bytes, header.file_bytes - header.header_bytes)
     return {
         name: decode_tensor(name, place, payload[place.offset - header.header_bytes :][: place.nbytes])

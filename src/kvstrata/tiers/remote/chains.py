@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from kvstrata.tiers.block import BASE, MARK, BlockId, Chain
+from kvstrata.tiers.block import BASE, CHECKPOINT, BlockId, Chain
 from kvstrata.tiers.interface import Link, OnDisk, TierMatch, TokenIds, Wanted
 from kvstrata.tiers.lookups import Walk
 from kvstrata.tiers.remote.health import StoreFault, StoreHealth
@@ -102,10 +102,10 @@ class RemoteChains:
         own_root = self._names.root_of(root)
         links = links_of(self._chain, own_root, ids)
         present = yield from self._present(links)
-        parts = (BASE, MARK) if marks else (BASE,)
+        parts = (BASE, CHECKPOINT) if marks else (BASE,)
         self._touch([self._names.name_of(BlockId(link.key, part)) for link in present for part in parts])
         at_marks = [link for link in links if link.end in set(marks)]
-        sizes = self._sizes([self._names.name_of(BlockId(link.key, MARK)) for link in at_marks])
+        sizes = self._sizes([self._names.name_of(BlockId(link.key, CHECKPOINT)) for link in at_marks])
         missing = tuple(link for link, nbytes in zip(at_marks, sizes, strict=False) if not nbytes)
         return Wanted(own_root, tuple(links[len(present) :]), missing, is_known=not self._health.is_paused)
 
@@ -126,7 +126,7 @@ class RemoteChains:
         """Return the chain up to its last block with a checkpoint."""
         for end in range(len(links), 0, -MARKS_AT_ONCE):
             first = max(0, end - MARKS_AT_ONCE)
-            sizes = self._sizes([self._names.name_of(BlockId(link.key, MARK)) for link in links[first:end]])
+            sizes = self._sizes([self._names.name_of(BlockId(link.key, CHECKPOINT)) for link in links[first:end]])
             for at in range(len(sizes) - 1, -1, -1):
                 if sizes[at]:
                     return TierMatch(tuple(links[: first + at + 1]), sizes[at])
