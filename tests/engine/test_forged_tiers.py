@@ -185,6 +185,7 @@ class ForgedTier(NoTier):
         return Loaded(replace(block, description={}) if self.reads == "unreadable" else block)
 
     def remove(self, blocks: Sequence[BlockId], *, durable: bool = False) -> Removed:
+        del durable
         return Removed(sum(self.blocks.held.pop(id_, None) is not None for id_ in blocks))
 
     def lose_block(self, which: int) -> None:
