@@ -155,10 +155,10 @@ def test_what_does_not_follow_is_not_joined() -> None:
             span.cut(*bad)
 
 
-def test_a_resume_without_the_mark_that_it_needs_is_refused() -> None:
+def test_prefix_of_without_a_needed_checkpoint_is_refused() -> None:
     text = text_for("gemma3_text")
     cache = SequenceCache(text.layout, text.model, 30)
     text.advance(cache, 30)
     span = sealed_span(text.layout, cache)
-    with pytest.raises(ValueError, match="needs a mark"):
+    with pytest.raises(ValueError, match="needs a checkpoint"):
         prefix_of(text.layout, [SpanRange(span, 0, 30)], None)

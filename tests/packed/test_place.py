@@ -19,7 +19,7 @@ from kvstrata.models.cpu_form import choose_form, weights_here
 from kvstrata.models.cpu_options import CpuOptions
 from kvstrata.models.fingerprint import fingerprint
 from kvstrata.packed import block
-from kvstrata.packed.block import ShortBlock
+from kvstrata.packed.block import FusedBlock
 from kvstrata.packed.form import DENSE, CpuForm
 from kvstrata.packed.place import place, placed_bytes
 from tests.tiny import ARCHITECTURES, tiny_module
@@ -53,7 +53,7 @@ def logits(model: Any, num_tokens: int = 24, fed: int = 4) -> np.ndarray:
 
 
 def num_short(model: nn.Module) -> int:
-    return sum(isinstance(module, ShortBlock) for _, module in model.named_modules())
+    return sum(isinstance(module, FusedBlock) for _, module in model.named_modules())
 
 
 @pytest.mark.parametrize(("architecture", "is_tried"), [("qwen3_next", False), ("qwen3_5", False), ("qwen3", True)])
@@ -62,7 +62,7 @@ def test_queries_that_bring_a_gate_are_not_tried(
 ) -> None:
     """The loops check no bounds. They read beyond the heads' norms, and BLAS complained about it on the console."""
     tried: list[nn.Module] = []
-    monkeypatch.setattr(block, "_shorten", lambda block, *_: tried.append(block) is not None)
+    monkeypatch.setattr(block, "_fuse", lambda block, *_: tried.append(block) is not None)
     overrides: dict[str, Any] = {"mlp_only_layers": [0, 1, 2, 3]} if architecture == "qwen3_next" else {}
     place(quantized_module(architecture, **overrides), EXACT)
     assert bool(tried) == is_tried

@@ -22,14 +22,14 @@ from kvstrata.packed.cpu import products as cpu_products
 from kvstrata.packed.cpu import rows as cpu_rows
 from kvstrata.packed.cpu import tiles as cpu_tiles
 from kvstrata.packed.form import Activations
-from kvstrata.packed.quantized import Quantized
-from kvstrata.packed.weight import BLAS_VECTORS, PackedWeight, Vectors, joined, pack
+from kvstrata.packed.quantized import QuantizedMatrix
+from kvstrata.packed.weight import BLAS_VECTORS, ActivationVectors, PackedWeight, join_weights, pack
 from tests.packed.quantized import FORMATS, as_floats, mxfp4, quantized
 
 
 def product(weight: PackedWeight, x: np.ndarray, activations: Activations) -> np.ndarray:
     out = np.full((len(x), weight.shape[0]), np.nan, np.float32)
-    weight.multiply(Vectors(x, activations), out)
+    weight.multiply(ActivationVectors(x, activations), out)
     return out
 
 
@@ -55,7 +55,7 @@ def test_mxfp4_of_any_size(shift: int) -> None:
     """Its scales are powers of two over all of float32's range."""
     source = mxfp4(np.random.default_rng(1), (8, 64))
     scales = (source.scales.astype(mx.int32) + shift).astype(mx.uint8)
-    moved = Quantized(source.weight, scales, None, 32, 4, "mxfp4")
+    moved = QuantizedMatrix(source.weight, scales, None, 32, 4, "mxfp4")
     assert np.array_equal(pack(moved).unpacked(), as_floats(source) * np.float32(2.0) ** shift)
 
 
@@ -130,13 +130,13 @@ def test_rows_of_a_table() -> None:
 def test_joined_weights_are_one_below_the_other() -> None:
     rng = np.random.default_rng(6)
     parts = [pack(quantized(rng, (size, 64), 4, 32, "float16")) for size in (24, 8, 16)]
-    whole = joined(parts)
+    whole = join_weights(parts)
     assert whole is not None
     assert np.array_equal(whole.unpacked(), np.concatenate([part.unpacked() for part in parts]))
     other = pack(quantized(rng, (8, 64), 8, 32, "float16"))
     odd = pack(quantized(rng, (9, 64), 4, 32, "float16"))
-    assert joined([parts[0], other]) is None
-    assert joined([odd, parts[0]]) is None
+    assert join_weights([parts[0], other]) is None
+    assert join_weights([odd, parts[0]]) is None
 
 
 def test_the_room_that_it_takes_is_that_of_the_file() -> None:
@@ -150,7 +150,7 @@ def test_the_room_that_it_takes_is_that_of_the_file() -> None:
 def test_formats_without_tiles_say_so() -> None:
     weight = mx.zeros((8, 64))
     made = mx.quantize(weight, 16, 4, mode="nvfp4")
-    assert not Quantized(made[0], made[1], None, 16, 4, "nvfp4").fits
+    assert not QuantizedMatrix(made[0], made[1], None, 16, 4, "nvfp4").fits
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstrata.codecs.registry import parse
 from kvstrata.kv.precision_plan import make_plan
-from kvstrata.kv.span import live_bytes
 from kvstrata.prefix_cache.entries import Lease
 from kvstrata.prefix_cache.keys import root_key
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
@@ -281,7 +280,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert self.cache.table.nbytes == sum(entry.nbytes for entry in entries)
         assert self.cache.table.evictable_bytes == sum(entry.nbytes for entry in entries if entry.is_evictable)
         for entry in entries:
-            assert entry.nbytes == entry.span.nbytes - live_bytes(entry.span) * entry.is_running
+            assert entry.nbytes == entry.span.nbytes - entry.span.live_bytes * entry.is_running
         used = [entry for lease, _, _ in self.leases for entry in lease.entries]
         used += [entry for run in self.runs for entry in run.filing.lease.entries]
         assert all(entry.num_leases == used.count(entry) for entry in entries)

@@ -102,7 +102,7 @@ class Planes:
     position: int  # of the first token, in its sequence
     dim: int
     segments: Segments = ()  # tokens under each mean, for a codec that has means
-    gathered: int = 0  # planes with the same number hold rows of shared arrays; 0: the arrays are not shared
+    gathered: object | None = None  # planes with the same object hold rows of shared arrays; None: nothing is shared
 
     def __post_init__(self) -> None:
         expected = self.codec.layout(Extent(self.dim, self.num_tokens, len(self.segments)))

@@ -35,7 +35,7 @@ def check_description(layout: Layout, block: Block, like: Checkpoint | None) -> 
         if block.part != CHECKPOINT:
             max_arrays = 2 * MAX_PLANES * _check_groups(layout, block.description["groups"])
         elif like is None:
-            raise UnreadableBlock("The file has a mark, which this model does not need.")
+            raise UnreadableBlock("The file has a checkpoint, which this model does not need.")
         else:
             end = block.start + block.num_tokens
             max_arrays = _check_states(layout.flat(), like.states, block.description["states"], end)
@@ -66,20 +66,20 @@ def _check_states(
 ) -> int:
     """Raise UnreadableBlock where the states are not this model's. Return the most arrays that they may have."""
     if len(states) != len(ours):
-        raise UnreadableBlock(f"A mark has {len(states)} states, and this model {len(ours)} layers.")
+        raise UnreadableBlock(f"A checkpoint has {len(states)} states, and this model {len(ours)} layers.")
     max_arrays = 0
     for layer, (spec, state, our) in enumerate(zip(specs, states, ours, strict=True)):
         if state is None or our is None:
             if state is not our:
-                raise UnreadableBlock(f"A mark has a state for layer {layer}, which has none, or lacks it.")
+                raise UnreadableBlock(f"A checkpoint has a state for layer {layer}, which has none, or lacks it.")
         elif isinstance(our, RecurrentState):
             num_arrays = len(our.arrays)
             if state["recurrent"] != num_arrays or len(state["held"]) > num_arrays:
-                raise UnreadableBlock(f"A mark's state of layer {layer} does not have {num_arrays} arrays.")
+                raise UnreadableBlock(f"A checkpoint's state of layer {layer} does not have {num_arrays} arrays.")
             max_arrays += num_arrays
         else:
             if "recurrent" in state:
-                raise UnreadableBlock(f"A mark has a recurrent state for layer {layer}, which is none.")
+                raise UnreadableBlock(f"A checkpoint has a recurrent state for layer {layer}, which is none.")
             for side in ("k", "v"):
                 _check_side(state[side], held_tokens(spec, position))
             max_arrays += 2 * MAX_PLANES
@@ -94,41 +94,43 @@ def _check_side(described: Mapping[str, Any], max_tokens: int) -> None:
     from_spec(described["spec"]).check(where["dim"])
 
 
-def check_segments(layout: Layout, parts: Mapping[int, SealedPart]) -> None:
+def check_segments(layout: Layout, segments: Mapping[int, SealedPart]) -> None:
     """Raise UnreadableBlock where the segments of a block, from `unpack`, are not this model's."""
     specs = layout.flat()
     full = {layer for layer, spec in enumerate(specs) if spec.kind == "full"}
-    if set(parts) != full:
-        raise UnreadableBlock(f"A block holds the layers {sorted(parts)}, not {sorted(full)}.")
-    for layer, part in parts.items():
-        _check_part(specs[layer], part, layer)
+    if set(segments) != full:
+        raise UnreadableBlock(f"A block holds the layers {sorted(segments)}, not {sorted(full)}.")
+    for layer, segment in segments.items():
+        _check_segment(specs[layer], segment, layer)
 
 
-def check_checkpoint(layout: Layout, mark: Checkpoint, position: int, like: Checkpoint) -> None:
+def check_checkpoint(layout: Layout, checkpoint: Checkpoint, position: int, like: Checkpoint) -> None:
     """Raise UnreadableBlock where a checkpoint is not this model's. `like`: a checkpoint of the model, at any position,
     which has the shapes of states."""
     specs = layout.flat()
-    if mark.position != position or len(mark.states) != len(specs):
-        raise UnreadableBlock(f"A mark is at {mark.position} with {len(mark.states)} layers, not at {position}.")
-    for layer, (spec, state, ours) in enumerate(zip(specs, mark.states, like.states, strict=True)):
+    if checkpoint.position != position or len(checkpoint.states) != len(specs):
+        raise UnreadableBlock(
+            f"A checkpoint is at {checkpoint.position} with {len(checkpoint.states)} layers, not at {position}."
+        )
+    for layer, (spec, state, ours) in enumerate(zip(specs, checkpoint.states, like.states, strict=True)):
         _check_state(spec, state, ours, position, layer)
 
 
 def _check_state(spec: LayerSpec, state: LayerState, ours: LayerState, position: int, layer: int) -> None:
     if ours is None:
         if state is not None:
-            raise UnreadableBlock(f"A mark has a state for layer {layer}, which has none.")
+            raise UnreadableBlock(f"A checkpoint has a state for layer {layer}, which has none.")
     elif isinstance(ours, RecurrentState):
         if not isinstance(state, RecurrentState) or _shapes(state) != _shapes(ours):
-            raise UnreadableBlock(f"A mark's state of layer {layer} has other arrays than this model's.")
+            raise UnreadableBlock(f"A checkpoint's state of layer {layer} has other arrays than this model's.")
     elif not isinstance(state, SealedPart):
-        raise UnreadableBlock(f"A mark has no tokens for layer {layer}.")
+        raise UnreadableBlock(f"A checkpoint has no tokens for layer {layer}.")
     else:
-        _check_part(spec, state, layer)
+        _check_segment(spec, state, layer)
         wanted = held_tokens(spec, position)
         for planes in (state.k, state.v):
             if (planes.num_tokens, planes.end) != (wanted, position):
-                raise UnreadableBlock(f"A mark has {planes.num_tokens} tokens in layer {layer}, not {wanted}.")
+                raise UnreadableBlock(f"A checkpoint has {planes.num_tokens} tokens in layer {layer}, not {wanted}.")
 
 
 def held_tokens(spec: LayerSpec, position: int) -> int:
@@ -139,16 +141,16 @@ def held_tokens(spec: LayerSpec, position: int) -> int:
     return min(ring.keep, position) + position - ring.oldest(position)
 
 
-def _check_part(spec: LayerSpec, part: SealedPart, layer: int) -> None:
-    for planes, dim in ((part.k, spec.k_dim), (part.v, spec.v_dim)):
-        if planes.leading != (spec.kv_heads,) or planes.dim != dim or planes.num_tokens != part.num_tokens:
+def _check_segment(spec: LayerSpec, segment: SealedPart, layer: int) -> None:
+    for planes, dim in ((segment.k, spec.k_dim), (segment.v, spec.v_dim)):
+        if planes.leading != (spec.kv_heads,) or planes.dim != dim or planes.num_tokens != segment.num_tokens:
             raise UnreadableBlock(f"Layer {layer} of the file does not have this model's shapes.")
         if isinstance(planes.codec, RawCodec) and planes.arrays["values"].dtype != spec.dtype:
             raise UnreadableBlock(f"Layer {layer} of the file is not in {spec.dtype}, which this model computes in.")
-        _check_segments(planes, layer)
+        _check_mean_runs(planes, layer)
 
 
-def _check_segments(planes: Planes, layer: int) -> None:
+def _check_mean_runs(planes: Planes, layer: int) -> None:
     """Raise UnreadableBlock where a mean covers tokens of two groups."""
     start = planes.position
     for size in planes.segments:

@@ -1,7 +1,8 @@
 """Checkpoints: positions where a sequence can be resumed in a model that has more than full attention.
 
 A window layer holds a ring, a chunked layer its newest chunk, a recurrent layer a state: none can step back. A
-checkpoint (`Mark`) copies what all such layers hold at one position. Later tokens of the sequence do not change it.
+checkpoint is a copy of the state of all such layers at one position, which later tokens of the sequence do not change.
+On disk a checkpoint is called a mark.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ class RecurrentState:
         return sum(array.nbytes for array in self.arrays if array is not None)
 
 
-LayerState = (
-    SealedPart | RecurrentState | None
-)  # tokens of a window or chunked layer, kept ones first; state of a recurrent one; None: full attention
+# Window or chunked layer: its tokens, kept ones first. Recurrent layer: its state. None: full attention.
+LayerState = SealedPart | RecurrentState | None
 
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """State of the window, chunked and recurrent layers at one position."""
+
     position: int
     states: tuple[LayerState, ...]  # by flat layer
 
@@ -45,6 +47,7 @@ class Checkpoint:
 
 
 def needs_checkpoints(layout: Layout) -> bool:
+    """Whether a sequence of this model can be resumed at checkpoints only."""
     return any(spec.kind in ("window", "chunked", "recurrent") for spec in layout.flat())
 
 
@@ -53,13 +56,13 @@ def take_checkpoint(cache: SequenceCache) -> Checkpoint:
     return Checkpoint(cache.num_tokens, tuple(_state(layer, cache.num_tokens) for layer in cache.flat))
 
 
-def reaches(mark: Checkpoint, layout: Layout, num_tokens: int) -> bool:
+def reaches(checkpoint: Checkpoint, layout: Layout, num_tokens: int) -> bool:
     """Whether a sequence can resume after `num_tokens` with this checkpoint, which may be at a later position."""
-    if num_tokens == mark.position:
+    if num_tokens == checkpoint.position:
         return True
-    if num_tokens > mark.position:
+    if num_tokens > checkpoint.position:
         return False
-    return all(_reaches_in(spec, mark.position, num_tokens) for spec in layout.flat())
+    return all(_reaches_in(spec, checkpoint.position, num_tokens) for spec in layout.flat())
 
 
 def _reaches_in(spec: LayerSpec, position: int, num_tokens: int) -> bool:
@@ -72,14 +75,14 @@ def _reaches_in(spec: LayerSpec, position: int, num_tokens: int) -> bool:
     return spec.kind != "recurrent"
 
 
-def states_at(layout: Layout, mark: Checkpoint | None, num_tokens: int) -> tuple[Any, ...]:
+def states_at(layout: Layout, checkpoint: Checkpoint | None, num_tokens: int) -> tuple[Any, ...]:
     """Return what layers resume from after `num_tokens`, by flat layer; None for layers with full attention."""
     specs = layout.flat()
-    if mark is None:
+    if checkpoint is None:
         if needs_checkpoints(layout):
-            raise ValueError(f"this model has window or recurrent layers: a resume at {num_tokens} needs a mark")
+            raise ValueError(f"this model has window or recurrent layers: a resume at {num_tokens} needs a checkpoint")
         return (None,) * len(specs)
-    states = zip(mark.states, specs, strict=True)
+    states = zip(checkpoint.states, specs, strict=True)
     return tuple(_resumable(state, num_tokens, spec.dtype) for state, spec in states)
 
 

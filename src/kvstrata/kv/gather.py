@@ -8,7 +8,6 @@ has dropped it. Large arrays stay as they are, because they cannot be many.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,11 +22,11 @@ from kvstrata.kv.span import Span
 
 LARGE_BYTES = 1 << 20
 
-_numbers = itertools.count(1)
-
 
 @dataclass(frozen=True)
-class _Place:
+class _SegmentPlanes:
+    """K or V of one segment of one layer."""
+
     layer: int
     number: int  # of the segment in its layer
     side: str  # "k" or "v"
@@ -36,13 +35,13 @@ class _Place:
 
 def num_arrays(span: Span) -> int:
     """Count the arrays that MLX allocated for sealed tokens and for checkpoints. Rows of one array count once."""
-    shared: set[tuple[int, str]] = set()
-    count = sum(_mark_arrays(state) for mark in span.checkpoints.values() for state in mark.states)
-    for place in _places(span):
-        if place.planes.gathered:
-            shared.update((place.planes.gathered, name) for name in place.planes.arrays)
+    shared: set[tuple[object, str]] = set()
+    count = sum(_count_arrays(state) for checkpoint in span.checkpoints.values() for state in checkpoint.states)
+    for each in _all_planes(span):
+        if each.planes.gathered is not None:
+            shared.update((each.planes.gathered, name) for name in each.planes.arrays)
         else:
-            count += len(place.planes.arrays)
+            count += len(each.planes.arrays)
     return count + len(shared)
 
 
@@ -53,52 +52,52 @@ def has_to_gather(span: Span, apart: Collection[int] = ()) -> bool:
 def gather_some(span: Span, apart: Collection[int] = ()) -> bool:
     """Gather the keys or the values of one group of layers. Return whether there was a group. Layers `apart` may step
     down at another time than the others, so they do not share arrays with the others."""
-    places = [] if span.is_live else _next_group(span, apart)
-    rows: list[dict[str, mx.array]] = [{} for _ in places]
-    for name in places[0].planes.arrays if places else ():
-        stacked = mx.stack([place.planes.arrays[name] for place in places])
-        views = [row.squeeze(0) for row in mx.split(stacked, len(places))]
+    group = [] if span.is_live else _next_group(span, apart)
+    rows: list[dict[str, mx.array]] = [{} for _ in group]
+    for name in group[0].planes.arrays if group else ():
+        stacked = mx.stack([each.planes.arrays[name] for each in group])
+        views = [row.squeeze(0) for row in mx.split(stacked, len(group))]
         mx.eval(views)
         for arrays, view in zip(rows, views, strict=True):
             arrays[name] = view
-    number = next(_numbers)
-    for place, arrays in zip(places, rows, strict=True):
-        _put(span, place, replace(place.planes, arrays=arrays, gathered=number))
-    return bool(places)
+    shared = object()
+    for each, arrays in zip(group, rows, strict=True):
+        _put(span, each, replace(each.planes, arrays=arrays, gathered=shared))
+    return bool(group)
 
 
-def _put(span: Span, place: _Place, planes: Planes) -> None:
-    parts = list(span.sealed(place.layer))
-    part = parts[place.number]
-    parts[place.number] = SealedPart(planes, part.v) if place.side == "k" else SealedPart(part.k, planes)
-    span.replace(place.layer, parts)
+def _put(span: Span, each: _SegmentPlanes, planes: Planes) -> None:
+    segments = list(span.sealed(each.layer))
+    segment = segments[each.number]
+    segments[each.number] = SealedPart(planes, segment.v) if each.side == "k" else SealedPart(segment.k, planes)
+    span.replace(each.layer, segments)
 
 
-def _next_group(span: Span, apart: Collection[int]) -> list[_Place]:
+def _next_group(span: Span, apart: Collection[int]) -> list[_SegmentPlanes]:
     """Return planes of several layers that can be gathered and are not; empty: there are none."""
-    groups: dict[tuple[Any, ...], list[_Place]] = {}
-    for place in _places(span):
-        planes = place.planes
-        if not planes.gathered and max(array.nbytes for array in planes.arrays.values()) < LARGE_BYTES:
-            groups.setdefault((place.layer in apart, *_likeness(place)), []).append(place)
-    return next((places for places in groups.values() if len(places) > 1), [])
+    groups: dict[tuple[Any, ...], list[_SegmentPlanes]] = {}
+    for each in _all_planes(span):
+        planes = each.planes
+        if planes.gathered is None and max(array.nbytes for array in planes.arrays.values()) < LARGE_BYTES:
+            groups.setdefault((each.layer in apart, *_group_key(each)), []).append(each)
+    return next((group for group in groups.values() if len(group) > 1), [])
 
 
-def _places(span: Span) -> Iterator[_Place]:
+def _all_planes(span: Span) -> Iterator[_SegmentPlanes]:
     for layer in span.layers:
-        held = span.content(layer)
-        for number, part in enumerate(held.sealed if isinstance(held, OwnKV) else held):
-            yield _Place(layer, number, "k", part.k)
-            yield _Place(layer, number, "v", part.v)
+        content = span.content(layer)
+        for number, segment in enumerate(content.sealed if isinstance(content, OwnKV) else content):
+            yield _SegmentPlanes(layer, number, "k", segment.k)
+            yield _SegmentPlanes(layer, number, "v", segment.v)
 
 
-def _likeness(place: _Place) -> tuple[Any, ...]:
-    planes = place.planes
+def _group_key(each: _SegmentPlanes) -> tuple[Any, ...]:
+    planes = each.planes
     arrays = tuple((name, array.shape, array.dtype) for name, array in planes.arrays.items())
-    return place.number, place.side, planes.codec, planes.position, planes.segments, arrays
+    return each.number, each.side, planes.codec, planes.position, planes.segments, arrays
 
 
-def _mark_arrays(state: Any) -> int:
+def _count_arrays(state: Any) -> int:
     if isinstance(state, SealedPart):
         return len(state.arrays())
     return sum(array is not None for array in state.arrays) if isinstance(state, RecurrentState) else 0

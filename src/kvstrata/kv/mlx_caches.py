@@ -58,13 +58,13 @@ def adopt_mlx_lm(layout: Layout, caches: Sequence[Any], num_tokens: int) -> Span
     return span
 
 
-def to_mlx_lm(layout: Layout, runs: Sequence[SpanRange], mark: Checkpoint | None) -> list[Any]:
+def to_mlx_lm(layout: Layout, runs: Sequence[SpanRange], checkpoint: Checkpoint | None) -> list[Any]:
     """Return a prompt cache for `mlx_lm.generate`, after `runs`, which start at 0 and are consecutive.
 
     A layer whose tokens all have one affine codec becomes a QuantizedKVCache; other codecs are decoded.
     """
     num_tokens = runs[-1].end
-    states = states_at(layout, mark, num_tokens)
+    states = states_at(layout, checkpoint, num_tokens)
     made = iter([_made(spec, i, runs, states[i], num_tokens) for i, spec in enumerate(layout.flat())])
     return [CacheList(*(next(made) for _ in spec.children)) if spec.children else next(made) for spec in layout.layers]
 

@@ -375,10 +375,10 @@ class LayerOut:
     state: Any = None  # other layers: an mlx-lm cache
 
 
-def layers_out(layout: Layout, runs: Sequence[SpanRange], mark: Checkpoint | None) -> list[LayerOut]:
+def layers_out(layout: Layout, runs: Sequence[SpanRange], checkpoint: Checkpoint | None) -> list[LayerOut]:
     """Return the layers to be written of consecutive `runs` from 0 on. Copies nothing of full attention."""
     num_tokens = runs[-1].end
-    states = states_at(layout, mark, num_tokens)
+    states = states_at(layout, checkpoint, num_tokens)
     made: list[LayerOut] = []
     for i, spec in enumerate(layout.flat()):
         if spec.kind == "full":

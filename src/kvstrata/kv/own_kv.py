@@ -1,6 +1,6 @@
-"""A sequence's own KV in one full-attention layer: sealed tokens, then raw ones.
+"""KV that one sequence computed in one layer: encoded segments, then raw buffers.
 
-Sealing encodes raw tokens while the sequence runs, and frees their buffers.
+While the sequence runs, its past tokens are encoded, or sealed, and their buffers are freed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from kvstrata.kv.work_sizes import WorkSizes, join_segments, slices, work_sizes_
 
 
 class OwnKV:
-    def __init__(self, start: int, pieces: Pieces) -> None:
+    def __init__(self, start: int, buffers: Pieces) -> None:
         self.start = start  # position of the first token
-        self.buffers = pieces  # raw tokens; the sequence's layer writes there
+        self.buffers = buffers  # raw tokens; the sequence's layer writes there
         self.sealed: tuple[SealedPart, ...] = ()
         self.sealed_tokens = 0  # kept, because every plan of a step asks for it
         self.sealed_bytes = 0
@@ -41,59 +41,59 @@ class OwnKV:
         """Return K and V if they fill one buffer exactly: it can be kept as it is, if it is not written again."""
         return None if self.sealed else self.buffers.whole_arrays()
 
-    def replace_segment(self, part: SealedPart, by: SealedPart) -> None:
+    def replace_segment(self, segment: SealedPart, by: SealedPart) -> None:
         """Replace a sealed segment by another of the same tokens."""
-        if (part.k.position, part.k.end) != (by.k.position, by.k.end):
-            raise ValueError(f"tokens {part.k.position} to {part.k.end} cannot become others")
-        at = self.sealed.index(part)
+        if (segment.k.position, segment.k.end) != (by.k.position, by.k.end):
+            raise ValueError(f"tokens {segment.k.position} to {segment.k.end} cannot become others")
+        at = self.sealed.index(segment)
         self._set_sealed((*self.sealed[:at], by, *self.sealed[at + 1 :]))
 
     def num_to_encode(self, window: RawWindow) -> int:
-        """Return how many tokens `seal` would encode."""
+        """Return how many tokens `encode_past` would encode."""
         num_raw = self.buffers.num_tokens
         first = min(max(0, window.first_tokens - self._raw_start), num_raw)
         return max(0, num_raw - window.recent_tokens - first)
 
     def encode_past_at_once(self, k: Codec, v: Codec, window: RawWindow) -> int:
-        """Encode raw tokens, except for the sequence's first and newest tokens. Return how many were encoded.
-
-        The newest tokens move to a new buffer with some free slots. All other buffers are freed; the remaining free
-        slots get a buffer later.
-        """
+        """Encode past tokens, all steps at once. Return how many were encoded."""
         num_tokens = self.num_to_encode(window)
         for _ in self.encode_past(k, v, window):
             pass
         return num_tokens
 
     def encode_past(self, k: Codec, v: Codec, window: RawWindow) -> Iterator[None]:
-        """Seal in small steps the tokens that are present now, however many come meanwhile. Readers see no change until
-        all are encoded."""
+        """Encode, in small steps, the raw tokens that are present now, except for the sequence's first and newest ones.
+        Readers see no change until all are encoded.
+
+        The newest tokens move to a new buffer with some free slots. All other buffers are freed; the remaining free
+        slots get a buffer later.
+        """
         num_tokens = self.num_to_encode(window)
         if not num_tokens:
             return
-        sealed_before, grain = self.sealed_tokens, self._grain()
+        sealed_before, sizes = self.sealed_tokens, self._work_sizes()
         end = self.end - window.recent_tokens
         start = end - num_tokens
-        made: list[SealedPart] = []
-        for a, b in slices(start, end, grain.slice_tokens):
-            made.append(self._encoded(a, b, k, v))
-            if b % grain.segment_tokens == 0 or b == end:
-                made = grain.join_neighbours(made)
+        encoded: list[SealedPart] = []
+        for a, b in slices(start, end, sizes.slice_tokens):
+            encoded.append(self._encode(a, b, k, v))
+            if b % sizes.segment_tokens == 0 or b == end:
+                encoded = sizes.join_neighbours(encoded)
             yield
             if self.sealed_tokens != sealed_before:
-                return  # another sealing has finished first
-        sealed = [*self.sealed, *self._move_newest(start, end), made[0]]
-        _join_last(sealed, grain)
-        self._set_sealed((*sealed, *made[1:]))
+                return  # another run of this method has finished first
+        sealed = [*self.sealed, *self._move_newest(start, end), encoded[0]]
+        _join_last(sealed, sizes)
+        self._set_sealed((*sealed, *encoded[1:]))
 
     @property
     def _raw_start(self) -> int:
         return self.start + self.sealed_tokens
 
-    def _grain(self) -> WorkSizes:
+    def _work_sizes(self) -> WorkSizes:
         return work_sizes_for(sum(array.shape[1] * array.shape[3] for array in self.buffers.arrays()[:2]))
 
-    def _encoded(self, start: int, end: int, k: Codec, v: Codec) -> SealedPart:
+    def _encode(self, start: int, end: int, k: Codec, v: Codec) -> SealedPart:
         # The raw arrays must not outlive this call: they would make the owner's next write a copy of the whole buffer.
         k_raw, v_raw = self._raw_arrays(start, end)
         return SealedPart(k.encode(k_raw, start), v.encode(v_raw, start))
@@ -112,33 +112,33 @@ class OwnKV:
         recent = self._raw_arrays(start, end) if start < end else ()
         first = self._raw_arrays(first_start, first_end) if first_start < first_end else ()
         kept = [copy_rows(array, 0, array.shape[1]) for array in first]
-        moved = [_with_room(array[None], size) for array in recent]
+        moved = [_padded_copy(array[None], size) for array in recent]
         mx.eval(moved, kept)  # together: the host waits for each evaluation
         self.buffers.keep_only(moved, end - start)
         return [SealedPart(*(RawCodec().adopt(array, first_start) for array in kept))] if kept else []
 
-    def _set_sealed(self, parts: tuple[SealedPart, ...]) -> None:
+    def _set_sealed(self, segments: tuple[SealedPart, ...]) -> None:
         self.buffers.version += 1
-        self.sealed = parts
-        self.sealed_tokens = sum(part.num_tokens for part in parts)
-        self.sealed_bytes = sum(part.nbytes for part in parts)
+        self.sealed = segments
+        self.sealed_tokens = sum(segment.num_tokens for segment in segments)
+        self.sealed_bytes = sum(segment.nbytes for segment in segments)
 
 
-def _join_last(parts: list[SealedPart], grain: WorkSizes) -> None:
-    """Join neighbours of like size and the same codecs, up to the end of a grain's part: segments stay few, and a token
-    is copied seldom."""
-    while len(parts) > 1:
-        a, b = parts[-2:]
-        is_like = a.num_tokens <= 2 * b.num_tokens or b.k.end % grain.segment_tokens == 0
-        if not is_like or not grain.may_join(a, b):
+def _join_last(segments: list[SealedPart], sizes: WorkSizes) -> None:
+    """Join neighbours of like size and the same codecs, up to the most tokens of a segment: segments stay few,
+    and a token is copied seldom."""
+    while len(segments) > 1:
+        a, b = segments[-2:]
+        is_like = a.num_tokens <= 2 * b.num_tokens or b.k.end % sizes.segment_tokens == 0
+        if not is_like or not sizes.may_join(a, b):
             return
-        parts[-2:] = [join_segments((a, b))]
+        segments[-2:] = [join_segments((a, b))]
 
 
-def _with_room(array: mx.array, size: int) -> mx.array:
+def _padded_copy(array: mx.array, size: int) -> mx.array:
     """Copy an array to memory of its own, with zeros after it up to `size` tokens."""
     missing = size - array.shape[2]
     if not missing:
         return copy_rows(array, 0, size)
-    room = mx.zeros((*array.shape[:2], missing, array.shape[3]), array.dtype)
-    return mx.concatenate([array, room], axis=2)
+    zeros = mx.zeros((*array.shape[:2], missing, array.shape[3]), array.dtype)
+    return mx.concatenate([array, zeros], axis=2)

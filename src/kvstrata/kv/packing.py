@@ -85,10 +85,10 @@ def pack(span: Span, start: int, end: int) -> Generator[None, None, BlockContent
     return (yield from _pack_segments(segments))
 
 
-def pack_checkpoint(mark: Checkpoint) -> BlockContent:
+def pack_checkpoint(checkpoint: Checkpoint) -> BlockContent:
     tensors: dict[str, BlockTensor] = {}
     states: list[Any] = []
-    for i, state in enumerate(mark.states):
+    for i, state in enumerate(checkpoint.states):
         if isinstance(state, RecurrentState):
             held = [j for j, array in enumerate(state.arrays) if array is not None]
             tensors |= {f"{i}.{j}": _pack_alone(array) for j, array in enumerate(state.arrays) if array is not None}
@@ -100,7 +100,7 @@ def pack_checkpoint(mark: Checkpoint) -> BlockContent:
             states.append({"k": _describe(state.k), "v": _describe(state.v)})
         else:
             states.append(None)
-    return BlockContent(tensors, {"position": mark.position, "states": states})
+    return BlockContent(tensors, {"position": checkpoint.position, "states": states})
 
 
 class FewerBits(Exception):
@@ -123,13 +123,13 @@ def pack_shared(ranges: Sequence[SpanRange], plan: PrecisionPlan) -> Generator[N
     return (yield from _pack_segments(segments))
 
 
-def pack_shared_checkpoint(mark: Checkpoint, plan: PrecisionPlan, dtypes: Sequence[mx.Dtype]) -> BlockContent:
+def pack_shared_checkpoint(checkpoint: Checkpoint, plan: PrecisionPlan, dtypes: Sequence[mx.Dtype]) -> BlockContent:
     """Pack a checkpoint: rings with the plan's codecs, states as they are. Raises FewerBits."""
     states = [
         _require_codecs(transcode_segment(state, pair, dtype), pair) if isinstance(state, SealedPart) else state
-        for state, pair, dtype in zip(mark.states, plan.pairs, dtypes, strict=True)
+        for state, pair, dtype in zip(checkpoint.states, plan.pairs, dtypes, strict=True)
     ]
-    return pack_checkpoint(replace(mark, states=tuple(states)))
+    return pack_checkpoint(replace(checkpoint, states=tuple(states)))
 
 
 def _shared_segment(parts: Sequence[Part], pair: CodecPair, dtype: mx.Dtype) -> SealedPart:

@@ -50,26 +50,26 @@ def estimate(span: Span, plan: PrecisionPlan, *, upward: bool, window: RawWindow
     result = Estimate()
     specs = span.layout.flat()
     for layer in span.layers:
-        held, pair, dtype = span.content(layer), plan.pairs[layer], specs[layer].dtype
-        if not isinstance(held, OwnKV):
-            for part in held:
-                _add_part(result, part, pair, dtype, upward)
+        content, pair, dtype = span.content(layer), plan.pairs[layer], specs[layer].dtype
+        if not isinstance(content, OwnKV):
+            for segment in content:
+                _add_segment(result, segment, pair, dtype, upward)
         elif window is not None:
-            _add_live(result, held, pair, dtype, window)
+            _add_live(result, content, pair, dtype, window)
         else:
-            _add_ended(result, held, span, pair, dtype)
+            _add_ended(result, content, span, pair, dtype)
     if window is None:
-        for mark in span.checkpoints.values():
-            for ring, pair, spec in _rings(mark, plan, specs):
-                _add_part(result, ring, pair, spec.dtype, upward=False)
+        for checkpoint in span.checkpoints.values():
+            for ring, pair, spec in _rings(checkpoint, plan, specs):
+                _add_segment(result, ring, pair, spec.dtype, upward=False)
     return result
 
 
 def _rings(
-    mark: Checkpoint, plan: PrecisionPlan, specs: Sequence[LayerSpec]
+    checkpoint: Checkpoint, plan: PrecisionPlan, specs: Sequence[LayerSpec]
 ) -> Iterator[tuple[SealedPart, CodecPair, LayerSpec]]:
     """Yield the rings and chunks of a checkpoint: recurrent states are never quantized."""
-    for state, pair, spec in zip(mark.states, plan.pairs, specs, strict=True):
+    for state, pair, spec in zip(checkpoint.states, plan.pairs, specs, strict=True):
         if isinstance(state, SealedPart):
             yield state, pair, spec
 
@@ -83,9 +83,9 @@ def encoded_bytes(codec: Codec, heads: int, dim: int, position: int, num_tokens:
     return heads * sum(plane.rows * plane.width * size for plane, size in zip(planes, sizes, strict=True))
 
 
-def _add_part(result: Estimate, part: SealedPart, pair: CodecPair, dtype: mx.Dtype, upward: bool) -> None:
-    _add_planes(result, part.k, pair[0], dtype, upward)
-    _add_planes(result, part.v, pair[1], dtype, upward)
+def _add_segment(result: Estimate, segment: SealedPart, pair: CodecPair, dtype: mx.Dtype, upward: bool) -> None:
+    _add_planes(result, segment.k, pair[0], dtype, upward)
+    _add_planes(result, segment.v, pair[1], dtype, upward)
 
 
 def _add_planes(result: Estimate, planes: Planes, wanted: Codec, dtype: mx.Dtype, upward: bool) -> None:
@@ -101,29 +101,29 @@ def _add_planes(result: Estimate, planes: Planes, wanted: Codec, dtype: mx.Dtype
 
 def _add_live(result: Estimate, own: OwnKV, pair: CodecPair, dtype: mx.Dtype, window: RawWindow) -> None:
     """Add the own tokens of a running sequence, whose buffers keep the newest tokens and free slots."""
-    for part in own.sealed:
-        _add_part(result, part, codecs_after(part, live_codecs(part, pair), dtype), dtype, upward=False)
-    pieces, recent_tokens = own.buffers, window.recent_tokens
-    buffer_bytes = pieces.nbytes
+    for segment in own.sealed:
+        _add_segment(result, segment, codecs_after(segment, live_codecs(segment, pair), dtype), dtype, upward=False)
+    buffers, recent_tokens = own.buffers, window.recent_tokens
+    buffer_bytes = buffers.nbytes
     result.bytes_before += buffer_bytes
-    raw = pieces.num_tokens
+    raw = buffers.num_tokens
     moved = own.num_to_encode(window)
     if moved < ENCODE_TOKENS or pair == RAW:
         result.bytes_after += buffer_bytes
-        result.left_alone[RAW_WINDOW] += pieces.token_bytes * raw
+        result.left_alone[RAW_WINDOW] += buffers.token_bytes * raw
         return
     at = own.end - recent_tokens - moved
     first = raw - moved - recent_tokens  # sealed raw
-    buffer_tokens = pieces.size_for(recent_tokens)
-    result.left_alone[RAW_WINDOW] += pieces.token_bytes * (raw - moved)
-    result.bytes_after += pieces.token_bytes * (first + buffer_tokens) + _encoded_pair(own, pair, at, moved, dtype)
+    buffer_tokens = buffers.size_for(recent_tokens)
+    result.left_alone[RAW_WINDOW] += buffers.token_bytes * (raw - moved)
+    result.bytes_after += buffers.token_bytes * (first + buffer_tokens) + _encoded_pair(own, pair, at, moved, dtype)
 
 
 def _add_ended(result: Estimate, own: OwnKV, span: Span, pair: CodecPair, dtype: mx.Dtype) -> None:
     """Add buffers that wait to be trimmed to the committed tokens: other tokens and free slots go."""
     sealed = Estimate()
-    for part in own.sealed:
-        _add_part(sealed, part, pair, dtype, upward=False)
+    for segment in own.sealed:
+        _add_segment(sealed, segment, pair, dtype, upward=False)
     raw = max(0, span.num_tokens - own.sealed_tokens)
     result.bytes_before += own.nbytes
     result.bytes_after += sealed.bytes_after
@@ -152,11 +152,11 @@ def score_error(span: Span, plan: PrecisionPlan, *, upward: bool) -> float | Non
 def _layer_error(span: Span, layer: int, pair: CodecPair, upward: bool) -> float | None:
     dtype = span.layout.flat()[layer].dtype
     start = max(span.position, span.end - SAMPLE_TOKENS)
-    parts = span.segments(layer, start, span.end)
-    codec = _becomes(parts[-1], pair[0], dtype, upward)
+    segments = span.segments(layer, start, span.end)
+    codec = _becomes(segments[-1], pair[0], dtype, upward)
     if codec is None:
         return None
-    k, _ = Parts((parts,)).joined(mx.zeros((), dtype))
+    k, _ = Parts((segments,)).joined(mx.zeros((), dtype))
     after = codec.decode(codec.encode(k[0], start), mx.float32)
     keys = k[0].astype(mx.float32)  # [heads, tokens, dim]
     queries = keys[:, :: max(1, keys.shape[1] // SAMPLE_QUERIES)]
@@ -166,9 +166,9 @@ def _layer_error(span: Span, layer: int, pair: CodecPair, upward: bool) -> float
     return float(error.item())  # pyright: ignore[reportArgumentType]
 
 
-def _becomes(part: Part, wanted: Codec, dtype: mx.Dtype, upward: bool) -> Codec | None:
+def _becomes(segment: Part, wanted: Codec, dtype: mx.Dtype, upward: bool) -> Codec | None:
     """Return the codec that keys would be encoded with; None: the keys stay as they are."""
-    if not isinstance(part, SealedPart):
+    if not isinstance(segment, SealedPart):
         return None if isinstance(wanted, RawCodec) else wanted
-    codec = becomes(part.k.codec, wanted, part.k.dim, dtype, upward=upward)
-    return None if codec == part.k.codec else codec
+    codec = becomes(segment.k.codec, wanted, segment.k.dim, dtype, upward=upward)
+    return None if codec == segment.k.codec else codec

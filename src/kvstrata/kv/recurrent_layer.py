@@ -1,4 +1,4 @@
-"""Layers whose state does not grow: gated delta net, Mamba, short convolutions.
+"""Recurrent layers: gated delta net, Mamba, short convolutions. Their state does not grow.
 
 A sequence owns its state. While sequences decode in a batch, one array holds the states of all rows: states are
 gathered when the membership changes, not at each step.

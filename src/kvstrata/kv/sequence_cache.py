@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -19,6 +19,24 @@ from kvstrata.kv.precision_plan import CodecPair
 from kvstrata.kv.raw_window import RawWindow
 from kvstrata.kv.recurrent_layer import RecurrentLayer
 from kvstrata.kv.window_layer import WindowLayer
+
+
+class LayerCache(Protocol):
+    """A layer of one sequence: what the sequence needs of it, beside the calls that mlx-lm's models make."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def arrays(self) -> list[mx.array]:
+        """Return the arrays that a pass has changed."""
+        ...
+
+    def grow(self, tokens: int) -> None:
+        """Reserve memory for more tokens."""
+
+    def end_pass(self) -> list[mx.array]:
+        """Release what only the pass needed. Return the arrays that have to be issued before the next pass."""
+        ...
 
 
 class CompositeLayer:
@@ -87,24 +105,20 @@ class DenseLayer:
         return Parts((self._layer.parts(),)).joined(self._layer.arrays()[0])
 
 
-Layer = FullLayer | WindowLayer | ChunkedLayer | RecurrentLayer | CompositeLayer | ForeignLayer
-
-State = Any  # from `held`. Window, chunked: (k, v); recurrent: its arrays
-
-
 @dataclass(frozen=True)
 class Prefix:
     """The cached tokens that a sequence resumes from, by flat layer (`Layout.flat`)."""
 
     num_tokens: int
     sources: tuple[tuple[Source, ...], ...]  # full layers; empty for the others
-    states: tuple[State, ...]  # window, chunked and recurrent layers, at num_tokens; None for the others
+    # At num_tokens. Window and chunked layers: (k, v). Recurrent layers: their arrays. None for the others.
+    states: tuple[Any, ...]
 
 
 class SequenceCache:
     """The live cache of one sequence: `capacity` tokens of its own, more with `grow`.
 
-    `raw_tokens`: most of them that have buffers at once; the engine seals older tokens in time. None: no limit.
+    `raw_tokens`: most of them that have buffers at once; the engine encodes older tokens in time. None: no limit.
     """
 
     def __init__(
@@ -121,9 +135,9 @@ class SequenceCache:
         self.num_tokens = self.start
         num_flat = len(layout.flat())
         sources = iter(prefix.sources if prefix else ((),) * num_flat)
-        make = partial(_make, model=model, capacity=capacity, raw_tokens=raw_tokens, sources=sources)
-        self.layers: list[Layer] = [make(spec, index=i) for i, spec in enumerate(layout.layers)]
-        self.flat: list[Any] = _flat(self.layers)
+        make = partial(_make_layer, model=model, capacity=capacity, raw_tokens=raw_tokens, sources=sources)
+        self.layers: list[LayerCache] = [make(spec, index=i) for i, spec in enumerate(layout.layers)]
+        self.flat: list[Any] = _flatten(self.layers)
         self._own = [layer.own for layer in self.flat if isinstance(layer, FullLayer)]
         self._path = layout.path
         if prefix:
@@ -145,13 +159,13 @@ class SequenceCache:
 
     @property
     def raw_capacity(self) -> int:
-        """Tokens that buffers are reserved for, rounded up to the size of buffers. Sealed tokens need no buffer."""
+        """Tokens that buffers are reserved for, rounded up to the size of buffers. Encoded tokens need no buffer."""
         left = self.capacity - self._sealed_tokens
         return round_up(left if self._raw_tokens is None else min(left, max(self._raw_tokens, self.unsealed_tokens)))
 
     @property
     def unallocated_tokens(self) -> int:
-        """Tokens that get a buffer only after earlier tokens are sealed and leave theirs."""
+        """Tokens that get a buffer only after earlier tokens are encoded and leave theirs."""
         return max(0, self.capacity - self._sealed_tokens - self.raw_capacity)
 
     @property
@@ -188,7 +202,7 @@ class SequenceCache:
                 layer.own.encode_past_at_once(*pair, window)
 
     def drop_stale_views(self) -> None:
-        """Drop what the layers keep of a prefix that was transcoded."""
+        """Drop what the layers keep of segments that were transcoded."""
         for layer in self.flat:
             if isinstance(layer, FullLayer):
                 layer.drop_stale_views()
@@ -203,7 +217,7 @@ class SequenceCache:
         mx.async_eval([array for layer in self.layers for array in layer.end_pass()])
 
 
-def _make(
+def _make_layer(
     spec: LayerSpec,
     *,
     model: Any,
@@ -211,13 +225,13 @@ def _make(
     capacity: int,
     raw_tokens: int | None,
     sources: Iterator[tuple[Source, ...]],
-) -> Layer:
+) -> LayerCache:
     if spec.kind == "composite":
-        make = partial(_make, model=model, index=index, capacity=capacity, raw_tokens=raw_tokens, sources=sources)
+        make = partial(_make_layer, model=model, index=index, capacity=capacity, raw_tokens=raw_tokens, sources=sources)
         return CompositeLayer([make(child) for child in spec.children])
-    before = next(sources)
+    prefix = next(sources)
     if spec.kind == "full":
-        return FullLayer(capacity, before, raw_tokens, spec.kv_shape)
+        return FullLayer(capacity, prefix, raw_tokens, spec.kv_shape)
     if spec.kind == "window":
         return WindowLayer(spec.max_size, spec.keep, spec.kv_shape)
     if spec.kind == "chunked":
@@ -227,12 +241,12 @@ def _make(
     return ForeignLayer(make_foreign_cache(model, index))
 
 
-def _flat(layers: Sequence[Any]) -> list[Any]:
+def _flatten(layers: Sequence[Any]) -> list[Any]:
     children = [layer.caches if isinstance(layer, CompositeLayer) else [layer] for layer in layers]
     return [layer for group in children for layer in group]
 
 
-def _as_called(layer: Layer, path: str) -> Any:
+def _as_called(layer: LayerCache, path: str) -> Any:
     if isinstance(layer, ForeignLayer):
         return layer.cache
     if isinstance(layer, CompositeLayer):

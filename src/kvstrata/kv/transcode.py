@@ -52,29 +52,29 @@ class LayerTranscoder:
         if self._pair == RAW and self._at == span.position and _adopt_buffer(span, self._layer):
             return False
         spec = span.layout.flat()[self._layer]
-        grain = work_sizes_of(spec)
+        sizes = work_sizes_of(spec)
         is_same = True
         while is_same and self._at < span.end:
-            parts = span.segments(self._layer, self._at, span.end)
-            segment = _transcode_first(parts, self._at, self._pair, spec.dtype, grain, upward=upward)
-            is_same = segment is parts[0]
+            segments = span.segments(self._layer, self._at, span.end)
+            segment = _transcode_first(segments, self._at, self._pair, spec.dtype, sizes, upward=upward)
+            is_same = segment is segments[0]
             self._done.append(segment)
             self._at += segment.num_tokens
-            if self._at % grain.segment_tokens == 0 or self._at == span.end:
-                self._done = grain.join_neighbours(self._done)
+            if self._at % sizes.segment_tokens == 0 or self._at == span.end:
+                self._done = sizes.join_neighbours(self._done)
                 self._put(span)
         return self._at < span.end
 
     def _put(self, span: Span) -> None:
         """Put new segments in place if they replace whole ones. A buffer goes when all of its tokens are replaced."""
-        held = span.content(self._layer)
+        content = span.content(self._layer)
         after: tuple[SealedPart, ...] = ()
         if self._at < span.end:
-            if isinstance(held, OwnKV) or any(part.k.position < self._at < part.k.end for part in held):
+            if isinstance(content, OwnKV) or any(segment.k.position < self._at < segment.k.end for segment in content):
                 return
-            after = tuple(part for part in held if part.k.position >= self._at)
-        done = () if isinstance(held, OwnKV) else held
-        before = (part for part in done if span.position < part.k.end <= self._start)
+            after = tuple(segment for segment in content if segment.k.position >= self._at)
+        done = () if isinstance(content, OwnKV) else content
+        before = (segment for segment in done if span.position < segment.k.end <= self._start)
         span.replace(self._layer, (*before, *self._done, *after))
         self._version, self._start, self._done = span.version, self._at, []
 
@@ -88,13 +88,13 @@ def transcode_layer(span: Span, layer: int, pair: CodecPair, *, upward: bool = F
 
 def is_transcoded(span: Span, layer: int, pair: CodecPair, *, upward: bool = False) -> bool:
     """Whether transcoding would leave the layer as it is."""
-    held, spec = span.content(layer), span.layout.flat()[layer]
-    if isinstance(held, OwnKV) or sum(part.num_tokens for part in held) != span.num_tokens:
+    content, spec = span.content(layer), span.layout.flat()[layer]
+    if isinstance(content, OwnKV) or sum(segment.num_tokens for segment in content) != span.num_tokens:
         return False
-    grain = work_sizes_of(spec)
-    if any(grain.may_join(a, b) for a, b in pairwise(held)):
+    sizes = work_sizes_of(spec)
+    if any(sizes.may_join(a, b) for a, b in pairwise(content)):
         return False
-    return all(keeps_codecs(part, pair, spec.dtype, upward=upward) for part in held)
+    return all(keeps_codecs(segment, pair, spec.dtype, upward=upward) for segment in content)
 
 
 def shrink(span: Span, layer: int) -> None:
@@ -102,15 +102,15 @@ def shrink(span: Span, layer: int) -> None:
     if isinstance(span.content(layer), OwnKV):
         transcode_layer(span, layer, RAW)
     else:
-        span.replace(layer, [compact_segment(part) for part in span.segments(layer, span.position, span.end)])
+        span.replace(layer, [compact_segment(segment) for segment in span.segments(layer, span.position, span.end)])
 
 
 def _adopt_buffer(span: Span, layer: int) -> bool:
     """Keep a buffer as it is if the span fills it exactly. Return whether it was kept."""
-    held = span.content(layer)
-    if not isinstance(held, OwnKV) or (held.start, held.end) != (span.position, span.end):
+    content = span.content(layer)
+    if not isinstance(content, OwnKV) or (content.start, content.end) != (span.position, span.end):
         return False
-    whole = held.whole_arrays()
+    whole = content.whole_arrays()
     if whole is not None:
         span.replace(layer, (SealedPart(*(RawCodec().adopt(array, span.position) for array in whole)),))
     return whole is not None
@@ -123,21 +123,22 @@ def transcode_checkpoints(span: Span, plan: PrecisionPlan) -> Iterator[None]:
     """Transcode the checkpoints, a ring in each step. Steps are short: no ring is longer than its window."""
     for at in list(span.checkpoints):
         for i, (pair, spec) in enumerate(zip(plan.pairs, span.layout.flat(), strict=True)):
-            mark = span.checkpoints.get(at)  # None: dropped meanwhile
-            ring = mark.states[i] if mark is not None else None
-            if mark is not None and isinstance(ring, SealedPart) and not keeps_codecs(ring, pair, spec.dtype):
-                states = (*mark.states[:i], transcode_segment(ring, pair, spec.dtype), *mark.states[i + 1 :])
-                span.checkpoints[at] = dataclasses.replace(mark, states=states)
+            checkpoint = span.checkpoints.get(at)  # None: dropped meanwhile
+            ring = checkpoint.states[i] if checkpoint is not None else None
+            if checkpoint is not None and isinstance(ring, SealedPart) and not keeps_codecs(ring, pair, spec.dtype):
+                transcoded = transcode_segment(ring, pair, spec.dtype)
+                states = (*checkpoint.states[:i], transcoded, *checkpoint.states[i + 1 :])
+                span.checkpoints[at] = dataclasses.replace(checkpoint, states=states)
                 yield
 
 
 def are_checkpoints_transcoded(span: Span, plan: PrecisionPlan) -> bool:
     """Whether transcoding would leave all checkpoints as they are. A model may have no other KV."""
-    return all(_is_checkpoint_transcoded(span, mark, plan) for mark in span.checkpoints.values())
+    return all(_is_checkpoint_transcoded(span, checkpoint, plan) for checkpoint in span.checkpoints.values())
 
 
-def _is_checkpoint_transcoded(span: Span, mark: Checkpoint, plan: PrecisionPlan) -> bool:
-    states = zip(mark.states, plan.pairs, span.layout.flat(), strict=True)
+def _is_checkpoint_transcoded(span: Span, checkpoint: Checkpoint, plan: PrecisionPlan) -> bool:
+    states = zip(checkpoint.states, plan.pairs, span.layout.flat(), strict=True)
     return all(keeps_codecs(state, pair, spec.dtype) for state, pair, spec in states if isinstance(state, SealedPart))
 
 
@@ -150,7 +151,7 @@ def has_to_encode(span: Span, layer: int, pair: CodecPair, window: RawWindow) ->
     if not isinstance(own, OwnKV):
         return False
     return own.num_to_encode(window) >= ENCODE_TOKENS or any(
-        not keeps_codecs(part, live_codecs(part, pair), dtype) for part in own.sealed
+        not keeps_codecs(segment, live_codecs(segment, pair), dtype) for segment in own.sealed
     )
 
 
@@ -167,19 +168,19 @@ def encode_live(span: Span, layer: int, pair: CodecPair, window: RawWindow, *, u
     own, dtype = span.content(layer), span.layout.flat()[layer].dtype
     if not isinstance(own, OwnKV):
         return
-    for part in own.sealed:
-        wanted = live_codecs(part, pair)
-        if not keeps_codecs(part, wanted, dtype):
-            own.replace_segment(part, transcode_segment(part, wanted, dtype))
+    for segment in own.sealed:
+        wanted = live_codecs(segment, pair)
+        if not keeps_codecs(segment, wanted, dtype):
+            own.replace_segment(segment, transcode_segment(segment, wanted, dtype))
             yield
     since = RawWindow(window.first_tokens, window.recent_tokens + max(0, own.end - up_to))
     if own.num_to_encode(since) >= ENCODE_TOKENS:
         yield from own.encode_past(*pair, since)
 
 
-def live_codecs(part: SealedPart, pair: CodecPair) -> CodecPair:
+def live_codecs(segment: SealedPart, pair: CodecPair) -> CodecPair:
     """Return the codecs for a sealed segment of a running sequence: first tokens, which were sealed raw, stay raw."""
-    return RAW if _codecs_of(part) == RAW else pair
+    return RAW if _codecs_of(segment) == RAW else pair
 
 
 # Segments.
@@ -193,60 +194,60 @@ def becomes(held: Codec, wanted: Codec, dim: int, dtype: mx.Dtype, *, upward: bo
     return wanted if upward or bits_of(wanted, dim, dtype) < bits_of(held, dim, dtype) else held
 
 
-def codecs_after(part: SealedPart, pair: CodecPair, dtype: mx.Dtype, *, upward: bool = False) -> CodecPair:
+def codecs_after(segment: SealedPart, pair: CodecPair, dtype: mx.Dtype, *, upward: bool = False) -> CodecPair:
     """Return the codecs that a segment would be transcoded to."""
-    k, v = _codecs_of(part)
+    k, v = _codecs_of(segment)
     return (
-        becomes(k, pair[0], part.k.dim, dtype, upward=upward),
-        becomes(v, pair[1], part.v.dim, dtype, upward=upward),
+        becomes(k, pair[0], segment.k.dim, dtype, upward=upward),
+        becomes(v, pair[1], segment.v.dim, dtype, upward=upward),
     )
 
 
-def keeps_codecs(part: SealedPart, pair: CodecPair, dtype: mx.Dtype, *, upward: bool = False) -> bool:
+def keeps_codecs(segment: SealedPart, pair: CodecPair, dtype: mx.Dtype, *, upward: bool = False) -> bool:
     """Whether transcoding would leave a segment as it is."""
-    return codecs_after(part, pair, dtype, upward=upward) == _codecs_of(part)
+    return codecs_after(segment, pair, dtype, upward=upward) == _codecs_of(segment)
 
 
-def transcode_segment(part: SealedPart, pair: CodecPair, dtype: mx.Dtype) -> SealedPart:
+def transcode_segment(segment: SealedPart, pair: CodecPair, dtype: mx.Dtype) -> SealedPart:
     """Transcode a whole segment at once, never to more bits than it has."""
-    k, v = codecs_after(part, pair, dtype)
-    return SealedPart(_transcode_planes(part.k, k, dtype), _transcode_planes(part.v, v, dtype))
+    k, v = codecs_after(segment, pair, dtype)
+    return SealedPart(_transcode_planes(segment.k, k, dtype), _transcode_planes(segment.v, v, dtype))
 
 
 def _transcode_first(
-    parts: Sequence[Part], start: int, pair: CodecPair, dtype: mx.Dtype, grain: WorkSizes, *, upward: bool
+    segments: Sequence[Part], start: int, pair: CodecPair, dtype: mx.Dtype, sizes: WorkSizes, *, upward: bool
 ) -> SealedPart:
     """Transcode the first tokens of consecutive segments, in memory of their own: as many tokens as one step handles.
     The first token is at position `start`.
 
     Tokens in fewer bits than `pair` keep their codec, unless `upward`: more bits would restore nothing.
     """
-    part = parts[0]
-    if isinstance(part, RawPart):
+    segment = segments[0]
+    if isinstance(segment, RawPart):
         # Buffers end anywhere: a codec's group may be in two of them.
-        raw = list(takewhile(lambda each: isinstance(each, RawPart), parts))
-        num_tokens = _step_tokens(start, sum(each.num_tokens for each in raw), grain, encodes=pair != RAW)
-        k, v = Parts((tuple(cut_parts(raw, 0, num_tokens)),)).joined(part.k_buffer)
+        raw = list(takewhile(lambda each: isinstance(each, RawPart), segments))
+        num_tokens = _step_tokens(start, sum(each.num_tokens for each in raw), sizes, encodes=pair != RAW)
+        k, v = Parts((tuple(cut_parts(raw, 0, num_tokens)),)).joined(segment.k_buffer)
         return SealedPart(pair[0].encode(k.squeeze(0), start), pair[1].encode(v.squeeze(0), start))
-    whole, first = (part.whole, part.start) if isinstance(part, CutPart) else (part, 0)
+    whole, first = (segment.whole, segment.start) if isinstance(segment, CutPart) else (segment, 0)
     assert isinstance(whole, SealedPart)
     codecs = k, v = codecs_after(whole, pair, dtype, upward=upward)
     encodes = not (_encodes_nothing(whole.k, k) and _encodes_nothing(whole.v, v))
-    if part is whole and not encodes:
+    if segment is whole and not encodes:
         if codecs == _codecs_of(whole):
             return whole
         return SealedPart(_transcode_planes(whole.k, k, dtype), _transcode_planes(whole.v, v, dtype))
-    end = first + _step_tokens(start, part.num_tokens, grain, encodes=encodes)
+    end = first + _step_tokens(start, segment.num_tokens, sizes, encodes=encodes)
     return SealedPart(_transcode_range(whole.k, first, end, k, dtype), _transcode_range(whole.v, first, end, v, dtype))
 
 
-def _step_tokens(start: int, num_tokens: int, grain: WorkSizes, *, encodes: bool) -> int:
-    first, end = next(slices(start, start + num_tokens, grain.slice_tokens if encodes else grain.segment_tokens))
+def _step_tokens(start: int, num_tokens: int, sizes: WorkSizes, *, encodes: bool) -> int:
+    first, end = next(slices(start, start + num_tokens, sizes.slice_tokens if encodes else sizes.segment_tokens))
     return end - first
 
 
-def _codecs_of(part: SealedPart) -> CodecPair:
-    return part.k.codec, part.v.codec
+def _codecs_of(segment: SealedPart) -> CodecPair:
+    return segment.k.codec, segment.v.codec
 
 
 def _transcode_range(planes: Planes, start: int, end: int, codec: Codec, dtype: mx.Dtype) -> Planes:

@@ -1,7 +1,7 @@
 """Work sizes: cut the tokens of a layer so that no step of work takes long, however many tokens there are.
 
-Tokens are cached in segments (`part`) and encoded in pieces. Both end at positions that are the same in every sequence
-and at the ends of codecs' groups, so cutting changes no code.
+Tokens are cached in segments and encoded in slices. Both end at positions that are the same in every sequence and at
+the ends of codecs' groups, so cutting changes no code.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from kvstrata.codecs import backends
 from kvstrata.codecs.mean_runs import GROUP_TOKENS
 from kvstrata.kv.layout import LayerSpec
 
-# Values (K and V, all heads) of one layer that are copied (part) or encoded (piece) in some milliseconds.
-PART_VALUES_CPU, PIECE_VALUES_CPU = 2 << 20, 512 << 10
+# Values (K and V, all heads) of one layer that are copied (segments) or encoded (slices) in some milliseconds.
+SEGMENT_VALUES_CPU, SLICE_VALUES_CPU = 2 << 20, 512 << 10
 
-PART_VALUES_GPU, PIECE_VALUES_GPU = 64 << 20, 16 << 20
+SEGMENT_VALUES_GPU, SLICE_VALUES_GPU = 64 << 20, 16 << 20
 
 
 @dataclass(frozen=True)
 class WorkSizes:
-    """Work sizes of a layer in tokens: powers of two, so that pieces make up segments."""
+    """Work sizes of a layer in tokens: powers of two, so that slices make up segments."""
 
     segment_tokens: int  # most tokens of a cached segment
     slice_tokens: int  # tokens that are encoded or decoded at once
@@ -32,22 +32,22 @@ class WorkSizes:
         is_alike = (a.k.codec, a.v.codec) == (b.k.codec, b.v.codec)
         return is_alike and a.k.position // self.segment_tokens == (b.k.end - 1) // self.segment_tokens
 
-    def join_neighbours(self, parts: Sequence[SealedPart]) -> list[SealedPart]:
+    def join_neighbours(self, segments: Sequence[SealedPart]) -> list[SealedPart]:
         """Join neighbours that make one segment."""
         groups: list[list[SealedPart]] = []
-        for part in parts:
-            if groups and self.may_join(groups[-1][0], part):
-                groups[-1].append(part)
+        for segment in segments:
+            if groups and self.may_join(groups[-1][0], segment):
+                groups[-1].append(segment)
             else:
-                groups.append([part])
+                groups.append([segment])
         return [join_segments(group) for group in groups]
 
 
-def join_segments(parts: Sequence[SealedPart]) -> SealedPart:
+def join_segments(segments: Sequence[SealedPart]) -> SealedPart:
     """Join neighbours of the same codecs in pairs: a token is copied a few times, not once for each later segment."""
-    while len(parts) > 1:
-        parts = [_join_two(*parts[i : i + 2]) for i in range(0, len(parts), 2)]
-    return parts[0]
+    while len(segments) > 1:
+        segments = [_join_two(*segments[i : i + 2]) for i in range(0, len(segments), 2)]
+    return segments[0]
 
 
 def _join_two(a: SealedPart, b: SealedPart | None = None) -> SealedPart:
@@ -67,9 +67,11 @@ def work_sizes_of(spec: LayerSpec) -> WorkSizes:
 
 
 def work_sizes_for(token_values: int) -> WorkSizes:
-    """Return the grain of a layer whose tokens have `token_values` values each."""
-    part, piece = (PART_VALUES_CPU, PIECE_VALUES_CPU) if backends.on_cpu() else (PART_VALUES_GPU, PIECE_VALUES_GPU)
-    return WorkSizes(_tokens(part, token_values), _tokens(piece, token_values))
+    """Return the work sizes of a layer whose tokens have `token_values` values each."""
+    is_cpu = backends.on_cpu()
+    in_segment = SEGMENT_VALUES_CPU if is_cpu else SEGMENT_VALUES_GPU
+    in_slice = SLICE_VALUES_CPU if is_cpu else SLICE_VALUES_GPU
+    return WorkSizes(_tokens(in_segment, token_values), _tokens(in_slice, token_values))
 
 
 def _tokens(num_values: int, token_values: int) -> int:

@@ -25,7 +25,7 @@ from kvstrata.packed.cpu import rows as cpu_rows
 from kvstrata.packed.form import Activations, exact_activations
 from kvstrata.packed.layers import PackedLinear, flat
 from kvstrata.packed.quantized import TILE_ROWS
-from kvstrata.packed.weight import PackedWeight, Vectors, joined
+from kvstrata.packed.weight import ActivationVectors, PackedWeight, join_weights
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ _HEADS = {"n_heads", "num_attention_heads"}
 NOTHING = np.empty(0, np.float32)
 
 
-class FarCache:
+class DistantCache:
     """A cache that stands far into a sequence and returns only the new tokens."""
 
     offset = 20_000
@@ -52,7 +52,7 @@ class FarCache:
         return keys, values
 
 
-class Turning:
+class RopeTable:
     """RoPE rotation of queries and keys, from the model's own module, once for all layers with the same rotation."""
 
     def __init__(self, rope: Any, dim: int) -> None:
@@ -62,14 +62,14 @@ class Turning:
         is_interleaved = bool(getattr(rope, "traditional", False))
         num_pairs = num_turned // 2
         # Layout of pairs of dims: their number, from a pair to the next, from the first dim to the second.
-        self.lie = (num_pairs, 2, 1) if is_interleaved else (num_pairs, 1, num_pairs)
+        self.pair_layout = (num_pairs, 2, 1) if is_interleaved else (num_pairs, 1, num_pairs)
         unit = np.zeros(dim, np.float32)
-        unit[: num_pairs * self.lie[1] : self.lie[1]] = 1.0
+        unit[: num_pairs * self.pair_layout[1] : self.pair_layout[1]] = 1.0
         self._unit = mx.array(unit)
         # Place and table of the last pass.
         self._last: tuple[Any, np.ndarray] = (None, NOTHING)
 
-    def turned(self, offset: mx.array | int, num_rows: int, tokens: int) -> np.ndarray:
+    def rotation_at(self, offset: mx.array | int, num_rows: int, tokens: int) -> np.ndarray:
         """Rotate (1, 0) of each pair, at each token: float32 [rows * tokens, dim]."""
         # Offsets are compared by value: mlx-lm adds to its arrays of offsets in place.
         place = (offset if isinstance(offset, int) else np.asarray(offset).tobytes(), num_rows, tokens)
@@ -78,21 +78,21 @@ class Turning:
             self._last = (place, flat(self._rope(units, offset=offset)))
         return self._last[1]
 
-    def is_like(self, other: Turning) -> bool:
-        if (self._dim, self.lie) != (other._dim, other.lie):
+    def is_like(self, other: RopeTable) -> bool:
+        if (self._dim, self.pair_layout) != (other._dim, other.pair_layout):
             return False
-        return all(np.array_equal(self.turned(at, 1, 2), other.turned(at, 1, 2)) for at in (0, 1000))
+        return all(np.array_equal(self.rotation_at(at, 1, 2), other.rotation_at(at, 1, 2)) for at in (0, 1000))
 
 
-class Fan:
+class FusedLinear:
     """Products of weights that share an input, side by side."""
 
     def __init__(self, layers: Sequence[PackedLinear]) -> None:
         weights = [layer.weight for layer in layers]
-        whole = joined(weights)
+        whole = join_weights(weights)
         self.weights: list[PackedWeight] = weights if whole is None else [whole]
         self.num_columns = sum(weight.shape[0] for weight in weights)
-        self._whole_bias = _joined_bias(layers)
+        self._whole_bias = _join_bias(layers)
         self.bias = NOTHING if self._whole_bias is None else np.asarray(self._whole_bias)
         # Always the same number of weights: numba compiles the kernels anew for each number.
         empty = PackedWeight(mx.zeros(0, mx.uint8), mx.zeros(0, mx.uint8), weights[0].form, 0)
@@ -111,7 +111,7 @@ class Fan:
         return made
 
     def without_bias(self, x: np.ndarray, activations: Activations) -> np.ndarray:
-        vectors = Vectors(x, activations)
+        vectors = ActivationVectors(x, activations)
         made, first = np.empty((len(x), self.num_columns), np.float32), 0
         for weight in self.weights:
             weight.multiply(vectors, made, first)
@@ -119,7 +119,7 @@ class Fan:
         return made
 
 
-def _joined_bias(layers: Sequence[PackedLinear]) -> mx.array | None:
+def _join_bias(layers: Sequence[PackedLinear]) -> mx.array | None:
     """Concatenate the biases, zeros for a layer without a bias; None if no layer has one."""
     if not any("bias" in layer for layer in layers):
         return None
@@ -129,7 +129,7 @@ def _joined_bias(layers: Sequence[PackedLinear]) -> mx.array | None:
     return whole
 
 
-class Norm:
+class RmsNorm:
     """RMS norm over the last axis. The weights are found by applying the model's own module to a vector of ones.
     Without a module the norm does nothing."""
 
@@ -149,25 +149,25 @@ class Norm:
         return made
 
 
-class ShortBlock(nn.Module):
+class FusedBlock(nn.Module):
     """Short form of a block. Its arrays are parameters, as the arrays of the layers that it replaces were."""
 
-    def __init__(self, block: Any, turning: Turning, activation: int) -> None:
+    def __init__(self, block: Any, turning: RopeTable, activation: int) -> None:
         super().__init__()
         attention, mlp = block.self_attn, block.mlp
         self._turning = turning
         self.activation = activation
         self._activation = np.int64(activation)
         self._scale = attention.scale
-        self._qkv = Fan([attention.q_proj, attention.k_proj, attention.v_proj])
-        self._out, self._down = Fan([attention.o_proj]), Fan([mlp.down_proj])
-        self._gate_up = Fan([mlp.gate_proj, mlp.up_proj])
-        self._before = Norm(block.input_layernorm)
+        self._qkv = FusedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
+        self._out, self._down = FusedLinear([attention.o_proj]), FusedLinear([mlp.down_proj])
+        self._gate_up = FusedLinear([mlp.gate_proj, mlp.up_proj])
+        self._before = RmsNorm(block.input_layernorm)
         has_both = "pre_feedforward_layernorm" in block
-        self._between = Norm(block.pre_feedforward_layernorm if has_both else block.post_attention_layernorm)
-        self._behind_attention = Norm(block.post_attention_layernorm if has_both else None)
-        self._behind_mlp = Norm(block.post_feedforward_layernorm if has_both else None)
-        q_norm, k_norm = (Norm(attention.get(name)) for name in ("q_norm", "k_norm"))
+        self._between = RmsNorm(block.pre_feedforward_layernorm if has_both else block.post_attention_layernorm)
+        self._behind_attention = RmsNorm(block.post_attention_layernorm if has_both else None)
+        self._behind_mlp = RmsNorm(block.post_feedforward_layernorm if has_both else None)
+        q_norm, k_norm = (RmsNorm(attention.get(name)) for name in ("q_norm", "k_norm"))
         self._head_norms = ((q_norm.weight, k_norm.weight), q_norm.eps)
         self._dim = attention.q_proj.weight.shape[0] // _num_heads(attention)
         num_kv_heads = attention.k_proj.weight.shape[0] // self._dim
@@ -179,7 +179,7 @@ class ShortBlock(nn.Module):
     def run(self, x: mx.array, mask: Any, cache: Any, attend: Any) -> mx.array:
         h = flat(x)
         made = tuple(np.empty((x.shape[0], num, x.shape[1], self._dim), np.float32) for num in self._num_heads)
-        turn = (self._turning.turned(cache.offset, x.shape[0], x.shape[1]), *self._turning.lie)
+        turn = (self._turning.rotation_at(cache.offset, x.shape[0], x.shape[1]), *self._turning.pair_layout)
         if self._is_small(h):
             fields = (self._before.fields, self._qkv.fields, self._qkv.bias, self.activations)
             cpu_block_kernels.project(h, *fields, *self._head_norms, turn, made)
@@ -187,14 +187,14 @@ class ShortBlock(nn.Module):
             projected = self._qkv.without_bias(self._before(h), self.activations)
             heads = cpu_rows.heads if len(h) < cpu_rows.PARALLEL_ROWS else cpu_rows.heads_parallel
             heads(projected, self._qkv.bias, *self._head_norms, turn, made)
-        mixed = self._next(made, mask, cache)
+        mixed = self._attend_next(made, mask, cache)
         if mixed is None:
             q, k, v = map(mx.array, made)
             keys, values = cache.update_and_fetch(k, v)
             mixed = _by_token(attend(q, keys, values, cache=cache, scale=self._scale, mask=mask))
-        return mx.array(self._finished(h, mixed).reshape(x.shape))
+        return mx.array(self._finish(h, mixed).reshape(x.shape))
 
-    def _next(self, made: tuple[np.ndarray, ...], mask: Any, cache: Any) -> np.ndarray | None:
+    def _attend_next(self, made: tuple[np.ndarray, ...], mask: Any, cache: Any) -> np.ndarray | None:
         """Attend with one token for each row without MLX -> [rows, heads * dim]. None: the cache cannot."""
         attend_next = getattr(cache, "attend_next", None)
         if attend_next is None or mask is not None or made[0].shape[2] != 1:
@@ -202,7 +202,7 @@ class ShortBlock(nn.Module):
         mixed = attend_next(*made, self._scale)
         return None if mixed is None else mixed.reshape(len(mixed), -1)
 
-    def _finished(self, h: np.ndarray, mixed: np.ndarray) -> np.ndarray:
+    def _finish(self, h: np.ndarray, mixed: np.ndarray) -> np.ndarray:
         """Compute the rest of the block after attention."""
         if self._is_small(h):
             out = (self._out.fields, self._out.bias, self._behind_attention.fields)
@@ -212,12 +212,12 @@ class ShortBlock(nn.Module):
         bits = self.activations
         h = h + self._behind_attention(self._out.with_bias(mixed, bits))
         wide = self._gate_up.with_bias(self._between(h), bits)
-        return h + self._behind_mlp(self._down.with_bias(self._gated(wide), bits))
+        return h + self._behind_mlp(self._down.with_bias(self._gate(wide), bits))
 
     def _is_small(self, h: np.ndarray) -> bool:
         return len(h) < cpu_rows.PARALLEL_ROWS and self.activations != 32
 
-    def _gated(self, x: np.ndarray) -> np.ndarray:
+    def _gate(self, x: np.ndarray) -> np.ndarray:
         made = np.empty((len(x), x.shape[1] // 2), np.float32)
         (cpu_rows.gate if len(x) < cpu_rows.PARALLEL_ROWS else cpu_rows.gate_parallel)(x, self._activation, made)
         return made
@@ -233,24 +233,24 @@ def _by_token(mixed: mx.array) -> np.ndarray:
     return np.ascontiguousarray(np.asarray(mixed).transpose(0, 2, 1, 3)).reshape(num_rows * tokens, heads * dim)
 
 
-def shorten(model: nn.Module, known: Mapping[str, int] | None = None) -> dict[str, int]:
+def fuse_blocks(model: nn.Module, known: Mapping[str, int] | None = None) -> dict[str, int]:
     """Give blocks their short form if it computes the same. Return the activations of short forms by the names of their
     blocks. `known`: the result of an earlier trial of the same model; None: every block is tried."""
-    turnings: list[Turning] = []
+    turnings: list[RopeTable] = []
     named: dict[int, tuple[str, Any]] = {id(module): (name, module) for name, module in model.named_modules()}
-    blocks = [(name, block) for name, block in named.values() if _may_be_short(block)]
+    blocks = [(name, block) for name, block in named.values() if _may_fuse(block)]
     # A short form replaces these modules, so no other block may use them.
     uses = Counter(id(part) for _, block in blocks for part in (block.self_attn, block.mlp))
     found: dict[str, int] = {}
     for name, block in blocks:
         if uses[id(block.self_attn)] == uses[id(block.mlp)] == 1 and (known is None or name in known):
-            activation = _shorten(block, turnings, None if known is None else known[name])
+            activation = _fuse(block, turnings, None if known is None else known[name])
             if activation is not None:
                 found[name] = activation
     return found
 
 
-def _may_be_short(module: Any) -> bool:
+def _may_fuse(module: Any) -> bool:
     wanted = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
     if not isinstance(module, nn.Module) or not wanted <= set(module):
         return False
@@ -272,11 +272,11 @@ def _may_be_short(module: Any) -> bool:
     return is_whole and not any(layer.weight.shape[0] % TILE_ROWS for layer in (q, k, v, o, gate, up, down))
 
 
-def _shorten(block: Any, turnings: list[Turning], known: int | None) -> int | None:
+def _fuse(block: Any, turnings: list[RopeTable], known: int | None) -> int | None:
     """Return the activation of the short form, `known` if that is given. None: no short form computes the same, and the
     block is unchanged."""
     try:
-        short = _fitting(block, turnings) if known is None else _form_with(block, turnings, known)
+        short = _matching_form(block, turnings) if known is None else _form_with(block, turnings, known)
     except Exception as error:  # noqa: BLE001
         # Blocks of other builds raise anything: they need more arguments, return other values, or lack a module.
         log.info("a block stays as it is: %s: %s", type(error).__name__, error)
@@ -285,14 +285,14 @@ def _shorten(block: Any, turnings: list[Turning], known: int | None) -> int | No
         return None
     short.activations = block.self_attn.q_proj.activations
     block.short = short
-    block.__class__ = _short_kind(type(block))
+    block.__class__ = _fused_class(type(block))
     for owner, names in ((block.self_attn, "qkvo"), (block.mlp, ("gate", "up", "down"))):
         for name in names:
             owner.pop(f"{name}_proj")
     return short.activation
 
 
-def _fitting(block: Any, turnings: list[Turning]) -> ShortBlock | None:
+def _matching_form(block: Any, turnings: list[RopeTable]) -> FusedBlock | None:
     """Return the form that computes the same as the block, with exact and with rounded activations."""
     if list(signature(type(block).__call__).parameters) != ["self", "x", "mask", "cache"]:
         return None
@@ -305,18 +305,18 @@ def _fitting(block: Any, turnings: list[Turning]) -> ShortBlock | None:
     return None
 
 
-def _forms(block: Any, turnings: list[Turning]) -> Iterator[ShortBlock]:
+def _forms(block: Any, turnings: list[RopeTable]) -> Iterator[FusedBlock]:
     for activation in (cpu_rows.SILU, cpu_rows.GELU):
         yield _form_with(block, turnings, activation)
 
 
-def _form_with(block: Any, turnings: list[Turning], activation: int) -> ShortBlock:
+def _form_with(block: Any, turnings: list[RopeTable], activation: int) -> FusedBlock:
     attention = block.self_attn
-    turning = Turning(attention.rope, attention.q_proj.weight.shape[0] // _num_heads(attention))
+    turning = RopeTable(attention.rope, attention.q_proj.weight.shape[0] // _num_heads(attention))
     same = next((each for each in turnings if each.is_like(turning)), None)
     if same is None:
         turnings.append(turning)
-    return ShortBlock(block, same or turning, activation)
+    return FusedBlock(block, same or turning, activation)
 
 
 def _outputs(block: Any, run: Callable[..., mx.array] | None = None) -> np.ndarray:
@@ -326,11 +326,11 @@ def _outputs(block: Any, run: Callable[..., mx.array] | None = None) -> np.ndarr
     kv = KVCache()
     call = run or block
     made = [call(x[:, :TRIED_TOKENS], mask="causal", cache=kv), call(x[:, TRIED_TOKENS:], mask=None, cache=kv)]
-    made.append(call(x, mask="causal", cache=FarCache()))
+    made.append(call(x, mask="causal", cache=DistantCache()))
     return np.concatenate([flat(each) for each in made])
 
 
-def _outputs_of(block: Any, short: ShortBlock) -> np.ndarray:
+def _outputs_of(block: Any, short: FusedBlock) -> np.ndarray:
     attend = _attend_of(block)
     return _outputs(block, lambda x, mask, cache: short.run(x, mask, cache, attend))
 
@@ -345,7 +345,7 @@ def _attend_of(block: Any) -> Any:
 
 
 @cache
-def _short_kind(kind: type[Any]) -> type[Any]:
+def _fused_class(kind: type[Any]) -> type[Any]:
     def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         return self.short.run(x, mask, KVCache() if cache is None else cache, _attend_of(self))
 

@@ -12,7 +12,7 @@ import mlx.nn as nn
 import numpy as np
 
 from kvstrata.packed.form import Activations
-from kvstrata.packed.weight import PackedWeight, Vectors
+from kvstrata.packed.weight import ActivationVectors, PackedWeight
 
 
 class PackedModule(nn.Module):
@@ -89,5 +89,5 @@ def flat(x: mx.array) -> np.ndarray:
 def product(weight: PackedWeight, values: np.ndarray, activations: Activations) -> np.ndarray:
     made = np.empty((len(values), weight.shape[0]), np.float32)
     if len(values):
-        weight.multiply(Vectors(values, activations), made)
+        weight.multiply(ActivationVectors(values, activations), made)
     return made

@@ -19,7 +19,7 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from kvstrata.packed.form import CpuForm
-from kvstrata.packed.quantized import TILE_ROWS, Quantized, whole_tiles
+from kvstrata.packed.quantized import TILE_ROWS, QuantizedMatrix, whole_tiles
 
 if TYPE_CHECKING:
     from kvstrata.packed.weight import PackedWeight
@@ -50,22 +50,22 @@ def place(model: nn.Module, form: CpuForm, fingerprint: str = "") -> None:
 
 
 def _place_packed(model: nn.Module, form: CpuForm, fingerprint: str) -> None:
-    from kvstrata.packed.block import shorten
-    from kvstrata.packed.kept import kept_path, read_kept, writing_kept
+    from kvstrata.packed.block import fuse_blocks
+    from kvstrata.packed.packed_file import packed_file_path, read_packed_file, writing_packed_file
 
     if not fingerprint:
         _replace_layers(model, form)
-        shorten(model)
+        fuse_blocks(model)
         return
-    path = kept_path(fingerprint)
-    kept = read_kept(path)
+    path = packed_file_path(fingerprint)
+    kept = read_packed_file(path)
     if kept is not None:
         _replace_layers(model, form, kept.weights)
-        shorten(model, kept.activations)
+        fuse_blocks(model, kept.activations)
         return
-    with writing_kept(path, placed_bytes(model, form)) as writer:
-        _replace_layers(model, form, written=writer.add)
-        writer.publish(shorten(model))
+    with writing_packed_file(path, placed_bytes(model, form)) as writer:
+        _replace_layers(model, form, written=writer.add_weights)
+        writer.publish(fuse_blocks(model))
 
 
 def _replace_layers(
@@ -79,7 +79,7 @@ def _replace_layers(
     for name, module in model.named_modules():
         if type(module) in QUANTIZED or type(module) in PLAIN:
             if id(module) not in done:
-                done[id(module)] = _placed(module, form, kept.get(name, ()), partial(written, name))
+                done[id(module)] = _place_layer(module, form, kept.get(name, ()), partial(written, name))
             if (placed := done[id(module)]) is not None:
                 model.update_modules(tree_unflatten([(name, placed)]))
     model.set_dtype(mx.float32)
@@ -107,10 +107,10 @@ def weight_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def num_values(layer: nn.Module) -> int:
-    return layer["weight"].size if type(layer) in PLAIN else layer["scales"].size * _quantized(layer).group
+    return layer["weight"].size if type(layer) in PLAIN else layer["scales"].size * _quantized_matrix(layer).group
 
 
-def _placed(
+def _place_layer(
     module: nn.Module,
     form: CpuForm,
     kept: Sequence[PackedWeight],
@@ -120,12 +120,12 @@ def _placed(
     if type(module) in PLAIN and not _is_packed(module, form):
         return None
     if _is_packed(module, form):
-        weights = kept if _are_of(module, kept) else _pack(module, form)
+        weights = kept if _have_shapes_of(module, kept) else _pack(module, form)
         written(weights)
-        made = _packed(module, form, weights)
+        made = _packed_module(module, form, weights)
     else:
         made = QUANTIZED[type(module)]()
-        made.weight = _dequantized(module)
+        made.weight = _dequantize(module)
         if "bias" in module:
             made.bias = module["bias"].astype(mx.float32)
     mx.eval(made.parameters())
@@ -135,7 +135,7 @@ def _placed(
     return made
 
 
-def _packed(module: nn.Module, form: CpuForm, weights: Sequence[PackedWeight]) -> nn.Module:
+def _packed_module(module: nn.Module, form: CpuForm, weights: Sequence[PackedWeight]) -> nn.Module:
     from kvstrata.packed import layers
 
     kinds: dict[type, type[layers.PackedModule]] = {
@@ -157,12 +157,12 @@ def _pack(module: nn.Module, form: CpuForm) -> list[PackedWeight]:
     return [pack(matrix) for matrix in _matrices(module, form)]
 
 
-def _are_of(module: nn.Module, weights: Sequence[PackedWeight]) -> bool:
+def _have_shapes_of(module: nn.Module, weights: Sequence[PackedWeight]) -> bool:
     """Whether packed weights have the shapes of a layer's. Reads no array."""
     if type(module) in PLAIN:
         *heads, rows, columns = module["weight"].shape
     else:
-        quantized = _quantized(module)
+        quantized = _quantized_matrix(module)
         heads, (rows, columns) = quantized.scales.shape[:-2], quantized.shape
     return len(weights) == math.prod(heads) and all(weight.shape == (rows, columns) for weight in weights)
 
@@ -173,33 +173,33 @@ def _is_packed(module: nn.Module, form: CpuForm) -> bool:
     if type(module) in PLAIN:
         # Only the length of the rows matters, whatever axes precede them.
         return form.plain_bits is not None and module["weight"].shape[-1] % GROUP == 0
-    return _quantized(module).fits and module.get("global_scale") is None
+    return _quantized_matrix(module).fits and module.get("global_scale") is None
 
 
-def _matrices(module: nn.Module, form: CpuForm) -> Iterator[Quantized]:
+def _matrices(module: nn.Module, form: CpuForm) -> Iterator[QuantizedMatrix]:
     """Yield the matrices [out, in] of a layer: one, or one for each expert or head."""
     if type(module) in PLAIN:
         assert form.plain_bits is not None
-        for weight in _each(module["weight"]):
-            yield Quantized(*mx.quantize(weight, GROUP, form.plain_bits), GROUP, form.plain_bits, "affine")
+        for weight in _matrices_in(module["weight"]):
+            yield QuantizedMatrix(*mx.quantize(weight, GROUP, form.plain_bits), GROUP, form.plain_bits, "affine")
         return
-    whole = _quantized(module)
-    biases = [None] * _num(whole.scales) if whole.biases is None else _each(whole.biases)
-    for parts in zip(_each(whole.weight), _each(whole.scales), biases, strict=True):
-        yield Quantized(*parts, whole.group, whole.bits, whole.mode)
+    whole = _quantized_matrix(module)
+    biases = [None] * _num_matrices(whole.scales) if whole.biases is None else _matrices_in(whole.biases)
+    for parts in zip(_matrices_in(whole.weight), _matrices_in(whole.scales), biases, strict=True):
+        yield QuantizedMatrix(*parts, whole.group, whole.bits, whole.mode)
 
 
-def _quantized(module: nn.Module) -> Quantized:
+def _quantized_matrix(module: nn.Module) -> QuantizedMatrix:
     options: Any = module
     parts = (module["weight"], module["scales"], module.get("biases"))
-    return Quantized(*parts, options.group_size, options.bits, vars(module).get("mode", "affine"))
+    return QuantizedMatrix(*parts, options.group_size, options.bits, vars(module).get("mode", "affine"))
 
 
-def _each(array: mx.array) -> list[mx.array]:
+def _matrices_in(array: mx.array) -> list[mx.array]:
     return [array] if array.ndim == 2 else [array[i] for i in range(len(array))]
 
 
-def _num(array: mx.array) -> int:
+def _num_matrices(array: mx.array) -> int:
     return 1 if array.ndim == 2 else len(array)
 
 
@@ -213,7 +213,7 @@ def _matrix_bytes(module: nn.Module, form: CpuForm) -> int:
         num_bytes = values * form.plain_bits // 8 + 2 * module["weight"].itemsize * (values // GROUP)
         rows = module["weight"].shape[-2]
         return num_bytes // rows * whole_tiles(rows) * TILE_ROWS
-    matrix = _quantized(module)
+    matrix = _quantized_matrix(module)
     if _is_packed(module, form):
         return matrix.packed_bytes
     return FLOAT_BYTES * num_values(module)
@@ -223,7 +223,7 @@ def _bytes_as_float32(array: mx.array) -> int:
     return array.size * FLOAT_BYTES if mx.issubdtype(array.dtype, mx.floating) else array.nbytes
 
 
-def _dequantized(module: nn.Module) -> mx.array:
+def _dequantize(module: nn.Module) -> mx.array:
     scales, biases = module["scales"], module.get("biases")
     if biases is not None:
         # In float32; otherwise scale * code + bias is rounded to 16 bits first.

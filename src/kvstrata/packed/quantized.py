@@ -15,7 +15,7 @@ SCALES = (mx.float16, mx.bfloat16, mx.float32)
 
 
 @dataclass(frozen=True)
-class Quantized:
+class QuantizedMatrix:
     """A quantized matrix [out, in], or several."""
 
     weight: mx.array  # uint32 words

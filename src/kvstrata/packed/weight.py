@@ -18,7 +18,7 @@ from kvstrata.backend.sgemm import sgemm
 from kvstrata.packed.cpu import products as cpu_products
 from kvstrata.packed.cpu.tiles import BASES
 from kvstrata.packed.form import Activations
-from kvstrata.packed.quantized import TILE_COLUMNS, TILE_ROWS, Quantized, whole_tiles
+from kvstrata.packed.quantized import TILE_COLUMNS, TILE_ROWS, QuantizedMatrix, whole_tiles
 
 KINDS = {mx.float16: cpu_products.HALF, mx.bfloat16: cpu_products.BFLOAT, mx.float32: cpu_products.FLOAT}
 # For more float32 vectors than this, BLAS over unpacked rows is faster.
@@ -29,7 +29,7 @@ UNPACKED_VALUES = 1 << 20
 PARALLEL_VALUES = 1 << 15
 
 
-class Vectors:
+class ActivationVectors:
     """Activations [vectors, in], in the form that the products take."""
 
     def __init__(self, values: np.ndarray, activations: Activations) -> None:
@@ -50,7 +50,7 @@ class Vectors:
 
 
 @dataclass(frozen=True)
-class Form:
+class TileFormat:
     """Storage form of codes and scales. Matrices of the same form can be joined."""
 
     bits: int
@@ -62,7 +62,7 @@ class Form:
 class PackedWeight:
     """A packed matrix [out, in]."""
 
-    def __init__(self, codes: mx.array, scales: mx.array, form: Form, rows: int) -> None:
+    def __init__(self, codes: mx.array, scales: mx.array, form: TileFormat, rows: int) -> None:
         self.arrays = (codes, scales)  # bytes, whatever they encode
         self.form = form
         self.shape = (rows, form.columns)
@@ -74,7 +74,7 @@ class PackedWeight:
             np.int64(form.columns // TILE_COLUMNS), np.int64(self._num_rows), np.int64(rows),
         )  # fmt: skip
 
-    def multiply(self, x: Vectors, out: np.ndarray, first: int = 0) -> None:
+    def multiply(self, x: ActivationVectors, out: np.ndarray, first: int = 0) -> None:
         """Write x @ self.T -> out[:, first : first + rows]"""
         rows = self.shape[0]
         if rows % TILE_ROWS:
@@ -84,7 +84,7 @@ class PackedWeight:
         else:
             self._multiply(x, out, first)
 
-    def _multiply(self, x: Vectors, out: np.ndarray, first: int) -> None:
+    def _multiply(self, x: ActivationVectors, out: np.ndarray, first: int) -> None:
         if x.coded is not None:
             cpu_products.multiply(self.fields, x.coded, out, first)
         elif len(x.values) <= BLAS_VECTORS:
@@ -111,7 +111,7 @@ class PackedWeight:
         return made
 
 
-def pack(source: Quantized) -> PackedWeight:
+def pack(source: QuantizedMatrix) -> PackedWeight:
     rows, columns = source.shape
     mx.eval(source.arrays)
     stream = np.asarray(source.weight).view(np.uint8).reshape(-1)
@@ -119,13 +119,13 @@ def pack(source: Quantized) -> PackedWeight:
     cpu_products.pack(stream, source.bits, len(stream) // rows, codes)
     scales = np.stack([_by_tiles(_octets(part)) for part in source.arrays[1:]], axis=2)
     if source.biases is None:
-        form = Form(cpu_products.FP4, cpu_products.EXPONENT, source.group, columns)
+        form = TileFormat(cpu_products.FP4, cpu_products.EXPONENT, source.group, columns)
     else:
-        form = Form(source.bits, KINDS[source.scales.dtype], source.group, columns)
+        form = TileFormat(source.bits, KINDS[source.scales.dtype], source.group, columns)
     return PackedWeight(mx.array(codes), mx.array(scales.reshape(-1).view(np.uint8)), form, rows)
 
 
-def joined(weights: Sequence[PackedWeight]) -> PackedWeight | None:
+def join_weights(weights: Sequence[PackedWeight]) -> PackedWeight | None:
     """Join matrices one below the other. None: they differ in form, or do not fill tiles."""
     first = weights[0]
     if any(weight.form != first.form or weight.shape[0] % TILE_ROWS for weight in weights):

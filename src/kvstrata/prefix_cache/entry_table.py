@@ -543,7 +543,9 @@ class EntryTable:
         none."""
         dropped = False
         for entry in entries:
-            kept = {at: mark for at, mark in entry.span.checkpoints.items() if at == keep or entry.is_pinned}
+            kept = {
+                at: checkpoint for at, checkpoint in entry.span.checkpoints.items() if at == keep or entry.is_pinned
+            }
             if len(kept) < len(entry.span.checkpoints):
                 dropped = True
                 entry.span.checkpoints = kept

@@ -13,7 +13,6 @@ from kvstrata.kv.gather import gather_some, has_to_gather
 from kvstrata.kv.layout import LayerSpec, Layout
 from kvstrata.kv.precision_plan import CodecPair, PrecisionPlan, raw_plan
 from kvstrata.kv.raw_window import RawWindow
-from kvstrata.kv.span import written_end
 from kvstrata.kv.transcode import (
     LayerTranscoder,
     are_checkpoints_transcoded,
@@ -112,7 +111,7 @@ class PrecisionPolicy:
         if not entry.is_running:
             return self._transcode(entry, plan)
         sealed_to = None if entry.target is None else entry.target.sealed_to
-        return self._seal(entry, plan, written_end(entry.span) if sealed_to is None else sealed_to)
+        return self._seal(entry, plan, entry.span.written_end if sealed_to is None else sealed_to)
 
     def _seal(self, entry: Entry, plan: PrecisionPlan, up_to: int) -> Job:
         # All layers are sealed up to the same token, whatever the owner writes between the job's steps.

@@ -11,7 +11,6 @@ from typing import Literal
 from kvstrata.codecs.base import Codec
 from kvstrata.kv.precision_estimate import Estimate, estimate, score_error
 from kvstrata.kv.precision_plan import PrecisionPlan
-from kvstrata.kv.span import written_end
 from kvstrata.prefix_cache.entries import Entry, PrecisionTarget
 from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.jobs import run_to_end
@@ -287,7 +286,7 @@ class Requantizer:
         # Work that has begun for another target goes no further.
         self._transcoder.jobs.discard(entry)
         self._restorer.discard_entry(entry)
-        sealed_to = written_end(entry.span) if entry.is_running else None
+        sealed_to = entry.span.written_end if entry.is_running else None
         self._transcoder.retarget(entry, PrecisionTarget(plan, change.force and has_memory, sealed_to))
         if not change.force and has_memory and _has_fewer_bits(entry, plan):
             self._restorer.add_entry(entry)

@@ -187,7 +187,7 @@ class ConversationImport:
             check_segments(self._matcher.layout, unpack(self._matcher.layout, block.content, block.start, end))
             return
         if example is None:
-            raise ValueError("a model that needs no marks has none")
+            raise ValueError("a model that needs no checkpoints has none")
         check_checkpoint(self._matcher.layout, unpack_checkpoint(block.content), end, example)
 
     def begin_import(self, ids: TokenIds, salt: str, nbytes: int) -> ImportProgress:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvstrata.attention.segments import SealedPart
 from kvstrata.kv.checkpoints import RecurrentState
 from kvstrata.kv.packing import bytes_by_kind, bytes_by_precision
-from kvstrata.kv.span import Span, live_bytes
+from kvstrata.kv.span import Span
 from kvstrata.prefix_cache.entries import DirtySets, Entry
 from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.keys import owner_of
@@ -214,7 +214,7 @@ def share_of(entry: Entry) -> UsageShare:
         share.sizes["spans"] = 1
         for segment in entry.span.sealed_segments():
             _add_segment(share, segment, "full")
-        if buffer_bytes := live_bytes(entry.span):
+        if buffer_bytes := entry.span.live_bytes:
             share.by_kind["full"] += buffer_bytes
             share.by_precision["raw"] += buffer_bytes
     return share

@@ -13,7 +13,7 @@ import pytest
 
 from kvstrata.models.cpu_options import CpuOptions
 from kvstrata.models.load import load
-from kvstrata.packed import block, kept
+from kvstrata.packed import block, packed_file
 from kvstrata.packed.weight import pack
 from tests.models.conftest import QUANTIZATION, quantized_module, write_model
 from tests.packed.test_place import num_short
@@ -32,7 +32,7 @@ def write_quantized(folder: Path, architecture: str) -> str:
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A folder with quantized weights, and a cache folder of its own where all is worth keeping."""
     monkeypatch.setenv("KVSTRATA_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(kept, "WORTH_KEEPING_S", 0.0)
+    monkeypatch.setattr(packed_file, "WORTH_KEEPING_S", 0.0)
     return write_quantized(tmp_path / "tiny", "llama")
 
 
@@ -127,7 +127,7 @@ def test_file_that_was_read_longest_ago_goes_first(model: str, tmp_path: Path, m
     load(model, cpu=CpuOptions(activations=32))
     (unread,) = set(kept_files(tmp_path)) - {read}
     os.utime(unread, (1.0, 1.0))
-    monkeypatch.setattr(kept, "MAX_BYTES", 5 * read.stat().st_size // 2)
+    monkeypatch.setattr(packed_file, "MAX_BYTES", 5 * read.stat().st_size // 2)
     load(model, cpu=CpuOptions(activations=8))
     assert read in kept_files(tmp_path)
     assert unread not in kept_files(tmp_path)
@@ -138,7 +138,7 @@ def test_file_that_was_read_longest_ago_goes_first(model: str, tmp_path: Path, m
 def test_no_file_is_written_where_it_does_not_fit(
     name: str, value: int, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept, name, value)
+    monkeypatch.setattr(packed_file, name, value)
     load(model)
     assert kept_files(tmp_path) == []
 
@@ -148,7 +148,7 @@ def test_model_that_is_too_large_to_keep_deletes_no_file(
 ) -> None:
     load(model, cpu=CpuOptions(activations=16))
     (path,) = kept_files(tmp_path)
-    monkeypatch.setattr(kept, "MAX_BYTES", path.stat().st_size // 2)
+    monkeypatch.setattr(packed_file, "MAX_BYTES", path.stat().st_size // 2)
     load(model, cpu=CpuOptions(activations=32))
     assert kept_files(tmp_path) == [path]
 
@@ -156,7 +156,7 @@ def test_model_that_is_too_large_to_keep_deletes_no_file(
 def test_file_that_a_killed_process_of_the_same_id_left_is_replaced(model: str, tmp_path: Path) -> None:
     load(model)
     (path,) = kept_files(tmp_path)
-    path.rename(path.with_suffix(f".{os.getpid()}{kept.TEMPORARY}"))
+    path.rename(path.with_suffix(f".{os.getpid()}{packed_file.TEMPORARY}"))
     load(model)
     assert kept_files(tmp_path) == [path]
 

@@ -31,7 +31,7 @@ from blake3 import blake3
 
 from kvstrata.backend.folders import cache_root
 from kvstrata.packed.cpu.tiles import DOT
-from kvstrata.packed.weight import Form, PackedWeight
+from kvstrata.packed.weight import PackedWeight, TileFormat
 
 log = logging.getLogger(__name__)
 
@@ -48,14 +48,14 @@ ABANDONED_S = 86_400
 
 
 @dataclass(frozen=True)
-class KeptWeights:
+class PackedModelWeights:
     """Contents of a file of packed weights."""
 
     weights: Mapping[str, Sequence[PackedWeight]]  # of layers by their names: one, or one for each expert or head
     activations: Mapping[str, int]  # of blocks that have a short form (`packed/block.py`), by their names
 
 
-def kept_path(fingerprint: str) -> Path:
+def packed_file_path(fingerprint: str) -> Path:
     """Return the path of a file. `fingerprint`: of a model, including the form of its weights."""
     return cache_root() / "packed" / f"{blake3(f'{fingerprint} {_machine()}'.encode()).hexdigest()[:32]}{SUFFIX}"
 
@@ -71,11 +71,11 @@ def _machine() -> str:
     return json.dumps([code.hexdigest(), libraries, cpu])
 
 
-def read_kept(path: Path) -> KeptWeights | None:
+def read_packed_file(path: Path) -> PackedModelWeights | None:
     """Read packed weights. None: there is no file that can be trusted."""
     try:
-        content = _content(path)
-        kept = None if content is None else _parsed(content)
+        content = _read_content(path)
+        kept = None if content is None else _parse_content(content)
         os.utime(path)
     except FileNotFoundError:
         return None
@@ -85,7 +85,7 @@ def read_kept(path: Path) -> KeptWeights | None:
     return kept
 
 
-def _content(path: Path) -> memoryview | None:
+def _read_content(path: Path) -> memoryview | None:
     """Return the bytes of a file. None: the file is incomplete, changed or not this user's alone."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
@@ -100,25 +100,25 @@ def _content(path: Path) -> memoryview | None:
     return content if digest == content[-DIGEST_BYTES:] else None
 
 
-def _parsed(content: memoryview) -> KeptWeights:
+def _parse_content(content: memoryview) -> PackedModelWeights:
     index_end = len(content) - LENGTH_BYTES - DIGEST_BYTES
     length = int.from_bytes(content[index_end : index_end + LENGTH_BYTES], "little")
     index = json.loads(bytes(content[index_end - length : index_end]))
-    weights = {name: tuple(_weight(content, *each) for each in found) for name, found in index["weights"].items()}
-    return KeptWeights(weights, index["activations"])
+    weights = {name: tuple(_read_weight(content, *each) for each in found) for name, found in index["weights"].items()}
+    return PackedModelWeights(weights, index["activations"])
 
 
-def _weight(content: memoryview, at: int, sizes: Sequence[int], form: Sequence[int], rows: int) -> PackedWeight:
+def _read_weight(content: memoryview, at: int, sizes: Sequence[int], form: Sequence[int], rows: int) -> PackedWeight:
     num_codes, num_scales = sizes
     codes, scales = (
         mx.array(np.frombuffer(content, np.uint8, count, start))
         for start, count in ((at, num_codes), (at + num_codes, num_scales))
     )
-    return PackedWeight(codes, scales, Form(*form), rows)
+    return PackedWeight(codes, scales, TileFormat(*form), rows)
 
 
 @dataclass
-class KeptWriter:
+class PackedFileWriter:
     """Writes a file while a model is packed. An error of the disk ends the file and nothing else."""
 
     path: Path
@@ -137,13 +137,13 @@ class KeptWriter:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             # Left by a killed process with the same id, which is common in containers.
             self._temporary.unlink(missing_ok=True)
-            _make_room(self.path.parent, needed_bytes)
+            _reclaim_space(self.path.parent, needed_bytes)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
             self._file = open(os.open(self._temporary, flags, 0o600), "wb")  # noqa: SIM115
         except OSError as error:
             self._give_up(error)
 
-    def add(self, name: str, weights: Sequence[PackedWeight]) -> None:
+    def add_weights(self, name: str, weights: Sequence[PackedWeight]) -> None:
         """Add the packed weights of a layer."""
         found: list[Any] = []
         for weight in weights:
@@ -194,9 +194,9 @@ class KeptWriter:
 
 
 @contextmanager
-def writing_kept(path: Path, needed_bytes: int) -> Iterator[KeptWriter]:
+def writing_packed_file(path: Path, needed_bytes: int) -> Iterator[PackedFileWriter]:
     """Yield a writer, which leaves a whole file or none."""
-    writer = KeptWriter(path)
+    writer = PackedFileWriter(path)
     writer.open(needed_bytes)
     try:
         yield writer
@@ -204,7 +204,7 @@ def writing_kept(path: Path, needed_bytes: int) -> Iterator[KeptWriter]:
         writer.close()
 
 
-def _make_room(folder: Path, needed_bytes: int) -> None:
+def _reclaim_space(folder: Path, needed_bytes: int) -> None:
     """Delete the files that were read longest ago. Raise OSError if the new file does not fit even then."""
     if needed_bytes > MAX_BYTES:
         # Checked before anything is deleted, because no deletion would suffice.
