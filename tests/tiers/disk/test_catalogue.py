@@ -45,7 +45,7 @@ def assert_all_there(directory: Path, blocks: list) -> None:
 
 
 @pytest.mark.parametrize("suffixes", [("", "-wal", "-shm"), ("",)])
-def test_a_catalogue_that_was_deleted_is_rebuilt(tmp_path: Path, suffixes: tuple[str, ...]) -> None:
+def test_catalogue_deleted_is_rebuilt(tmp_path: Path, suffixes: tuple[str, ...]) -> None:
     blocks = fill(tmp_path / "cache")
     for suffix in suffixes:
         (tmp_path / "cache" / f"catalogue.sqlite{suffix}").unlink(missing_ok=True)
@@ -55,7 +55,7 @@ def test_a_catalogue_that_was_deleted_is_rebuilt(tmp_path: Path, suffixes: tuple
 @pytest.mark.parametrize(
     "content", [b"", b"not a database " * 1000, os.urandom(20_000), b"SQLite format 3\0" + bytes(8176)]
 )
-def test_a_catalogue_that_is_none_is_rebuilt(tmp_path: Path, content: bytes) -> None:
+def test_catalogue_that_is_no_database_is_rebuilt(tmp_path: Path, content: bytes) -> None:
     blocks = fill(tmp_path / "cache")
     (tmp_path / "cache" / "catalogue.sqlite").write_bytes(content)
     assert_all_there(tmp_path / "cache", blocks)
@@ -69,7 +69,7 @@ def test_a_catalogue_of_another_version_is_rebuilt(tmp_path: Path) -> None:
     assert_all_there(tmp_path / "cache", blocks)
 
 
-def test_a_database_of_somebody_else_is_no_catalogue(tmp_path: Path) -> None:
+def test_catalogue_with_foreign_tables_is_rebuilt(tmp_path: Path) -> None:
     blocks = fill(tmp_path / "cache")
     path = tmp_path / "cache" / "catalogue.sqlite"
     path.unlink()
@@ -83,7 +83,7 @@ def test_a_database_of_somebody_else_is_no_catalogue(tmp_path: Path) -> None:
     assert names == {"blocks", "properties"}
 
 
-def test_flipped_bytes_in_the_catalogue_never_give_wrong_blocks(tmp_path: Path) -> None:
+def test_catalogue_with_flipped_bits_never_serves_wrong_blocks(tmp_path: Path) -> None:
     """SQLite has no checksums: a row may be wrong. Then a block may be missed, but what is served is right."""
     blocks = fill(tmp_path / "cache", 6)
     path = tmp_path / "cache" / "catalogue.sqlite"
@@ -100,7 +100,7 @@ def test_flipped_bytes_in_the_catalogue_never_give_wrong_blocks(tmp_path: Path) 
         tier.close()
 
 
-def test_a_rebuild_reads_headers_and_no_payload(tmp_path: Path) -> None:
+def test_rebuild_reads_headers_only(tmp_path: Path) -> None:
     class Counting(Files):
         num_bytes = 0
 
@@ -120,7 +120,7 @@ def test_a_rebuild_reads_headers_and_no_payload(tmp_path: Path) -> None:
         assert files.num_bytes == num_bytes
 
 
-def test_a_rebuild_puts_damaged_headers_away(tmp_path: Path) -> None:
+def test_rebuild_quarantines_damaged_headers(tmp_path: Path) -> None:
     blocks = fill(tmp_path / "cache")
     for path in (tmp_path / "cache").glob("catalogue*"):
         path.unlink()
@@ -133,7 +133,7 @@ def test_a_rebuild_puts_damaged_headers_away(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_names_and_rows_are_compared_at_start(tmp_path: Path) -> None:
+def test_start_reconciles_names_and_records(tmp_path: Path) -> None:
     """After a crash of the machine the catalogue may lack rows, or have too many."""
     blocks = fill(tmp_path / "cache")
     connection = sqlite3.connect(tmp_path / "cache" / "catalogue.sqlite")
@@ -150,7 +150,7 @@ def test_names_and_rows_are_compared_at_start(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_temporaries_of_a_crash_are_removed(tmp_path: Path) -> None:
+def test_start_after_a_crash_deletes_temporaries(tmp_path: Path) -> None:
     blocks = fill(tmp_path / "cache")
     for number in range(3):
         (tmp_path / "cache" / "tmp" / f"{number}.tmp").write_bytes(b"half a block")
@@ -158,7 +158,7 @@ def test_temporaries_of_a_crash_are_removed(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache" / "tmp").iterdir())
 
 
-def test_uses_are_remembered(tmp_path: Path) -> None:
+def test_uses_survive_a_restart(tmp_path: Path) -> None:
     now = [1000.0]
     tier = open_tier(tmp_path / "cache", clock=lambda: now[0])
     blocks = make_chain(2)
@@ -327,7 +327,7 @@ def hundred_thousand(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, li
     return directory, rows
 
 
-def test_a_start_with_100_000_blocks_takes_less_than_a_second(hundred_thousand: tuple[Path, list[BlockRecord]]) -> None:
+def test_start_with_100_000_blocks_takes_less_than_a_second(hundred_thousand: tuple[Path, list[BlockRecord]]) -> None:
     directory, rows = hundred_thousand
     times_s: list[float] = []
     for _ in range(2):
@@ -345,7 +345,9 @@ def test_a_start_with_100_000_blocks_takes_less_than_a_second(hundred_thousand: 
     assert min(times_s) < 1.0, times_s
 
 
-def test_lookups_among_100_000_blocks_are_quick(hundred_thousand: tuple[Path, list[BlockRecord]]) -> None:
+def test_lookup_among_100_000_blocks_takes_less_than_half_a_millisecond(
+    hundred_thousand: tuple[Path, list[BlockRecord]],
+) -> None:
     directory, rows = hundred_thousand
     tier = open_tier(directory, limit_bytes=1 << 40, files=Many(rows))
     assert tier.flush(120).is_empty

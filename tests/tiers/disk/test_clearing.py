@@ -64,7 +64,7 @@ def hang(files: FaultyFiles, step: str, go_on: threading.Event) -> threading.Eve
 
 
 @pytest.mark.parametrize("step", ["sync", "rename", "sync_folder", "free_bytes", "create", "status"])
-def test_whoever_asks_never_waits_for_a_write_that_hangs(
+def test_calls_of_the_engine_never_wait_for_a_hanging_write(
     tier: DiskTier, files: FaultyFiles, go_on: threading.Event, step: str
 ) -> None:
     there, theirs, coming = make_chain(3), make_block(7, parent=OTHER_ROOT, root=OTHER_ROOT), make_block(9)
@@ -93,7 +93,7 @@ def test_whoever_asks_never_waits_for_a_write_that_hangs(
     assert [row.id for row in records_of(tier)] == [theirs.id]
 
 
-def test_whoever_asks_never_waits_for_the_quarantine(tmp_path: Path, go_on: threading.Event) -> None:
+def test_calls_of_the_engine_never_wait_for_a_hanging_quarantine(tmp_path: Path, go_on: threading.Event) -> None:
     files = FaultyFiles()
     tier = open_tier(tmp_path / "cache", 4 << 20, files=files)  # 2 % of it: two of these
     blocks = make_chain(4, num_values=3000)
@@ -114,7 +114,7 @@ def test_whoever_asks_never_waits_for_the_quarantine(tmp_path: Path, go_on: thre
     tier.close()
 
 
-def test_a_clear_is_done_for_who_asks_before_a_file_is_deleted(
+def test_clear_hides_blocks_before_a_file_is_deleted(
     tier: DiskTier, files: FaultyFiles, tmp_path: Path, go_on: threading.Event
 ) -> None:
     blocks = make_chain(5)
@@ -140,7 +140,7 @@ def test_a_clear_is_done_for_who_asks_before_a_file_is_deleted(
     assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
 
 
-def test_what_is_put_again_is_not_deleted_by_the_clear_that_still_goes_on(
+def test_put_during_a_clear_keeps_the_block(
     tier: DiskTier, files: FaultyFiles, tmp_path: Path, go_on: threading.Event
 ) -> None:
     blocks = make_chain(6)
@@ -197,7 +197,7 @@ def test_clear_deletes_its_marker_after_the_files(tier: DiskTier, files: FaultyF
     assert "sync_folder" in files.steps[last_unlink - 6 : last_unlink]  # the deletes are on the disk before that
 
 
-def test_a_block_that_is_just_being_published_is_cleared_too(
+def test_clear_during_publish_drops_the_block(
     tier: DiskTier, files: FaultyFiles, tmp_path: Path, go_on: threading.Event
 ) -> None:
     """The clear comes when the block is still wanted as the writer sees it, and its file has no name yet."""
@@ -215,7 +215,7 @@ def test_a_block_that_is_just_being_published_is_cleared_too(
     assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
 
 
-def test_blocks_are_written_while_others_are_deleted(
+def test_clear_of_many_files_writes_queued_blocks_between_deletes(
     tier: DiskTier, files: FaultyFiles, go_on: threading.Event
 ) -> None:
     """A clear of many files does not keep the queue waiting."""
@@ -366,7 +366,7 @@ def lose_catalogue(directory: Path) -> None:
         path.unlink()
 
 
-def test_a_start_without_a_catalogue_waits_for_no_block_and_shows_them_as_they_are_met(
+def test_start_without_a_catalogue_returns_at_once_and_finds_blocks_as_scanned(
     tmp_path: Path, go_on: threading.Event
 ) -> None:
     blocks = [make_block(seed, num_tokens=1, num_values=1) for seed in range(200)]
@@ -401,7 +401,7 @@ def test_a_start_without_a_catalogue_waits_for_no_block_and_shows_them_as_they_a
     tier.close()
 
 
-def test_rows_that_are_too_many_for_the_start_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_with_many_records_loads_the_newest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     blocks = make_chain(30, num_tokens=1, num_values=1)
     tier = open_tier(tmp_path / "cache", clock=lambda: now[0])

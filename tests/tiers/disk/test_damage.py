@@ -52,7 +52,7 @@ def read(path: Path, block: Block) -> Block:
     return read_block(Files(), path, block.id, chain=chain, root=ROOT)
 
 
-def test_any_flipped_byte_is_noticed(tmp_path: Path) -> None:
+def test_read_any_flipped_byte_is_damage(tmp_path: Path) -> None:
     """Every byte of the file, padding included, with every single bit wherever a header says something."""
     block = make_block(num_values=8)
     path = tmp_path / "block"
@@ -72,7 +72,7 @@ def test_any_flipped_byte_is_noticed(tmp_path: Path) -> None:
     assert reasons == {Damage.HEADER, Damage.VERSION, Damage.LENGTH, Damage.TENSOR}
 
 
-def test_cut_at_any_length(tmp_path: Path) -> None:
+def test_read_cut_or_longer_file_is_damage(tmp_path: Path) -> None:
     block = make_block(num_values=8)
     path = tmp_path / "block"
     content = b"".join(encode_block(block, Checksum.SHA256).pieces)
@@ -95,7 +95,7 @@ def quarantined(directory: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("offset", "reason"), [(4096, Damage.TENSOR), (100, Damage.HEADER), (4000, Damage.HEADER), (50, Damage.VERSION)]
 )
-def test_a_damaged_file_is_put_away_and_missed(stored, offset: int, reason: Damage) -> None:
+def test_read_damaged_file_is_a_miss_and_quarantines_it(stored, offset: int, reason: Damage) -> None:
     tier, blocks, directory = stored
     path = path_of(directory, blocks[1])
     flip(path, offset)
@@ -112,7 +112,7 @@ def test_a_damaged_file_is_put_away_and_missed(stored, offset: int, reason: Dama
     assert is_same(read_now(tier, blocks[2].id, root=ROOT), blocks[2])
 
 
-def test_a_damaged_block_can_be_written_again(stored) -> None:
+def test_put_after_damage_writes_the_block_again(stored) -> None:
     tier, blocks, directory = stored
     cut(path_of(directory, blocks[1]), 4000)
     assert isinstance(read_now(tier, blocks[1].id, root=ROOT), Missing)
@@ -121,7 +121,7 @@ def test_a_damaged_block_can_be_written_again(stored) -> None:
     assert is_same(read_now(tier, blocks[1].id, root=ROOT), blocks[1])
 
 
-def test_swapped_files(stored) -> None:
+def test_read_swapped_files_is_a_miss(stored) -> None:
     tier, blocks, directory = stored
     swap(path_of(directory, blocks[0]), path_of(directory, blocks[2]))
     for block in (blocks[0], blocks[2]):
@@ -129,7 +129,7 @@ def test_swapped_files(stored) -> None:
     assert len(quarantined(directory)) == 2
 
 
-def test_a_part_under_another_parts_name(stored) -> None:
+def test_read_file_under_the_name_of_another_part_is_a_miss(stored) -> None:
     tier, blocks, directory = stored
     mark = BlockId(blocks[0].key, "mark")
     path_of(directory, blocks[0]).rename(path_of(directory, blocks[0]).with_name(file_name(mark)))
@@ -142,14 +142,14 @@ def plant(directory: Path, block: Block, name: BlockId) -> None:
     path.write_bytes(b"".join(encode_block(block, Checksum.BLAKE3).pieces))
 
 
-def test_a_block_of_another_model_or_salt(stored) -> None:
+def test_read_block_of_another_root_is_a_miss(stored) -> None:
     tier, _, directory = stored
     foreign = make_block(9, parent=OTHER_ROOT, root=OTHER_ROOT)
     plant(directory, foreign, foreign.id)
     assert read_now(tier, foreign.id, root=ROOT) == Missing(foreign.id, Damage.ROOT)
 
 
-def test_token_ids_that_do_not_give_the_key(stored) -> None:
+def test_read_token_ids_that_contradict_the_key_is_a_miss(stored) -> None:
     """Every checksum is right: only the chained key can tell."""
     tier, blocks, directory = stored
     other = make_block(77)
@@ -158,14 +158,14 @@ def test_token_ids_that_do_not_give_the_key(stored) -> None:
     assert read_now(tier, lying.id, root=ROOT) == Missing(lying.id, Damage.TOKENS)
 
 
-def test_another_format_version(stored) -> None:
+def test_read_other_format_version_is_a_miss(stored) -> None:
     tier, blocks, directory = stored
     path = path_of(directory, blocks[0])
     path.write_bytes(path.read_bytes().replace(b"kvstrata.block.1", b"kvstrata.block.0", 1))
     assert read_now(tier, blocks[0].id, root=ROOT) == Missing(blocks[0].id, Damage.VERSION)
 
 
-def test_a_file_that_is_no_block_and_a_link(stored) -> None:
+def test_read_file_that_is_no_block_or_a_link_is_a_miss(stored) -> None:
     tier, blocks, directory = stored
     path_of(directory, blocks[0]).write_bytes(b"something else, long enough to be read as a header of some kind" * 100)
     assert read_now(tier, blocks[0].id, root=ROOT) == Missing(blocks[0].id, Damage.HEADER)
@@ -175,7 +175,7 @@ def test_a_file_that_is_no_block_and_a_link(stored) -> None:
     assert isinstance(read_now(tier, blocks[1].id, root=ROOT), Missing)
 
 
-def test_headers_with_right_checksums_that_make_no_sense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_invalid_header_with_a_right_checksum_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import kvstrata.tiers.block_file as format_module
 
     block = make_block()
@@ -232,7 +232,7 @@ class Damaging(Files):
         return len(piece)
 
 
-def test_ten_thousand_random_damages(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_read_random_damage_is_always_a_miss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
     generator = np.random.default_rng(2024)
     files = Damaging()
@@ -259,7 +259,7 @@ def test_ten_thousand_random_damages(tmp_path: Path, caplog: pytest.LogCaptureFi
     tier.close()
 
 
-def test_random_damages_of_real_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_read_random_damage_of_real_files_is_a_miss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
     generator = np.random.default_rng(7)
     tier = open_tier(tmp_path / "cache")
@@ -275,7 +275,7 @@ def test_random_damages_of_real_files(tmp_path: Path, caplog: pytest.LogCaptureF
     tier.close()
 
 
-def test_bits_that_flip_on_the_way_from_the_disk(tmp_path: Path) -> None:
+def test_read_bits_flipped_by_the_disk_is_a_miss(tmp_path: Path) -> None:
     class Flipping(Files):
         def read_into(self, fd: int, buffer: memoryview, offset: int) -> int:
             count = super().read_into(fd, buffer, offset)
@@ -291,7 +291,7 @@ def test_bits_that_flip_on_the_way_from_the_disk(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_what_cannot_be_moved_is_deleted_and_what_cannot_be_deleted_is_missed(tmp_path: Path) -> None:
+def test_quarantine_fails_file_is_deleted_or_stays_a_miss(tmp_path: Path) -> None:
     files = FaultyFiles()
     tier = open_tier(tmp_path / "cache", files=files)
     blocks = make_chain(2)
@@ -317,7 +317,7 @@ def test_what_cannot_be_moved_is_deleted_and_what_cannot_be_deleted_is_missed(tm
     tier.close()
 
 
-def test_the_quarantine_is_bounded_in_bytes(tmp_path: Path) -> None:
+def test_quarantine_is_bounded_in_bytes(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "cache", 4 << 20)  # 2 % of it: 80 KiB
     blocks = make_chain(6, num_values=3000)  # about 36 KiB each
     for block in blocks:

@@ -52,7 +52,7 @@ def put_when_it_can(tier: DiskTier, block) -> None:
 
 @pytest.mark.parametrize(("code", "fault"), CODES)
 @pytest.mark.parametrize("step", ["create", "write", "sync", "rename", "sync_folder", "free_bytes"])
-def test_a_write_that_fails_at_any_step(
+def test_write_fails_at_any_step_pauses_and_keeps_other_blocks(
     files: FaultyFiles, tmp_path: Path, step: str, code: int, fault: Fault, caplog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = open_tier(tmp_path / "cache", files=files, first_pause_s=60)
@@ -81,7 +81,7 @@ def test_a_write_that_fails_at_any_step(
     tier.close()
 
 
-def test_it_is_said_once_however_often_it_fails(tier: DiskTier, files: FaultyFiles, caplog) -> None:
+def test_write_fails_repeatedly_warns_once(tier: DiskTier, files: FaultyFiles, caplog) -> None:
     files.before = {"write": fail(errno.ENOSPC)}
     for block in make_chain(5):
         put_when_it_can(tier, block)
@@ -92,7 +92,7 @@ def test_it_is_said_once_however_often_it_fails(tier: DiskTier, files: FaultyFil
 
 
 @pytest.mark.parametrize("num_bytes", [1, 100, 4095, 4096, 4200])
-def test_a_torn_write_leaves_nothing(tier: DiskTier, files: FaultyFiles, tmp_path: Path, num_bytes: int) -> None:
+def test_write_torn_leaves_no_file(tier: DiskTier, files: FaultyFiles, tmp_path: Path, num_bytes: int) -> None:
     block = make_block()
     files.torn_after_bytes = num_bytes
     tier.put(block)
@@ -106,7 +106,7 @@ def test_a_torn_write_leaves_nothing(tier: DiskTier, files: FaultyFiles, tmp_pat
     assert is_same(read_now(tier, block.id, root=ROOT), block)
 
 
-def test_short_writes_and_reads_are_gone_on_with(tmp_path: Path) -> None:
+def test_short_writes_and_reads_are_continued(tmp_path: Path) -> None:
     class Short(FaultyFiles):
         def write(self, fd: int, piece: memoryview) -> int:
             return super().write(fd, piece[:700])
@@ -122,7 +122,7 @@ def test_short_writes_and_reads_are_gone_on_with(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_of_too_many_unreadable_blocks_the_last_ones_are_left_alone(
+def test_read_too_many_unreadable_blocks_avoids_the_newest(
     tier: DiskTier, files: FaultyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader, "NUM_AVOIDED", 2)
@@ -138,7 +138,7 @@ def test_of_too_many_unreadable_blocks_the_last_ones_are_left_alone(
 
 @pytest.mark.parametrize(("code", "fault"), CODES)
 @pytest.mark.parametrize("step", ["open", "read_into", "status"])
-def test_a_read_that_fails_is_a_miss(
+def test_read_fails_is_a_miss_and_avoids_the_block(
     tier: DiskTier, files: FaultyFiles, step: str, code: int, fault: Fault, caplog
 ) -> None:
     blocks = make_chain(3)
@@ -160,7 +160,7 @@ def test_a_read_that_fails_is_a_miss(
     assert tier.usage().counters["quarantined"] == {}
 
 
-def test_a_block_is_tried_again_later(tmp_path: Path, files: FaultyFiles) -> None:
+def test_read_unreadable_block_after_a_minute_is_retried(tmp_path: Path, files: FaultyFiles) -> None:
     now = [100.0]
     tier = open_tier(tmp_path / "cache", files=files, clock=lambda: now[0])
     block = make_block()
@@ -175,7 +175,7 @@ def test_a_block_is_tried_again_later(tmp_path: Path, files: FaultyFiles) -> Non
     tier.close()
 
 
-def test_a_folder_that_vanishes_is_made_again(tier: DiskTier, tmp_path: Path, caplog) -> None:
+def test_folder_vanishes_is_created_again_after_the_pause(tier: DiskTier, tmp_path: Path, caplog) -> None:
     blocks = make_chain(4)
     for block in blocks[:2]:
         tier.put(block)
@@ -193,7 +193,7 @@ def test_a_folder_that_vanishes_is_made_again(tier: DiskTier, tmp_path: Path, ca
 
 
 @pytest.mark.parametrize("name", ["tmp", "blocks", "quarantine"])
-def test_a_folder_inside_that_vanishes_is_made_again_at_once(tier: DiskTier, tmp_path: Path, name: str) -> None:
+def test_inner_folder_vanishes_is_created_again_at_once(tier: DiskTier, tmp_path: Path, name: str) -> None:
     blocks = make_chain(3)
     for block in blocks[:2]:
         tier.put(block)
@@ -209,7 +209,7 @@ def test_a_folder_inside_that_vanishes_is_made_again_at_once(tier: DiskTier, tmp
     assert usage.disk_bytes == real_bytes(tmp_path / "cache")
 
 
-def test_a_folder_whose_parent_is_gone_stays_gone_and_nothing_raises(tmp_path: Path) -> None:
+def test_parent_of_the_folder_vanishes_writes_fail_and_create_nothing(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "volume" / "cache")
     assert tier.flush(10).is_empty  # until then its thread may make folders anew while they are deleted
     shutil.rmtree(tmp_path / "volume")
@@ -223,7 +223,7 @@ def test_a_folder_whose_parent_is_gone_stays_gone_and_nothing_raises(tmp_path: P
     tier.close()
 
 
-def test_blocks_that_cannot_be_deleted_stay_counted(tmp_path: Path, files: FaultyFiles) -> None:
+def test_delete_fails_files_stay_counted_and_are_retried_after_a_clear(tmp_path: Path, files: FaultyFiles) -> None:
     tier = open_tier(tmp_path / "cache", 2 << 20, files=files)
     for seed in range(14):
         tier.put(make_block(seed, num_values=12_000))
@@ -272,7 +272,7 @@ class Stuck(Files):
         super().unlink(path)
 
 
-def test_a_block_that_cannot_be_deleted_is_passed_over(tmp_path: Path, caplog) -> None:
+def test_evict_skips_files_that_cannot_be_deleted(tmp_path: Path, caplog) -> None:
     """And is counted all the time, whatever is tried."""
     directory, limit_bytes, files = tmp_path / "cache", 2 << 20, Stuck()
     now = [1000.0]
@@ -294,9 +294,7 @@ def test_a_block_that_cannot_be_deleted_is_passed_over(tmp_path: Path, caplog) -
 
 
 @pytest.mark.parametrize("is_outdated", [False, True])
-def test_a_damaged_file_that_cannot_be_deleted_keeps_no_other_from_being_found(
-    tmp_path: Path, is_outdated: bool, caplog
-) -> None:
+def test_rebuild_damaged_file_cannot_be_deleted_finds_all_others(tmp_path: Path, is_outdated: bool, caplog) -> None:
     directory, blocks, files = tmp_path / "cache", make_chain(4), Stuck()
     tier = open_tier(directory)
     for block in blocks:
@@ -374,9 +372,7 @@ def test_catalogue_works_again_the_next_start_reads_no_header(tmp_path: Path, mo
     tier.close()
 
 
-def test_what_failed_is_written_after_the_pause_and_what_hangs_on_it_after_that(
-    tier: DiskTier, files: FaultyFiles
-) -> None:
+def test_write_fails_once_chain_is_written_in_order_after_the_pause(tier: DiskTier, files: FaultyFiles) -> None:
     blocks = make_chain(3)
     fail_once(files, "sync", errno.ENOSPC)
     for block in blocks:
@@ -392,7 +388,7 @@ def test_what_failed_is_written_after_the_pause_and_what_hangs_on_it_after_that(
     assert tier.writing().num_faults == 1
 
 
-def test_a_pause_can_be_ended(tmp_path: Path, files: FaultyFiles) -> None:
+def test_end_pause_accepts_blocks_until_the_next_fault(tmp_path: Path, files: FaultyFiles) -> None:
     tier = open_tier(tmp_path / "cache", files=files, first_pause_s=60)
     failing, after = make_block(1), make_block(2)
     files.before = {"sync": fail(errno.ENOSPC)}
@@ -412,7 +408,7 @@ def test_a_pause_can_be_ended(tmp_path: Path, files: FaultyFiles) -> None:
     tier.close()
 
 
-def test_a_description_that_is_no_json_is_dropped(tier: DiskTier) -> None:
+def test_put_description_that_is_no_json_drops_the_block(tier: DiskTier) -> None:
     block = make_block()
     odd = type(block)(block.key, ROOT, ROOT, 0, block.token_ids, block.tensors, {"codec": object()})
     tier.put(odd)

@@ -51,7 +51,7 @@ OTHERS: list[Callable[[Path], None]] = [a_home, same_names, a_database, only_a_t
 
 
 @pytest.mark.parametrize("others", OTHERS)
-def test_a_folder_of_somebody_else_is_refused_and_left_as_it_is(tmp_path: Path, others: Callable[[Path], None]) -> None:
+def test_folder_of_another_program_is_refused_and_unchanged(tmp_path: Path, others: Callable[[Path], None]) -> None:
     others(tmp_path)
     before = everything_in(tmp_path)
     with pytest.raises(ConfigError, match=r"holds other things than a disk cache.*an empty or a new folder"):
@@ -77,7 +77,7 @@ def write(directory: Path, block: Block) -> None:
 
 
 @pytest.mark.parametrize("lost", [["catalogue.sqlite"], ["lock"], ["lock", "catalogue.sqlite"]])
-def test_a_cache_that_lost_something_is_still_ours(cache: Path, lost: list[str]) -> None:
+def test_folder_without_lock_or_catalogue_is_still_a_cache(cache: Path, lost: list[str]) -> None:
     for name in lost:
         (cache / name).unlink()
     (cache / "README").write_text("put here by somebody")
@@ -88,14 +88,14 @@ def test_a_cache_that_lost_something_is_still_ours(cache: Path, lost: list[str])
     assert (cache / "README").exists()
 
 
-def test_what_the_system_puts_into_an_empty_folder_does_not_matter(tmp_path: Path) -> None:
+def test_folder_with_system_files_only_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "volume" / "lost+found").mkdir(parents=True)
     (tmp_path / "volume" / ".DS_Store").touch()
     open_tier(tmp_path / "volume").close()
 
 
 @pytest.mark.parametrize("left", [["lock"], ["lock", "blocks"], ["lock", "blocks", "tmp", "quarantine", ".DS_Store"]])
-def test_a_start_that_was_cut_short_is_gone_on_from(tmp_path: Path, left: list[str]) -> None:
+def test_folder_of_an_interrupted_first_start_is_accepted(tmp_path: Path, left: list[str]) -> None:
     for name in left:
         path = tmp_path / name
         path.touch() if name in ("lock", ".DS_Store") else path.mkdir()
@@ -103,7 +103,7 @@ def test_a_start_that_was_cut_short_is_gone_on_from(tmp_path: Path, left: list[s
     assert len(list_blocks(tmp_path).rows) == 1
 
 
-def test_only_what_we_write_is_ever_deleted(cache: Path) -> None:
+def test_start_and_gc_delete_only_files_with_names_of_the_cache(cache: Path) -> None:
     name = f"{bytes(32).hex()}.base.safetensors"
     others = [cache / "tmp" / "thesis.tex", cache / "tmp" / "7.tmp.bak", cache / "quarantine" / f"{name}.mine"]
     others += [cache / "quarantine" / f"sample{number}" for number in range(40)]
@@ -123,7 +123,7 @@ def test_only_what_we_write_is_ever_deleted(cache: Path) -> None:
     assert all(path.exists() for path in others)
 
 
-def test_stray_entries_do_not_stop_the_start(cache: Path) -> None:
+def test_start_with_folders_and_links_in_tmp_and_quarantine_succeeds(cache: Path) -> None:
     damaged = f"{bytes(32).hex()}.base.safetensors.tensor"
     (cache / "tmp" / "1.tmp").mkdir()
     (cache / "tmp" / "2.tmp").symlink_to(cache / "nowhere")
@@ -136,7 +136,7 @@ def test_stray_entries_do_not_stop_the_start(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["lock", "blocks", "tmp", "quarantine", "catalogue.sqlite", "catalogue.sqlite-wal"])
-def test_a_link_inside_the_folder_is_refused_and_not_followed(cache: Path, tmp_path: Path, name: str) -> None:
+def test_link_inside_the_folder_is_refused_and_not_followed(cache: Path, tmp_path: Path, name: str) -> None:
     if (cache / name).exists():
         (cache / name).rename(cache / "aside")
     target = tmp_path / "target"
@@ -154,14 +154,14 @@ def test_a_link_inside_the_folder_is_refused_and_not_followed(cache: Path, tmp_p
     assert everything_in(tmp_path) == before
 
 
-def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
+def test_link_to_the_folder_itself_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "volume").mkdir()
     (tmp_path / "cache").symlink_to(tmp_path / "volume")
     write(tmp_path / "cache", make_block())
     assert len(list_blocks(tmp_path / "volume").rows) == 1
 
 
-def test_blocks_behind_a_link_are_not_ours(cache: Path, tmp_path: Path) -> None:
+def test_shard_behind_a_link_is_not_listed_or_changed(cache: Path, tmp_path: Path) -> None:
     shard = next((cache / "blocks").iterdir())
     shard.rename(tmp_path / "elsewhere")
     shard.symlink_to(tmp_path / "elsewhere")

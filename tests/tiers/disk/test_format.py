@@ -49,18 +49,18 @@ def read(path: Path, block: Block) -> Block:
     return read_block(Files(), path, block.id, chain=chain, root=block.root)
 
 
-def test_the_bytes_are_those_of_format_1() -> None:
+def test_encode_block_equals_the_golden_file() -> None:
     """Where this fails the format has changed: raise FORMAT_VERSION, and add a golden file, never replace one."""
     assert b"".join(encode_block(golden_block(), Checksum.SHA256).pieces) == GOLDEN.read_bytes()
 
 
-def test_a_file_of_format_1_can_be_read() -> None:
+def test_read_golden_file_returns_its_block() -> None:
     assert same(read(GOLDEN, golden_block()), golden_block())
 
 
 @pytest.mark.parametrize("dtype", ITEM_BYTES)
 @pytest.mark.parametrize("checksum", Checksum)
-def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, dtype: str, checksum: Checksum) -> None:
+def test_read_every_dtype_and_checksum_returns_the_same_bytes(tmp_path: Path, dtype: str, checksum: Checksum) -> None:
     tensors = {
         "all": random_tensor(np.random.default_rng(1), dtype, (3, 5)),
         "one": BlockTensor(dtype, (), bytes(8)[: ITEM_BYTES[dtype]]),
@@ -97,7 +97,7 @@ tensor_names = st.text(st.characters(exclude_categories=("Cs",)), min_size=1).fi
     description=st.dictionaries(st.text(st.characters(exclude_categories=("Cs",))), json_values, max_size=4),
     checksum=st.sampled_from(Checksum),
 )
-def test_any_block_comes_back(
+def test_read_any_block_returns_it_aligned_and_valid_safetensors(
     tmp_path_factory: pytest.TempPathFactory, named, ids, start, description, checksum
 ) -> None:
     token_ids = np.array(ids, dtype="<i4")
@@ -113,7 +113,7 @@ def test_any_block_comes_back(
         assert set(file.keys()) == set(named)
 
 
-def test_the_safetensors_library_reads_the_same_values(tmp_path: Path) -> None:
+def test_safetensors_library_reads_the_same_values(tmp_path: Path) -> None:
     generator = np.random.default_rng(5)
     wide, narrow = (
         generator.integers(0, 2**32, (3, 7), dtype=np.uint32),
@@ -132,7 +132,7 @@ def test_the_safetensors_library_reads_the_same_values(tmp_path: Path) -> None:
         assert file.metadata()["format"] == "kvstrata.block.1"
 
 
-def test_a_long_header_is_read_whole(tmp_path: Path) -> None:
+def test_read_header_of_several_pages_returns_the_block(tmp_path: Path) -> None:
     block = make_block()
     tensors = {f"state.{layer}": BlockTensor("F32", (1,), bytes([layer, 0, 0, 0])) for layer in range(200)}
     block = Block(block.key, ROOT, ROOT, 0, block.token_ids, tensors, {"padding": "x" * 9000})
@@ -141,7 +141,7 @@ def test_a_long_header_is_read_whole(tmp_path: Path) -> None:
     assert same(read(path, block), block)
 
 
-def test_what_cannot_be_a_block_is_refused() -> None:
+def test_block_with_invalid_fields_is_refused() -> None:
     good = make_block()
     for bad in (
         lambda: BlockId(b"short"),
@@ -160,5 +160,5 @@ def test_what_cannot_be_a_block_is_refused() -> None:
             bad()
 
 
-def test_a_kind_of_checksum_is_chosen_by_measuring() -> None:
+def test_fastest_checksum_is_the_one_that_takes_least_time() -> None:
     assert fastest() in Checksum

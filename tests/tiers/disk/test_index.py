@@ -87,7 +87,7 @@ def forget(index: BlockIndex, rows: list[BlockRecord]) -> None:
 
 
 @given(st.integers(0, 2**32), st.integers(1, 40), st.integers(0, 12))
-def test_the_victim_is_always_the_oldest_leaf_that_is_left(seed: int, size: int, num_pinned: int) -> None:
+def test_lru_leaves_yield_the_oldest_unpinned_leaf(seed: int, size: int, num_pinned: int) -> None:
     generator = np.random.default_rng(seed)
     rows = random_rows(generator, size)
     pinned = {rows[int(number)].id.key for number in generator.integers(0, size, num_pinned)}
@@ -105,7 +105,7 @@ def test_the_victim_is_always_the_oldest_leaf_that_is_left(seed: int, size: int,
 
 @settings(max_examples=40)
 @given(st.integers(0, 2**32))
-def test_the_order_follows_what_is_added_used_passed_over_and_removed(seed: int) -> None:
+def test_lru_leaves_after_random_changes_match_a_sorted_list(seed: int) -> None:
     generator = np.random.default_rng(seed)
     rows = random_rows(generator, 15)
     index, order = filled(rows)
@@ -139,7 +139,7 @@ def test_the_order_follows_what_is_added_used_passed_over_and_removed(seed: int)
                         forget(index, [chosen])
 
 
-def test_entries_that_are_out_of_date_are_swept_out() -> None:
+def test_lru_leaves_stale_entries_are_swept() -> None:
     parent = make_row(1)
     index, order = filled([parent])
     for number in range(2, 3 * LARGEST_REST):
@@ -152,7 +152,7 @@ def test_entries_that_are_out_of_date_are_swept_out() -> None:
 
 
 @pytest.mark.parametrize("num_pinned", [0, 5])
-def test_a_victim_costs_the_same_whatever_the_number_of_rows(num_pinned: int) -> None:
+def test_lru_leaves_next_victim_takes_constant_time(num_pinned: int) -> None:
     def median_s(size: int) -> float:
         rows: list[BlockRecord] = []
         for number in range(size):
@@ -180,7 +180,7 @@ def tree(root: bytes, first: int) -> list[BlockRecord]:
     return [base, child, other, replace(child, id=BlockId(child.id.key, "mark"))]
 
 
-def test_rows_are_found_by_id_and_by_parent_and_counted() -> None:
+def test_index_finds_records_by_id_and_parent_and_counts_them() -> None:
     index = BlockIndex()
     ours, theirs = tree(ROOT, 1), tree(OTHER_ROOT, 11)
     add_all(index, [*ours, *theirs])
@@ -205,7 +205,7 @@ def test_rows_are_found_by_id_and_by_parent_and_counted() -> None:
     assert index.num_known_keys == 0
 
 
-def test_totals_of_many_roots_cost_the_same_as_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_totals_of_many_roots_sum_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each write and each eviction asks for them, under the lock that lookups take."""
     summed: list[RunningTotals] = []
     count_all = RunningTotals.count_all
@@ -224,7 +224,7 @@ def test_totals_of_many_roots_cost_the_same_as_of_one(monkeypatch: pytest.Monkey
     assert len(summed) == 2  # of the root that was taken away
 
 
-def test_what_is_hidden_is_not_found_and_stays_counted_until_its_files_are_gone() -> None:
+def test_hidden_records_are_not_found_and_stay_pending_until_deleted() -> None:
     index = BlockIndex()
     index.set_complete()
     ours, theirs = tree(ROOT, 1), tree(OTHER_ROOT, 11)
@@ -256,7 +256,7 @@ def key_id(number: int) -> BlockId:
     return BlockId(key_of(number))
 
 
-def test_files_are_deleted_children_first_and_what_cannot_be_is_tried_again_later() -> None:
+def test_pending_deletes_yield_children_first_and_retry_stuck_files_after_a_clear() -> None:
     index = BlockIndex()
     rows = tree(ROOT, 1)
     add_all(index, rows)

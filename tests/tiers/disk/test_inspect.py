@@ -31,7 +31,7 @@ def blocks(tmp_path: Path) -> list[Block]:
     return blocks
 
 
-def test_a_listing(tmp_path: Path, blocks: list[Block]) -> None:
+def test_list_blocks_orders_records_and_reports_progress(tmp_path: Path, blocks: list[Block]) -> None:
     calls: list[tuple[int, int]] = []
     listing = list_blocks(tmp_path / "cache", progress=lambda done, total: calls.append((done, total)))
     assert [row.id for row in listing.rows] == [blocks[0].id, blocks[5].id, *(block.id for block in blocks[1:5])]
@@ -42,7 +42,7 @@ def test_a_listing(tmp_path: Path, blocks: list[Block]) -> None:
     assert calls[-1] == (6, 6)
 
 
-def test_a_listing_needs_no_catalogue_and_disturbs_no_server(tmp_path: Path, blocks: list[Block]) -> None:
+def test_list_and_verify_beside_a_running_tier_work_and_gc_is_refused(tmp_path: Path, blocks: list[Block]) -> None:
     for path in (tmp_path / "cache").glob("catalogue*"):
         path.unlink()
     assert len(list_blocks(tmp_path / "cache").rows) == 6
@@ -55,7 +55,7 @@ def test_a_listing_needs_no_catalogue_and_disturbs_no_server(tmp_path: Path, blo
     tier.close()
 
 
-def test_verifying_finds_every_kind_of_damage_and_changes_nothing(tmp_path: Path, blocks: list[Block]) -> None:
+def test_verify_damaged_folder_reports_each_damage_and_changes_nothing(tmp_path: Path, blocks: list[Block]) -> None:
     directory = tmp_path / "cache"
     flip(path_of(directory, blocks[1]), 4100)
     flip(path_of(directory, blocks[2]), 600)
@@ -73,7 +73,9 @@ def test_verifying_finds_every_kind_of_damage_and_changes_nothing(tmp_path: Path
     assert all(path_of(directory, block).exists() for block in blocks)
 
 
-def test_garbage_is_collected_and_the_rest_is_served(tmp_path: Path, blocks: list[Block]) -> None:
+def test_collect_garbage_deletes_what_find_garbage_reports_and_keeps_valid_blocks(
+    tmp_path: Path, blocks: list[Block]
+) -> None:
     directory = tmp_path / "cache"
     path_of(directory, blocks[2]).unlink()  # orphans 3 and 4
     other = path_of(directory, blocks[1])
@@ -99,13 +101,13 @@ def test_garbage_is_collected_and_the_rest_is_served(tmp_path: Path, blocks: lis
     tier.close()
 
 
-def test_a_part_without_its_base_is_an_orphan(tmp_path: Path, blocks: list[Block]) -> None:
+def test_orphans_missing_base_includes_its_parts_and_descendants(tmp_path: Path, blocks: list[Block]) -> None:
     path_of(tmp_path / "cache", blocks[0]).unlink()
     left = orphans(list_blocks(tmp_path / "cache").rows)
     assert set(left) == {block.id for block in blocks[1:]}
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_inspect_missing_folder_is_refused_and_creates_nothing(tmp_path: Path) -> None:
     for look in (list_blocks, find_garbage, collect_garbage):
         with pytest.raises(ConfigError, match="no disk cache at"):
             look(tmp_path / "nowhere")

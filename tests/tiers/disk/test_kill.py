@@ -43,7 +43,7 @@ def run(directory: Path, mode: str, count: int, seed: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("mode", "count"), [("random", NUM_KILLS), ("steps", NUM_STEPS)])
-def test_killed_while_writing(tmp_path: Path, mode: str, count: int) -> None:
+def test_kill_while_writing_loses_nothing_reported_as_written(tmp_path: Path, mode: str, count: int) -> None:
     found = run(tmp_path / "cache", mode, count, seed=20)
     assert {name: found[name] for name in WRONG} == dict.fromkeys(WRONG, 0)
     assert found["kills"] == count

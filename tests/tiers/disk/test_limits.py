@@ -19,7 +19,7 @@ from tests.tiers.disk.faults import FaultyFiles
 MIB = 1 << 20
 
 
-def test_the_limit_holds_under_ten_times_its_size(tmp_path: Path) -> None:
+def test_limit_holds_at_every_moment_under_ten_times_its_size(tmp_path: Path) -> None:
     """Looked at from outside, at every moment, by another thread."""
     directory = tmp_path / "cache"
     limit_bytes = 2 * MIB
@@ -57,7 +57,7 @@ def assert_chains_are_whole(rows: list[BlockRecord]) -> None:
     assert all(row.parent == row.root or row.parent in keys for row in rows)
 
 
-def test_least_recently_used_chains_go_first(tmp_path: Path) -> None:
+def test_limit_evicts_least_recently_used_chains_first(tmp_path: Path) -> None:
     now = [1000.0]
     tier = open_tier(tmp_path / "cache", 2_400_000, clock=lambda: now[0])
     chains = [make_chain(3, seed=seed, num_values=12_000) for seed in range(4)]
@@ -81,7 +81,7 @@ def test_least_recently_used_chains_go_first(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_pinned_blocks_and_what_they_hang_on_stay(tmp_path: Path) -> None:
+def test_limit_keeps_pinned_blocks_and_their_ancestors(tmp_path: Path) -> None:
     pinned = make_chain(3, num_values=12_000)
     tier = open_tier(tmp_path / "cache", 2 * MIB, is_pinned=lambda key: key == pinned[2].key)
     for seed in range(1, 20):
@@ -93,7 +93,7 @@ def test_pinned_blocks_and_what_they_hang_on_stay(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_chain_longer_than_the_disk_keeps_its_beginning(tmp_path: Path) -> None:
+def test_limit_chain_longer_than_the_disk_keeps_its_prefix(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "cache", 2 * MIB)
     blocks = make_chain(40, num_values=12_000)
     for block in blocks:
@@ -107,7 +107,7 @@ def test_a_chain_longer_than_the_disk_keeps_its_beginning(tmp_path: Path) -> Non
     tier.close()
 
 
-def test_what_hangs_on_a_block_without_room_takes_none_from_its_own_chain(tmp_path: Path) -> None:
+def test_limit_descendants_of_a_dropped_block_evict_none_of_their_chain(tmp_path: Path) -> None:
     """However much later it comes."""
     tier = open_tier(tmp_path / "cache", 2 * MIB)
     blocks = make_chain(24, num_values=12_000)
@@ -123,7 +123,7 @@ def test_what_hangs_on_a_block_without_room_takes_none_from_its_own_chain(tmp_pa
     tier.close()
 
 
-def test_what_nobody_asked_for_in_time_goes_at_the_next_start(tmp_path: Path) -> None:
+def test_ttl_evicts_unused_entries_at_the_next_start(tmp_path: Path) -> None:
     now = [1000.0]
     pinned = make_chain(2, seed=3)
     settings: dict[str, Any] = {"clock": lambda: now[0], "ttl_s": 60.0}
@@ -148,7 +148,7 @@ def test_what_nobody_asked_for_in_time_goes_at_the_next_start(tmp_path: Path) ->
     tier.close()
 
 
-def test_the_time_to_live_counts_from_the_last_use_and_not_from_the_writing(tmp_path: Path) -> None:
+def test_ttl_counts_from_the_last_use(tmp_path: Path) -> None:
     now = [1000.0]
     tier = open_tier(tmp_path / "cache", ttl_s=60.0, clock=lambda: now[0])
     old, new = make_block(1), make_block(2)
@@ -167,7 +167,7 @@ def test_the_time_to_live_counts_from_the_last_use_and_not_from_the_writing(tmp_
     tier.close()
 
 
-def test_a_block_that_has_little_time_left_goes_in_time(tmp_path: Path) -> None:
+def test_ttl_of_a_new_block_ends_before_the_planned_wait_evicts_in_time(tmp_path: Path) -> None:
     """However long the wait was that was planned before it came."""
     tier = open_tier(tmp_path / "cache", ttl_s=3600.0)
     assert tier.flush(10).is_empty
@@ -181,7 +181,7 @@ def test_a_block_that_has_little_time_left_goes_in_time(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_what_nobody_asks_for_in_time_goes_while_nothing_happens(tmp_path: Path) -> None:
+def test_ttl_evicts_unused_entries_of_an_idle_tier(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "cache", ttl_s=0.01)
     for block in make_chain(3):
         tier.put(block)
@@ -194,7 +194,7 @@ def test_what_nobody_asks_for_in_time_goes_while_nothing_happens(tmp_path: Path)
     tier.close()
 
 
-def test_extra_parts_go_before_their_base(tmp_path: Path) -> None:
+def test_limit_evicts_checkpoint_parts_before_their_base(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "cache", 2 * MIB)
     bases = make_chain(4, num_values=6_000)
     parts = [
@@ -212,7 +212,7 @@ def test_extra_parts_go_before_their_base(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_too_large_for_the_limit(tmp_path: Path) -> None:
+def test_put_block_above_the_limit_is_refused_or_dropped(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "cache", 200_000)
     assert tier.put(make_block(num_values=100_000)) == Refused(Refusal.TOO_LARGE)
     tier.put(make_block(num_values=100))
@@ -222,7 +222,7 @@ def test_too_large_for_the_limit(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_lowered_limit_holds_from_the_start_whatever_is_free(tmp_path: Path) -> None:
+def test_limit_lowered_holds_from_the_start(tmp_path: Path) -> None:
     directory = tmp_path / "cache"
     tier = open_tier(directory, 64 * MIB)
     for seed in range(20):
@@ -242,7 +242,7 @@ def test_a_lowered_limit_holds_from_the_start_whatever_is_free(tmp_path: Path) -
     tier.close()
 
 
-def test_what_is_over_the_limit_goes_before_the_reserve_is_looked_at(tmp_path: Path) -> None:
+def test_limit_is_enforced_before_the_reserve_is_checked(tmp_path: Path) -> None:
     directory = tmp_path / "cache"
     tier = open_tier(directory, 3 * MIB, files=FaultyFiles(free=MIB), reserve_bytes=64 * MIB)
     assert tier.flush(10).is_empty
@@ -265,7 +265,7 @@ def test_what_is_over_the_limit_goes_before_the_reserve_is_looked_at(tmp_path: P
     tier.close()
 
 
-def test_the_volumes_reserve_is_respected(tmp_path: Path) -> None:
+def test_reserve_replaces_blocks_near_it_and_drops_them_below_it(tmp_path: Path) -> None:
     files = FaultyFiles(free=100 * MIB)
     tier = open_tier(tmp_path / "cache", 50 * MIB, files=files, reserve_bytes=90 * MIB)
     blocks = make_chain(4, num_values=12_000)
@@ -288,7 +288,7 @@ def test_the_volumes_reserve_is_respected(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_second_touch(tmp_path: Path) -> None:
+def test_second_touch_accepts_reused_blocks_only(tmp_path: Path) -> None:
     """However often it is offered: only who asks decides."""
     tier = open_tier(tmp_path / "cache", second_touch=True)
     block = make_block()
@@ -298,7 +298,7 @@ def test_second_touch(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_the_daily_budget_survives_a_restart_and_ends_at_midnight(tmp_path: Path) -> None:
+def test_daily_budget_survives_a_restart_and_ends_at_midnight(tmp_path: Path) -> None:
     now = [86_400.0 * 5 + 100]
     settings = {"daily_write_bytes": 60_000, "clock": lambda: now[0]}
     tier = open_tier(tmp_path / "cache", **settings)
@@ -322,7 +322,7 @@ def test_the_daily_budget_survives_a_restart_and_ends_at_midnight(tmp_path: Path
     tier.close()
 
 
-def test_no_more_is_written_than_the_budget_allows(tmp_path: Path) -> None:
+def test_daily_budget_bounds_written_bytes_of_files(tmp_path: Path) -> None:
     """Files are larger than their tensors, by which blocks are taken."""
     now = [86_400.0 * 5]
     tier = open_tier(tmp_path / "cache", daily_write_bytes=60_000, clock=lambda: now[0])
@@ -343,7 +343,7 @@ def test_no_more_is_written_than_the_budget_allows(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_what_could_not_be_written_does_not_count_for_the_budget() -> None:
+def test_daily_budget_returned_bytes_do_not_count() -> None:
     budget = DailyWriteBudget(100)
     for _ in range(10):
         assert budget.take(60, now=0)
@@ -353,7 +353,7 @@ def test_what_could_not_be_written_does_not_count_for_the_budget() -> None:
     assert budget.written_bytes(now=86_401) == 0
 
 
-def test_what_is_queued_counts_for_the_budget() -> None:
+def test_daily_budget_counts_queued_bytes() -> None:
     budget = DailyWriteBudget(100)
 
     def allows(nbytes: int, queued_bytes: int, now: float) -> bool:

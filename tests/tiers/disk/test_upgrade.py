@@ -77,7 +77,7 @@ def set_format(path: Path, version: str) -> int:
 
 @pytest.mark.parametrize("is_catalogue_lost", [False, True])
 @pytest.mark.parametrize("version", ["0", "2", "x"])
-def test_blocks_of_an_older_or_a_newer_format_are_removed_with_one_line(
+def test_blocks_of_another_format_are_removed_with_one_line(
     tmp_path: Path, version: str, is_catalogue_lost: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = tmp_path / "cache"
@@ -111,7 +111,7 @@ def test_blocks_of_an_older_or_a_newer_format_are_removed_with_one_line(
     assert "open" not in files.steps
 
 
-def test_an_upgrade_keeps_what_can_be_read_however_often_it_is_cut_short(tmp_path: Path) -> None:
+def test_upgrade_interrupted_keeps_readable_blocks(tmp_path: Path) -> None:
     directory = tmp_path / "cache"
     blocks = written(directory)
     for _ in range(2):

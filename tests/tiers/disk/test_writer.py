@@ -46,7 +46,7 @@ def make_writer(
     return DiskWriter(Publishing(publish), options, counters, RemovalLog(), lambda: None)
 
 
-def test_a_parent_stays_for_a_child_that_comes_while_another_block_is_written() -> None:
+def test_writer_child_queued_during_a_write_keeps_its_parent() -> None:
     parent, child = make_chain(2)
     has_begun, goes_on = threading.Event(), threading.Event()
     kept_for: list[frozenset[bytes]] = []
@@ -70,7 +70,7 @@ def test_a_parent_stays_for_a_child_that_comes_while_another_block_is_written() 
 @pytest.mark.parametrize(
     "outcome", [WriteFailed(Fault.NO_SPACE, ""), DroppedBlock(DropReason.RESERVE), DroppedBlock(DropReason.NO_ROOM)]
 )
-def test_what_is_given_up_takes_along_what_hangs_on_it_and_nothing_else(outcome: WriteFailed | DroppedBlock) -> None:
+def test_writer_dropped_block_drops_its_descendants_only(outcome: WriteFailed | DroppedBlock) -> None:
     first, second, third = make_chain(3)
     mark = replace(third, part="mark")
     other, tried, goes_on = make_block(9), list[Block](), threading.Event()
@@ -92,7 +92,7 @@ def test_what_is_given_up_takes_along_what_hangs_on_it_and_nothing_else(outcome:
     assert writer.close(10)
 
 
-def test_a_block_that_can_never_be_written_keeps_the_others_waiting_only_so_long() -> None:
+def test_writer_block_that_always_fails_is_dropped_after_max_attempts() -> None:
     bad, good = make_block(1), make_block(2)
     num_attempts, is_written = 0, threading.Event()
 
@@ -114,7 +114,7 @@ def test_a_block_that_can_never_be_written_keeps_the_others_waiting_only_so_long
     assert writer.close(10)
 
 
-def test_a_block_that_is_larger_than_the_queue_is_taken_alone() -> None:
+def test_queue_block_above_the_limit_is_accepted_when_empty() -> None:
     first, second = make_chain(2)
     goes_on, written = threading.Event(), list[Block]()
 

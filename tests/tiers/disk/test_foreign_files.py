@@ -70,7 +70,7 @@ def stranger(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, list
     return directory, blocks
 
 
-def test_looking_at_a_folder_does_not_hang(stranger: tuple[Path, list]) -> None:
+def test_inspect_foreign_file_under_a_block_name_reports_it_without_hanging(stranger: tuple[Path, list]) -> None:
     directory, blocks = stranger
     path = path_of(directory, blocks[1])
     listing = in_time(lambda: list_blocks(directory))
@@ -85,7 +85,7 @@ def test_looking_at_a_folder_does_not_hang(stranger: tuple[Path, list]) -> None:
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "gc"])
-def test_the_commands_do_not_hang_on_a_pipe(tmp_path: Path, command: str) -> None:
+def test_cache_command_pipe_under_a_block_name_does_not_hang(tmp_path: Path, command: str) -> None:
     tier = open_tier(tmp_path / "cache")
     blocks = make_chain(2)
     put_all(tier, blocks)
@@ -105,7 +105,7 @@ def test_the_commands_do_not_hang_on_a_pipe(tmp_path: Path, command: str) -> Non
 
 
 @pytest.mark.parametrize("is_catalogue_lost", [True, False])
-def test_a_server_does_not_hang(stranger: tuple[Path, list], is_catalogue_lost: bool) -> None:
+def test_tier_foreign_file_under_a_block_name_is_a_miss(stranger: tuple[Path, list], is_catalogue_lost: bool) -> None:
     directory, blocks = stranger
     if is_catalogue_lost:
         lose_catalogue(directory)
@@ -122,7 +122,7 @@ def test_a_server_does_not_hang(stranger: tuple[Path, list], is_catalogue_lost: 
     tier.close()
 
 
-def test_a_block_is_written_in_place_of_it_unless_it_is_a_folder(stranger: tuple[Path, list]) -> None:
+def test_put_replaces_a_foreign_file_and_drops_the_block_for_a_folder(stranger: tuple[Path, list]) -> None:
     directory, blocks = stranger
     is_folder = path_of(directory, blocks[1]).is_dir()
     lose_catalogue(directory)
@@ -143,7 +143,7 @@ def test_a_block_is_written_in_place_of_it_unless_it_is_a_folder(stranger: tuple
 
 
 @pytest.mark.parametrize("name", ["lock", "catalogue.sqlite", "catalogue.sqlite-wal", "blocks", "tmp", "quarantine"])
-def test_a_pipe_in_place_of_one_of_our_files_or_folders_is_refused(tmp_path: Path, name: str) -> None:
+def test_pipe_under_a_name_of_the_cache_is_refused(tmp_path: Path, name: str) -> None:
     tier = open_tier(tmp_path / "cache")
     put_all(tier, make_chain(1))
     tier.close()
@@ -172,7 +172,7 @@ def modes(directory: Path) -> set[int]:
     return {stat.S_IMODE(path.stat().st_mode) for path in (directory, *directory.rglob("*"))}
 
 
-def test_a_folder_that_was_made_before_is_closed_to_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_open_existing_folder_makes_it_private(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = tmp_path / "cache"
     directory.mkdir()
     directory.chmod(0o755)
@@ -190,7 +190,7 @@ def test_a_folder_that_was_made_before_is_closed_to_others(tmp_path: Path, caplo
 
 
 @pytest.mark.parametrize("step", ["refused", "without effect"])
-def test_it_is_said_where_a_folder_cannot_be_closed(
+def test_open_folder_that_cannot_be_made_private_warns_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = tmp_path / "cache"
@@ -220,7 +220,7 @@ class FilesOfAnotherUser(Files):
 
 
 @pytest.mark.parametrize("name", ["cache", "lock", "blocks", "tmp", "quarantine", "catalogue.sqlite"])
-def test_a_folder_of_another_user_is_refused_and_left_as_it_is(tmp_path: Path, name: str) -> None:
+def test_open_entry_of_another_user_is_refused_and_unchanged(tmp_path: Path, name: str) -> None:
     open_tier(tmp_path / "cache").close()
     before = sorted(path.name for path in (tmp_path / "cache").iterdir())
     with pytest.raises(ConfigError, match=rf"{name} belongs to another user \(user id {os.geteuid() + 4711}\)"):

@@ -59,7 +59,7 @@ def chain_of(span: Span) -> list[Block]:
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_a_span_takes_hardly_more_on_the_disk_than_in_memory(name: str, dtype: mx.Dtype, tmp_path: Path) -> None:
+def test_span_on_disk_takes_at_most_2_percent_more_than_in_memory(name: str, dtype: mx.Dtype, tmp_path: Path) -> None:
     span = random_span(name, dtype)
     tier = open_tier(tmp_path / "cache", 1 << 30)
     blocks = chain_of(span)

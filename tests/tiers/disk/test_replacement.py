@@ -22,7 +22,7 @@ def larger(block: Block) -> Block:
 
 
 @pytest.mark.parametrize("step", ["create", "write", "sync", "rename", "sync_folder"])
-def test_a_replacement_that_fails_leaves_what_is_there_counted(tmp_path: Path, step: str) -> None:
+def test_replacement_fails_at_any_step_usage_and_reads_match_the_disk(tmp_path: Path, step: str) -> None:
     files = FaultyFiles()
     tier = open_tier(tmp_path / "cache", files=files)
     old, child = make_chain(2)
@@ -53,7 +53,7 @@ def test_a_replacement_that_fails_leaves_what_is_there_counted(tmp_path: Path, s
     tier.close()
 
 
-def test_a_block_that_was_cleared_and_fails_to_come_again_leaves_all_the_same(tmp_path: Path) -> None:
+def test_replacement_of_a_cleared_block_fails_block_stays_cleared_after_restart(tmp_path: Path) -> None:
     """Its old file is still there and must not be taken for a block after a restart."""
 
     class NoNewBlocks(FaultyFiles):

@@ -50,7 +50,7 @@ class Work:
     st.lists(st.floats(0, 0.1), min_size=1, max_size=50),
     st.floats(0.01, 1.0),
 )
-def test_work_and_rests_keep_to_the_share(lengths_s: list[float], share: float) -> None:
+def test_throttle_rests_match_the_share(lengths_s: list[float], share: float) -> None:
     work = Work(share)
     for length_s in lengths_s:
         work.do(length_s)
@@ -61,13 +61,13 @@ def test_work_and_rests_keep_to_the_share(lengths_s: list[float], share: float) 
 
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.5])
-def test_a_share_that_makes_no_sense_is_refused(share: float) -> None:
+def test_throttle_share_out_of_range_is_refused(share: float) -> None:
     with pytest.raises(ValueError, match="at most 1"):
         Throttle(lambda _: None, share=share)
 
 
 @given(st.sampled_from([0, 1, SLICE_BYTES - 1, SLICE_BYTES, SLICE_BYTES + 1, 3 * SLICE_BYTES]))
-def test_strides_are_the_whole_content_in_order(nbytes: int) -> None:
+def test_slices_join_to_the_whole_content(nbytes: int) -> None:
     content = (b"0123456789abcdef!" * (nbytes // 17 + 1))[:nbytes]
     strides = list(slices_of(memoryview(content)))
     assert b"".join(strides) == content
@@ -75,7 +75,7 @@ def test_strides_are_the_whole_content_in_order(nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("checksum", list(Checksum))
-def test_a_checksum_in_strides_is_that_of_the_whole(checksum: Checksum) -> None:
+def test_checksum_in_slices_equals_that_of_the_whole(checksum: Checksum) -> None:
     content = memoryview(bytes(range(256)) * (5 * SLICE_BYTES // 512))
     num_strides = 0
 
@@ -98,7 +98,7 @@ def put_all(tier: DiskTier, blocks: list[Block]) -> None:
     assert [tier.put(block) for block in blocks] == [Accepted()] * len(blocks)
 
 
-def test_a_flush_does_not_wait_for_rests_and_what_rests_can_be_read(tmp_path: Path) -> None:
+def test_flush_ends_a_rest_and_resting_blocks_are_readable(tmp_path: Path) -> None:
     tier = resting_tier(tmp_path)
     block = make_block(num_values=NUM_VALUES)
     put_all(tier, [block])
@@ -110,7 +110,7 @@ def test_a_flush_does_not_wait_for_rests_and_what_rests_can_be_read(tmp_path: Pa
     tier.close()
 
 
-def test_a_queue_that_is_more_than_a_quarter_full_is_written_without_rests(tmp_path: Path) -> None:
+def test_queue_above_a_quarter_is_written_without_rests(tmp_path: Path) -> None:
     blocks = make_chain(4, num_values=NUM_VALUES)
     written = threading.Semaphore(0)
     files = FaultyFiles(before={"rename": lambda: written.release()})
@@ -122,7 +122,7 @@ def test_a_queue_that_is_more_than_a_quarter_full_is_written_without_rests(tmp_p
     tier.close()
 
 
-def test_closing_ends_a_rest_and_finishes_the_block_at_hand(tmp_path: Path) -> None:
+def test_close_ends_a_rest_and_finishes_the_current_block(tmp_path: Path) -> None:
     tier = resting_tier(tmp_path)
     put_all(tier, make_chain(2, num_values=NUM_VALUES))
     tier.close()
@@ -132,7 +132,7 @@ def test_closing_ends_a_rest_and_finishes_the_block_at_hand(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux only")
-def test_the_writer_gives_way_to_a_process_that_gives_way_itself(tmp_path: Path) -> None:
+def test_writer_of_a_niced_thread_is_nicer_still(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
 
     def run() -> None:

@@ -35,7 +35,7 @@ from tests.tiers.disk.blocks import (
 from tests.tiers.disk.faults import FaultyFiles, wait_for
 
 
-def test_blocks_come_back_from_the_disk(tier: DiskTier) -> None:
+def test_read_written_blocks_returns_them_from_the_disk(tier: DiskTier) -> None:
     blocks = make_chain(5)
     put_all(tier, blocks)
     assert all(is_same(read_now(tier, block.id, root=ROOT), block) for block in blocks)
@@ -44,7 +44,7 @@ def test_blocks_come_back_from_the_disk(tier: DiskTier) -> None:
     assert tier.usage().num_tokens == 20
 
 
-def test_every_dtype_after_a_restart(tmp_path: Path) -> None:
+def test_read_every_dtype_after_restart_returns_the_same_bytes(tmp_path: Path) -> None:
     generator = np.random.default_rng(3)
     plain = make_block()
     tensors = {dtype: random_tensor(generator, dtype, (2, 3, 7)) for dtype in ITEM_BYTES}
@@ -70,7 +70,7 @@ def match(tier: DiskTier, token_ids: np.ndarray, chain) -> int:
             return position
 
 
-def test_a_prompt_is_matched_by_parent_and_length(tmp_path: Path) -> None:
+def test_lengths_and_find_match_a_prompt_up_to_the_changed_token(tmp_path: Path) -> None:
     from kvstrata.prefix_cache.keys import chain
 
     tier = open_tier(tmp_path / "cache")
@@ -89,7 +89,7 @@ def test_a_prompt_is_matched_by_parent_and_length(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_parts_of_a_block_come_and_go_alone(tier: DiskTier) -> None:
+def test_remove_checkpoint_part_keeps_the_base(tier: DiskTier) -> None:
     base = make_block()
     mark = Block(base.key, ROOT, ROOT, 0, base.token_ids, {"k.low": base.tensors["k.high"]}, {}, part="mark")
     put_all(tier, [base, mark])
@@ -126,7 +126,7 @@ def held(tmp_path: Path) -> Iterator[Held]:
     held.tier.close()
 
 
-def test_blocks_in_the_queue_are_found_and_read(held: Held) -> None:
+def test_read_queued_blocks_returns_them_before_they_are_written(held: Held) -> None:
     blocks = make_chain(3)
     for block in blocks:
         assert held.tier.put(block) == Accepted()
@@ -147,7 +147,7 @@ def test_blocks_in_the_queue_are_found_and_read(held: Held) -> None:
     assert is_same(read_now(held.tier, blocks[2].id, root=ROOT), blocks[2])
 
 
-def test_a_full_queue_refuses_and_counts_and_never_waits(held: Held) -> None:
+def test_put_full_queue_refuses_without_waiting(held: Held) -> None:
     blocks = make_chain(40)
     started = time.monotonic()
     answers = [held.tier.put(block) for block in blocks]
@@ -162,7 +162,7 @@ def test_a_full_queue_refuses_and_counts_and_never_waits(held: Held) -> None:
     assert held.tier.put(huge) == Refused(Refusal.QUEUE_FULL)
 
 
-def test_a_flush_that_has_no_time_says_what_is_left(held: Held) -> None:
+def test_flush_timeout_reports_what_is_left(held: Held) -> None:
     blocks = make_chain(3)
     for block in blocks:
         held.tier.put(block)
@@ -170,7 +170,7 @@ def test_a_flush_that_has_no_time_says_what_is_left(held: Held) -> None:
     assert (left.is_empty, left.num_left, left.bytes_left) == (False, 3, sum(block.nbytes for block in blocks))
 
 
-def test_closing_drops_what_is_queued_and_counts_it(tmp_path: Path) -> None:
+def test_close_drops_and_counts_queued_blocks(tmp_path: Path) -> None:
     held = Held(tmp_path / "cache")
     blocks = make_chain(4)
     for block in blocks:
@@ -188,7 +188,7 @@ def test_closing_drops_what_is_queued_and_counts_it(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_what_is_there_is_not_written_again(tier: DiskTier) -> None:
+def test_put_present_block_is_refused_unless_it_replaces(tier: DiskTier) -> None:
     block = make_block()
     put_all(tier, [block])
     assert tier.put(block) == Refused(Refusal.PRESENT)
@@ -199,7 +199,7 @@ def test_what_is_there_is_not_written_again(tier: DiskTier) -> None:
     assert tier.usage().num_blocks == 1
 
 
-def test_reads_are_delivered_in_order_one_at_a_time(tier: DiskTier) -> None:
+def test_read_delivers_results_in_order_one_at_a_time(tier: DiskTier) -> None:
     blocks = make_chain(30, num_values=2000)
     put_all(tier, blocks)
     tier.remove([blocks[7].id])
@@ -219,7 +219,7 @@ def test_reads_are_delivered_in_order_one_at_a_time(tier: DiskTier) -> None:
     assert tier.usage().num_pending_reads == 0
 
 
-def test_a_cancelled_read_delivers_nothing_more(tmp_path: Path) -> None:
+def test_read_cancelled_delivers_nothing(tmp_path: Path) -> None:
     go_on = threading.Event()
     files = FaultyFiles()
     tier = open_tier(tmp_path / "cache", files=files)
@@ -239,7 +239,7 @@ def test_a_cancelled_read_delivers_nothing_more(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_no_more_is_read_ahead_than_the_bound(tmp_path: Path) -> None:
+def test_read_ahead_is_bounded_by_unreleased_bytes(tmp_path: Path) -> None:
     blocks = make_chain(12, num_values=20_000)
     file_bytes = 4096 * -(-blocks[0].nbytes // 4096) + 4096
     tier = open_tier(tmp_path / "cache", read_ahead_bytes=3 * file_bytes)
@@ -273,7 +273,9 @@ def test_no_more_is_read_ahead_than_the_bound(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_delivery_that_fails_stops_nobody(tier: DiskTier, caplog: pytest.LogCaptureFixture) -> None:
+def test_read_delivery_raises_is_logged_and_later_reads_succeed(
+    tier: DiskTier, caplog: pytest.LogCaptureFixture
+) -> None:
     blocks = make_chain(4)
     put_all(tier, blocks)
 
@@ -286,7 +288,7 @@ def test_a_delivery_that_fails_stops_nobody(tier: DiskTier, caplog: pytest.LogCa
     assert is_same(read_now(tier, blocks[0].id, root=ROOT), blocks[0])
 
 
-def test_an_unknown_block_is_absent_and_leaves_no_trace(tier: DiskTier) -> None:
+def test_read_unknown_block_is_absent_and_leaves_no_record(tier: DiskTier) -> None:
     unknown = BlockId(bytes(32))
     assert read_now(tier, unknown, root=ROOT) == Missing(unknown, MissReason.ABSENT)
     assert not tier.blocks.find(unknown.key)
@@ -294,7 +296,7 @@ def test_an_unknown_block_is_absent_and_leaves_no_trace(tier: DiskTier) -> None:
     assert tier.usage().counters["missed"] == {"absent": 1}
 
 
-def test_a_file_that_somebody_deleted_is_forgotten(tier: DiskTier, tmp_path: Path) -> None:
+def test_read_deleted_file_is_absent_and_forgets_the_record(tier: DiskTier, tmp_path: Path) -> None:
     blocks = make_chain(2)
     put_all(tier, blocks)
     next((tmp_path / "cache").rglob(f"{blocks[1].key.hex()}*")).unlink()
@@ -304,20 +306,20 @@ def test_a_file_that_somebody_deleted_is_forgotten(tier: DiskTier, tmp_path: Pat
     assert tier.usage().num_blocks == 1
 
 
-def test_the_second_server_is_refused(tier: DiskTier, tmp_path: Path) -> None:
+def test_open_folder_in_use_is_refused_with_its_process_id(tier: DiskTier, tmp_path: Path) -> None:
     with pytest.raises(CacheDirectoryBusy, match=rf"process {os.getpid()}\).*--disk-cache-dir"):
         open_tier(tmp_path / "cache")
     tier.close()
     open_tier(tmp_path / "cache").close()
 
 
-def test_a_folder_that_cannot_be_used_is_said_at_once(tmp_path: Path) -> None:
+def test_open_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(ConfigError, match="cannot hold the disk cache"):
         open_tier(tmp_path / "file")
 
 
-def test_only_the_owner_can_read(tier: DiskTier, tmp_path: Path) -> None:
+def test_files_and_folders_are_private_to_the_owner(tier: DiskTier, tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         put_all(tier, make_chain(3))
@@ -330,7 +332,7 @@ def test_only_the_owner_can_read(tier: DiskTier, tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
-def test_clearing_one_root_leaves_the_other(tier: DiskTier, tmp_path: Path) -> None:
+def test_clear_one_root_keeps_the_other(tier: DiskTier, tmp_path: Path) -> None:
     ours, theirs = make_chain(4), make_chain(3, seed=1, root=OTHER_ROOT)
     put_all(tier, [*ours, *theirs])
     removed = tier.clear(ROOT)
@@ -344,7 +346,7 @@ def test_clearing_one_root_leaves_the_other(tier: DiskTier, tmp_path: Path) -> N
     assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
 
 
-def test_clearing_reaches_the_queue_and_what_is_being_written(held: Held) -> None:
+def test_clear_drops_queued_blocks_and_the_one_being_written(held: Held) -> None:
     blocks = make_chain(4)
     for block in blocks:
         held.tier.put(block)
@@ -356,14 +358,14 @@ def test_clearing_reaches_the_queue_and_what_is_being_written(held: Held) -> Non
     assert held.tier.usage().num_blocks == 0
 
 
-def test_usage_is_what_the_disk_says(tier: DiskTier, tmp_path: Path) -> None:
+def test_usage_equals_allocated_bytes_of_the_folder(tier: DiskTier, tmp_path: Path) -> None:
     put_all(tier, make_chain(50, num_values=700))
     usage = tier.usage()
     assert usage.disk_bytes == real_bytes(tmp_path / "cache")
     assert usage.block_bytes == sum(p.stat().st_blocks * 512 for p in (tmp_path / "cache").rglob("*.safetensors"))
 
 
-def test_read_speed_is_measured(tier: DiskTier) -> None:
+def test_rates_after_reads_are_measured(tier: DiskTier) -> None:
     assert tier.rates.num_blocks == 0
     assert tier.rates.seconds_for(10**9, 100) == 0
     blocks = make_chain(6, num_values=50_000)
@@ -376,7 +378,7 @@ def test_read_speed_is_measured(tier: DiskTier) -> None:
     assert rates.seconds_for(10**9, 100) == pytest.approx(10**9 / rates.read_bytes_per_s, rel=0.1)
 
 
-def test_a_slow_disk_is_seen_as_slow(tmp_path: Path) -> None:
+def test_rates_slow_disk_includes_its_latency(tmp_path: Path) -> None:
     files = FaultyFiles()
     tier = open_tier(tmp_path / "cache", files=files, num_readers=1)
     blocks = make_chain(4)
@@ -388,7 +390,7 @@ def test_a_slow_disk_is_seen_as_slow(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_no_thread_is_left(tmp_path: Path) -> None:
+def test_close_leaves_no_thread(tmp_path: Path) -> None:
     before = threading.active_count()
     for _ in range(3):
         tier = open_tier(tmp_path / "cache")
@@ -397,7 +399,7 @@ def test_no_thread_is_left(tmp_path: Path) -> None:
     assert threading.active_count() == before
 
 
-def test_a_disk_that_hangs_does_not_hang_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_close_hanging_disk_returns_after_the_timeout(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     held = Held(tmp_path / "cache")
     held.tier.put(make_block())
     while "sync" not in held.files.steps:
