@@ -242,12 +242,12 @@ def make_computing_take(core: EngineCore, seconds: float) -> None:
     core.speeds.alone.add_work(700, seconds)
 
 
-def disk_rates(engine: Engine) -> read_rates.Rates:
+def disk_rates(engine: Engine) -> read_rates.ReadRates:
     return engine.ask(lambda core: core.prefix_cache.disk.tier.rates).result(60)
 
 
 @pytest.mark.cache_faults
-@pytest.mark.parametrize("name", ["rates", "look", "read"])
+@pytest.mark.parametrize("name", ["rates", "start_lookup", "read"])
 def test_tier_that_raises_is_a_miss_for_the_request_that_asked(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

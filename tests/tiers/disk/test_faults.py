@@ -17,7 +17,7 @@ from kvstrata.tiers.disk.filesystem import Files
 from kvstrata.tiers.disk.folder import file_name
 from kvstrata.tiers.disk.tier import DiskTier
 from kvstrata.tiers.interface import Accepted, Refusal, Refused
-from kvstrata.tiers.read_pool import Missing
+from kvstrata.tiers.read_pool import MissingBlock
 from kvstrata.tiers.write_limits import Backoff
 from tests.tiers.disk.blocks import (
     ROOT,
@@ -130,10 +130,10 @@ def test_read_too_many_unreadable_blocks_avoids_the_newest(
     put_all(tier, blocks)
     files.before = {"open": fail(errno.EIO)}
     for block in blocks:
-        assert isinstance(read_now(tier, block.id, root=ROOT), Missing)
+        assert isinstance(read_now(tier, block.id, root=ROOT), MissingBlock)
     files.before = {}
     assert is_same(read_now(tier, blocks[0].id, root=ROOT), blocks[0])
-    assert all(isinstance(read_now(tier, block.id, root=ROOT), Missing) for block in blocks[1:])
+    assert all(isinstance(read_now(tier, block.id, root=ROOT), MissingBlock) for block in blocks[1:])
 
 
 @pytest.mark.parametrize(("code", "fault"), CODES)
@@ -147,12 +147,12 @@ def test_read_fails_is_a_miss_and_avoids_the_block(
     assert tier.flush(10).is_empty
     files.before = {step: fail(code)}
     for block in blocks[:2]:
-        assert read_now(tier, block.id, root=ROOT) == Missing(block.id, fault)
+        assert read_now(tier, block.id, root=ROOT) == MissingBlock(block.id, fault)
     assert caplog.text.count("cannot be read") == 1
     files.before = {}
     # What could not be read is left alone for a while; the others are served.
     num_steps = len(files.steps)
-    assert read_now(tier, blocks[0].id, root=ROOT) == Missing(blocks[0].id, fault)
+    assert read_now(tier, blocks[0].id, root=ROOT) == MissingBlock(blocks[0].id, fault)
     assert len(files.steps) == num_steps
     assert not tier.blocks.find(blocks[0].key)
     assert is_same(read_now(tier, blocks[2].id, root=ROOT), blocks[2])
@@ -167,7 +167,7 @@ def test_read_unreadable_block_after_a_minute_is_retried(tmp_path: Path, files: 
     tier.put(block)
     assert tier.flush(10).is_empty
     files.before = {"read_into": fail(errno.EIO)}
-    assert read_now(tier, block.id, root=ROOT) == Missing(block.id, Fault.IO_ERROR)
+    assert read_now(tier, block.id, root=ROOT) == MissingBlock(block.id, Fault.IO_ERROR)
     files.before = {}
     now[0] += 61
     assert tier.blocks.find(block.key)
@@ -181,7 +181,7 @@ def test_folder_vanishes_is_created_again_after_the_pause(tier: DiskTier, tmp_pa
         tier.put(block)
     assert tier.flush(10).is_empty
     shutil.rmtree(tmp_path / "cache")
-    assert isinstance(read_now(tier, blocks[0].id, root=ROOT), Missing)
+    assert isinstance(read_now(tier, blocks[0].id, root=ROOT), MissingBlock)
     assert tier.put(blocks[2]) == Accepted()
     assert tier.flush(10).is_empty
     assert tier.usage().counters["failed"] == {Fault.VANISHED: 1}
@@ -204,7 +204,7 @@ def test_inner_folder_vanishes_is_created_again_at_once(tier: DiskTier, tmp_path
     usage = tier.usage()
     assert usage.counters["failed"] == {}
     assert usage.num_blocks == (1 if name == "blocks" else 3)
-    assert tier.writing().num_faults == (1 if name == "blocks" else 0)  # who put the others should look again
+    assert tier.write_state().num_faults == (1 if name == "blocks" else 0)  # who put the others should look again
     assert is_same(read_now(tier, blocks[2].id, root=ROOT), blocks[2])
     assert usage.disk_bytes == real_bytes(tmp_path / "cache")
 
@@ -385,7 +385,7 @@ def test_write_fails_once_chain_is_written_in_order_after_the_pause(tier: DiskTi
         time.sleep(0.01)
     assert tier.usage().counters["failed"] == {Fault.NO_SPACE: 1}
     assert [row.id for row in records_of(tier)] == [block.id for block in blocks]
-    assert tier.writing().num_faults == 1
+    assert tier.write_state().num_faults == 1
 
 
 def test_end_pause_accepts_blocks_until_the_next_fault(tmp_path: Path, files: FaultyFiles) -> None:

@@ -20,7 +20,7 @@ from kvstrata.tiers.disk.errors import DropReason, Fault
 from kvstrata.tiers.disk.filesystem import Files, FileStatus
 from kvstrata.tiers.disk.inspect import collect_garbage, find_garbage, list_blocks, verify
 from kvstrata.tiers.interface import Accepted
-from kvstrata.tiers.read_pool import Loaded, Missing
+from kvstrata.tiers.read_pool import LoadedBlock, MissingBlock
 from tests.tiers.disk.blocks import ROOT, is_same, make_chain, open_tier, put_all, read_now, real_bytes
 from tests.tiers.disk.faults import FaultyFiles, fail
 from tests.tiers.disk.test_clearing import in_time, lose_catalogue
@@ -112,11 +112,11 @@ def test_tier_foreign_file_under_a_block_name_is_a_miss(stranger: tuple[Path, li
     tier = in_time(lambda: open_tier(directory))
     assert tier.flush(20).is_empty
     assert bool(tier.blocks.find(blocks[1].key)) == (not is_catalogue_lost)
-    results: list[Loaded | Missing] = []
+    results: list[LoadedBlock | MissingBlock] = []
     ids = [block.id for block in blocks]
     assert tier.read([*ids, *ids], results.append, root=ROOT).wait(20)
-    assert [isinstance(result, Loaded) for result in results] == [True, False, True] * 2
-    assert results[1] == Missing(blocks[1].id, Fault.NOT_A_FILE)
+    assert [isinstance(result, LoadedBlock) for result in results] == [True, False, True] * 2
+    assert results[1] == MissingBlock(blocks[1].id, Fault.NOT_A_FILE)
     assert not tier.blocks.find(blocks[1].key)
     assert tier.usage().num_blocks == 2
     tier.close()

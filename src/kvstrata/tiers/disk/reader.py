@@ -32,7 +32,7 @@ from kvstrata.tiers.disk.filesystem import Files, NotAFile, read_all
 from kvstrata.tiers.disk.folder import CacheFolder
 from kvstrata.tiers.disk.index import BlockIndex
 from kvstrata.tiers.interface import BlockEvent, TierCounters
-from kvstrata.tiers.read_pool import Loaded, Missing, MissReason
+from kvstrata.tiers.read_pool import LoadedBlock, MissingBlock, MissReason
 from kvstrata.tiers.read_rates import RateMeter
 
 log = logging.getLogger(__name__)
@@ -137,13 +137,13 @@ class DiskReader:
         self._logged: set[Fault] = set()
         self.meter = RateMeter()
 
-    def load(self, block: BlockId, root: bytes) -> Loaded | Missing:
+    def load(self, block: BlockId, root: bytes) -> LoadedBlock | MissingBlock:
         """Return a verified block, or why it is missing."""
         result = self._load(block, root)
         match result:
-            case Missing(_, reason):
+            case MissingBlock(_, reason):
                 self._counters.add(BlockEvent.MISSED, reason)
-            case Loaded():
+            case LoadedBlock():
                 self._store.index.record_uses([block], self._clock())
         return result
 
@@ -153,39 +153,39 @@ class DiskReader:
             until, fault = self._avoided.get(block, (0.0, Fault.OTHER))
             return [fault] if until > self._clock() else []
 
-    def _load(self, block: BlockId, root: bytes) -> Loaded | Missing:
+    def _load(self, block: BlockId, root: bytes) -> LoadedBlock | MissingBlock:
         for queued in self._find_queued(block):
             if queued.root != root:
-                return Missing(block, Damage.ROOT)
+                return MissingBlock(block, Damage.ROOT)
             self._counters.add(BlockEvent.READ, "queue", nbytes=queued.nbytes)
-            return Loaded(queued)
+            return LoadedBlock(queued)
         if self._store.index.pending.get(block) is not None:
-            return Missing(block, MissReason.ABSENT)  # it was removed, and its file is still there
+            return MissingBlock(block, MissReason.ABSENT)  # it was removed, and its file is still there
         for fault in self.avoided(block):
-            return Missing(block, fault)
+            return MissingBlock(block, fault)
         try:
             return self._load_file(block, root)
         except DamagedBlock as damage:
             self._store.quarantine_block(block, damage.reason)
-            return Missing(block, damage.reason)
+            return MissingBlock(block, damage.reason)
         except FileNotFoundError:
             if self._store.index.get(block) is not None:
                 self._store.forget(block)
-            return Missing(block, MissReason.ABSENT)
+            return MissingBlock(block, MissReason.ABSENT)
         except NotAFile:
             self._counters.add(BlockEvent.FAILED, Fault.NOT_A_FILE)
             self._store.forget(block)
-            return Missing(block, Fault.NOT_A_FILE)
+            return MissingBlock(block, Fault.NOT_A_FILE)
         except OSError as error:
-            return Missing(block, self._avoid(block, error))
+            return MissingBlock(block, self._avoid(block, error))
 
-    def _load_file(self, block: BlockId, root: bytes) -> Loaded:
+    def _load_file(self, block: BlockId, root: bytes) -> LoadedBlock:
         folder = self._store.folder
         with self.meter.reading() as measure:
             found = read_block(folder.files, folder.path(block), block, chain=self._chain, root=root)
             measure(found.nbytes)
         self._counters.add(BlockEvent.READ, "disk", nbytes=found.nbytes)
-        return Loaded(found)
+        return LoadedBlock(found)
 
     def _avoid(self, block: BlockId, error: OSError) -> Fault:
         """Keep readers from a block for a while after a fault of the disk. Return the fault."""

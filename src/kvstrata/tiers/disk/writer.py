@@ -27,7 +27,7 @@ from kvstrata.tiers.interface import (
     RemovalCause,
     RemovalLog,
     TierCounters,
-    Writing,
+    WriteState,
 )
 from kvstrata.tiers.options import DiskOptions
 from kvstrata.tiers.write_limits import Backoff, Pace, QueuedBlock, Throttle, WriteQueue
@@ -121,10 +121,10 @@ class DiskWriter:
             unwanted = [entry for entry in self.queue.entries() if is_unwanted(entry.block)]
             self._drop(unwanted, BlockEvent.DROPPED, DropReason.CLEARED)
 
-    def state(self, budget_bytes: float) -> Writing:
+    def state(self, budget_bytes: float) -> WriteState:
         with self._changed:
             is_paused = self._backoff.is_paused
-            return Writing(
+            return WriteState(
                 queue_bytes=self.queue.num_bytes,
                 limit_bytes=self.queue.limit_bytes,
                 budget_bytes=budget_bytes,
