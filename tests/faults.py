@@ -21,7 +21,7 @@ from kvstrata.grammar.grammars import Grammar
 from kvstrata.grammar.masks import Masks
 from kvstrata.grammar.matcher import Matcher
 from kvstrata.prefix_cache.jobs import FailureLog
-from kvstrata.tiers.disk.chains import DiskBlocks
+from kvstrata.tiers.disk.chains import DiskChains
 from kvstrata.tiers.disk.tier import DiskTier
 from kvstrata.tiers.remote.chains import RemoteChains
 from kvstrata.tiers.remote.tier import RemoteTier
@@ -100,4 +100,4 @@ def _parts() -> Iterator[type]:
         for _, of in inspect.getmembers(module, inspect.isclass):
             if of.__module__ == module.__name__ and of is not FailureLog and not is_dataclass(of):
                 yield of
-    yield from (DiskTier, DiskBlocks, RemoteTier, RemoteChains, Matcher, Masks, Grammar)
+    yield from (DiskTier, DiskChains, RemoteTier, RemoteChains, Matcher, Masks, Grammar)

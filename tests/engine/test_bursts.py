@@ -22,9 +22,9 @@ from kvstrata.kv.packing import count_labels
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.keys import as_ids, chain
 from kvstrata.prefix_cache.reclaim import MOST_OVER
-from kvstrata.tiers.disk.filesystem import Files
+from kvstrata.tiers.disk.filesystem import Filesystem
 from kvstrata.tiers.disk.tier import DiskTier
-from kvstrata.tiers.lookups import finish
+from kvstrata.tiers.lookups import run_walk
 from kvstrata.tiers.options import DiskOptions
 from tests.engine.drive import GREEDY, Drive
 from tests.engine.test_disk import MIB, answer, cached, engine_on, settle
@@ -43,7 +43,7 @@ def full_drive(
     folder: Path,
     loaded: LoadedModel,
     storage: KvConfig | None = None,
-    files: Files | None = None,
+    files: Filesystem | None = None,
     queue_share: float = 1 / 16,
 ) -> Iterator[Drive]:
     """Yield an engine with `NUM_CHATS` chats in memory and none on the disk. The disk's queue holds `queue_share` of
@@ -71,7 +71,7 @@ def full_drive(
 def num_kept(drive: Drive, seed: int) -> int:
     """Return how many tokens of a chat memory or the disk has."""
     ids = as_ids(prompt(CHAT_TOKENS, seed=seed)[:-1])
-    on_disk = finish(drive.prefix_cache.disk.longest_chain(drive.prefix_cache.matcher.root_of(""), ids))
+    on_disk = run_walk(drive.prefix_cache.disk.longest_chain(drive.prefix_cache.matcher.root_of(""), ids))
     return max(drive.prefix_cache.lookup(ids, "").num_tokens, on_disk.num_tokens)
 
 

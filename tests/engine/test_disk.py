@@ -29,7 +29,7 @@ from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.matching import Explanation
 from kvstrata.prefix_cache.requantize import ChangeResult, PrecisionChange
-from kvstrata.tiers.disk.filesystem import Files
+from kvstrata.tiers.disk.filesystem import Filesystem
 from kvstrata.tiers.options import DiskOptions
 from tests.engine.drive import GREEDY
 from tests.engine.test_engine import Reply
@@ -190,7 +190,7 @@ def why(engine: Engine, prompt_tokens: int) -> Explanation:
     return engine.ask(question).result(60)
 
 
-class Holding(Files):
+class Holding(Filesystem):
     """Files whose writes wait until `go` is set: archived planes are not dropped before the test has seen them."""
 
     def __init__(self) -> None:
@@ -342,7 +342,7 @@ def logprobs(reply: Reply) -> list[float]:
     return [logprob.logprob for piece in pieces for logprob in piece.logprobs]
 
 
-class Watched(Files):
+class Watched(Filesystem):
     """A slow disk that records at each read how much was read and not used yet."""
 
     def __init__(self) -> None:

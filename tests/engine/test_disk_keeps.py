@@ -19,7 +19,7 @@ from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.request import Failed, Request
 from kvstrata.prefix_cache.keys import as_ids
 from kvstrata.tiers.disk.tier import DiskTier
-from kvstrata.tiers.lookups import finish
+from kvstrata.tiers.lookups import run_walk
 from kvstrata.tiers.write_limits import Backoff
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import MIB, cached, engine_on, flush_tier, make_computing_slow, make_prefill_fail, settle
@@ -66,7 +66,7 @@ def is_on_disk(engine: Engine, seed: int) -> bool:
 
     def question(core: EngineCore) -> bool:
         root = next(entry.root_key for entry in core.prefix_cache.table.entries)
-        match = finish(core.prefix_cache.disk.longest_chain(root, as_ids(prompt_of(seed)[:-1])))
+        match = run_walk(core.prefix_cache.disk.longest_chain(root, as_ids(prompt_of(seed)[:-1])))
         return match.num_tokens == 599
 
     return engine.ask(question).result(60)

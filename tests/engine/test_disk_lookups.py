@@ -24,7 +24,7 @@ from kvstrata.prefix_cache.requantize import PrecisionChange
 from kvstrata.tiers import read_rates
 from kvstrata.tiers.block import BlockId
 from kvstrata.tiers.disk.chains import DiskChains
-from kvstrata.tiers.disk.filesystem import Files
+from kvstrata.tiers.disk.filesystem import Filesystem
 from kvstrata.tiers.disk.tier import DiskTier
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import answer, cached, engine_on, flush_tier, make_computing_slow, settle, why
@@ -184,7 +184,7 @@ def is_done(core: EngineCore) -> bool:
     return not CacheApi(core).requantize_progress().is_running
 
 
-class Disk(Files):
+class Disk(Filesystem):
     """Files whose reads take `read_s` each."""
 
     read_s = 0.0
@@ -242,7 +242,7 @@ def make_computing_take(core: EngineCore, seconds: float) -> None:
     core.speeds.alone.add_work(700, seconds)
 
 
-def disk_rates(engine: Engine) -> read_rates.Rates:
+def disk_rates(engine: Engine) -> read_rates.ReadRates:
     return engine.ask(lambda core: core.prefix_cache.disk.tier.rates).result(60)
 
 

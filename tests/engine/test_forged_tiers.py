@@ -26,7 +26,7 @@ from kvstrata.tiers.block import BASE, BLOCK_TOKENS, CHECKPOINT, Block, BlockId
 from kvstrata.tiers.interface import (
     Accepted,
     BlockRemoval,
-    Link,
+    ChainLink,
     NoBlocks,
     NoTier,
     Refusal,
@@ -35,10 +35,10 @@ from kvstrata.tiers.interface import (
     Removed,
     TierMatch,
     TokenIds,
-    Writing,
+    WriteState,
 )
 from kvstrata.tiers.lookups import Lookup, Walk
-from kvstrata.tiers.read_pool import BlockReading, Deliver, Loaded, Missing, MissReason
+from kvstrata.tiers.read_pool import BlockReading, Deliver, LoadedBlock, MissingBlock, MissReason
 from tests.engine.drive import Client, Drive, do_one_step
 from tests.engine.test_loop import prompt
 from tests.engine.test_prefixes import DRAWN, settle, steady_loaded
@@ -82,10 +82,10 @@ class ForgedBlocks(NoBlocks):
         block = self.held.get(BlockId(key, part))
         return 0 if block is None else max(1, block.nbytes)
 
-    def num_after(self, key: bytes) -> int:
+    def num_children(self, key: bytes) -> int:
         return sum(block.parent == key for block in self.held.values())
 
-    def longest(self, parent: bytes, start: int, ids: TokenIds, *, at_marks: bool = False) -> Walk[TierMatch]:
+    def longest_chain(self, parent: bytes, start: int, ids: TokenIds, *, at_marks: bool = False) -> Walk[TierMatch]:
         yield
         best = TierMatch()
         for links in self._chains(parent, start, ids):
@@ -95,16 +95,16 @@ class ForgedBlocks(NoBlocks):
         end = best.num_tokens + BLOCK_TOKENS
         if self.offers_too_much and best.num_tokens >= start and end <= len(ids):
             parent = best.links[-1].key if best.links else parent
-            missing = Link(chain(parent, ids[best.num_tokens : end]), parent, best.num_tokens, end, 1000)
+            missing = ChainLink(chain(parent, ids[best.num_tokens : end]), parent, best.num_tokens, end, 1000)
             best = TierMatch((*best.links, missing), 1000 if at_marks else 0)
         return best
 
-    def _chains(self, parent: bytes, start: int, ids: TokenIds) -> Iterator[tuple[Link, ...]]:
+    def _chains(self, parent: bytes, start: int, ids: TokenIds) -> Iterator[tuple[ChainLink, ...]]:
         lengths = {block.num_tokens for block in self.held.values() if block.parent == parent and block.part == BASE}
         for end in (start + length for length in lengths if start + length <= len(ids)):
             key = chain(parent, ids[start:end])
             if nbytes := self.find(key):
-                link = Link(key, parent, start, end, nbytes)
+                link = ChainLink(key, parent, start, end, nbytes)
                 yield (link,)
                 yield from ((link, *rest) for rest in self._chains(key, end, ids))
 
@@ -131,11 +131,11 @@ class ForgedTier(NoTier):
         for give in late:
             give()
 
-    def writing(self) -> Writing:
-        return Writing(queue_bytes=1000 if self.is_full else 0, limit_bytes=1000)
+    def write_state(self) -> WriteState:
+        return WriteState(queue_bytes=1000 if self.is_full else 0, limit_bytes=1000)
 
-    def look(self, walk: Walk[T], otherwise: T, on_answer: Callable[[], None]) -> Lookup[T]:
-        lookup = Lookup(walk, otherwise, time.monotonic(), on_answer)
+    def start_lookup(self, walk: Walk[T], fallback: T, on_answer: Callable[[], None]) -> Lookup[T]:
+        lookup = Lookup(walk, fallback, time.monotonic(), on_answer)
         self.num_lookups += 1
         self._give(self.answers, self._answer_wrong(lookup) if self.answers == "wrong" else lookup.run, lookup.end)
         return lookup
@@ -178,11 +178,11 @@ class ForgedTier(NoTier):
         self._give(self.reads, give, reading.cancel)
         return reading
 
-    def _result(self, id_: BlockId) -> Loaded | Missing:
+    def _result(self, id_: BlockId) -> LoadedBlock | MissingBlock:
         block = self.blocks.held.get(id_)
         if block is None or self.reads == "missing":
-            return Missing(id_, MissReason.ABSENT)
-        return Loaded(replace(block, description={}) if self.reads == "unreadable" else block)
+            return MissingBlock(id_, MissReason.ABSENT)
+        return LoadedBlock(replace(block, description={}) if self.reads == "unreadable" else block)
 
     def remove(self, blocks: Sequence[BlockId], *, durable: bool = False) -> Removed:
         del durable

@@ -17,7 +17,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.events import feed
 from kvstrata.events import publisher as publisher_module
 from kvstrata.events.address import Address, EventOptions, options_of, parse
-from kvstrata.events.blocks import AllBlocksCleared, BlockRemoved, Blocks, BlockStored, Event, Numbers
+from kvstrata.events.blocks import AllBlocksCleared, BlockNumbers, BlockRemoved, BlockStored, Event, ReportedBlocks
 from kvstrata.events.feed import GRAIN, ListenerThread
 from kvstrata.events.open import bind_events
 from kvstrata.events.publisher import Publisher
@@ -79,7 +79,7 @@ def test_who_asks_for_what_is_not_kept_any_more_gets_all_that_holds(
 
 
 def test_blocks_of_other_salts_have_other_numbers() -> None:
-    numbers = Numbers()
+    numbers = BlockNumbers()
     assert not {*numbers.of(ROOT, ids_of(0, 100))} & {*numbers.of(OTHER_ROOT, ids_of(0, 100))}
 
 
@@ -125,7 +125,7 @@ def test_closing_twice_and_telling_after_the_end_do_nothing() -> None:
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 2), min_size=1, max_size=4)), max_size=30))
 def test_all_that_holds_told_again_is_what_the_events_left(steps: list[tuple[bool, list[int]]]) -> None:
     """Whatever was stored and went: both ways to know agree."""
-    blocks, numbers = Blocks(), Numbers()
+    blocks, numbers = ReportedBlocks(), BlockNumbers()
     by_events: dict[int, int | None] = {}
     for is_stored, path in steps:
         ids = ids_of(*(100 * number for number in path))

@@ -23,7 +23,7 @@ from kvstrata.models.find import find
 from kvstrata.models.gguf import tokenizers
 from kvstrata.models.gguf.architectures import config_of, llama3_divisors
 from kvstrata.models.gguf.blocks import BLOCKS, GROUP, affine, plain
-from kvstrata.models.gguf.container import BadGguf, Gguf, Tensor, read
+from kvstrata.models.gguf.container import BadGguf, Gguf, GgufTensor, read
 from kvstrata.models.gguf.convert import convert
 from kvstrata.models.load import load
 from tests.models.gguf_files import VOCAB, write_gguf
@@ -212,7 +212,7 @@ def test_split_files_are_one_model(tmp_path: Path) -> None:
 
 
 def test_tensors_of_another_type_or_name_are_refused(tmp_path: Path) -> None:
-    odd = Tensor("blk.0.ssm_a", (4, 4), "F32", np.zeros(64, np.uint8))
+    odd = GgufTensor("blk.0.ssm_a", (4, 4), "F32", np.zeros(64, np.uint8))
     model, config = a_model("llama")
     gguf = read(write_gguf(tmp_path / "tiny.gguf", "llama", model, config))
     with pytest.raises(BadGguf, match="ssm_a"):
@@ -226,7 +226,7 @@ def test_positions_of_llama_3_are_known_by_their_divisors(tmp_path: Path) -> Non
     divisors = llama3_divisors(scaling, 500_000.0, 8).astype("<f4")
 
     def with_divisors(numbers: np.ndarray) -> dict[str, Any]:
-        tensor = Tensor("rope_freqs.weight", numbers.shape, "F32", numbers.view(np.uint8))
+        tensor = GgufTensor("rope_freqs.weight", numbers.shape, "F32", numbers.view(np.uint8))
         return config_of(Gguf(gguf.path, gguf.metadata, {**gguf.tensors, tensor.name: tensor}))
 
     assert with_divisors(divisors)["rope_scaling"] == {"rope_type": "llama3", **scaling}

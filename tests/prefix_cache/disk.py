@@ -19,7 +19,7 @@ from kvstrata.prefix_cache.keys import Identity, as_ids, chain
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.tier_client import BlockLoad, TierClient
 from kvstrata.tiers.disk.tier import DiskTier
-from kvstrata.tiers.lookups import finish
+from kvstrata.tiers.lookups import run_walk
 from kvstrata.tiers.options import DiskOptions
 from tests.prefix_cache.kv import LAYOUT, Clock, settle, store_tokens
 
@@ -90,7 +90,7 @@ def written(cache: PrefixCache) -> int:
 
 def reachable(cache: PrefixCache, tokens: list[int]) -> int:
     """Return how many tokens a restarted server would read from the disk."""
-    return finish(cache.disk.longest_chain(cache.matcher.root_of(""), as_ids(tokens))).num_tokens
+    return run_walk(cache.disk.longest_chain(cache.matcher.root_of(""), as_ids(tokens))).num_tokens
 
 
 def load(cache: PrefixCache, tokens: list[int]) -> None:

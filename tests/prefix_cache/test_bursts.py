@@ -211,7 +211,7 @@ def test_writes_ahead_of_need_wait_for_calm_disk_beside_streams(tmp_path: Path) 
         fill(cache)
         while cache.has_work_beside_streams:
             cache.run_background(0)
-        queued_bytes = cache.disk.tier.writing().queue_bytes
+        queued_bytes = cache.disk.tier.write_state().queue_bytes
         assert CALM_SHARE * queue_bytes < queued_bytes <= CALM_SHARE * queue_bytes + BLOCK_BYTES
         assert cache.has_work
         resumes.set()

@@ -10,7 +10,7 @@ from kvstrata.codecs.registry import parse
 from kvstrata.kv.precision_plan import PrecisionPlan, make_plan
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.requantize import NO_MEMORY, PrecisionChange
-from kvstrata.tiers.disk.filesystem import Files
+from kvstrata.tiers.disk.filesystem import Filesystem
 from tests.prefix_cache.disk import random_tokens, store_on, write_turns, written
 from tests.prefix_cache.kv import LAYOUT, TOKEN_BYTES, check_lease, settle
 
@@ -23,7 +23,7 @@ RAW, LOW = PrecisionChange(k=parse("raw"), v=parse("raw")), PrecisionChange(k=pa
 TIMEOUT_S = 60.0
 
 
-class CountingFiles(Files):
+class CountingFiles(Filesystem):
     """Files that record at each read how many bytes have been read and not used."""
 
     def __init__(self) -> None:

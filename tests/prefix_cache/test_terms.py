@@ -119,7 +119,7 @@ class WalkCounter:
 
     def __init__(self, cache: PrefixCache) -> None:
         self.in_memory = self.on_disk = 0
-        match, longest = cache.table.tree.match, cache.disk.tier.blocks.longest
+        match, longest = cache.table.tree.match, cache.disk.tier.blocks.longest_chain
 
         def counted_match(*args: Any) -> Any:
             self.in_memory += 1
@@ -130,7 +130,7 @@ class WalkCounter:
             return longest(*args, **kwargs)
 
         cache.table.tree.match = counted_match  # pyright: ignore[reportAttributeAccessIssue]
-        cache.disk.tier.blocks.longest = counted_longest  # pyright: ignore[reportAttributeAccessIssue]
+        cache.disk.tier.blocks.longest_chain = counted_longest  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize("num_pins", [1, MAX_TERMS])

@@ -16,7 +16,7 @@ from kvstrata.cli import app
 from kvstrata.cli.serve import start_lines
 from kvstrata.config import load as load_settings
 from kvstrata.models.load import load
-from kvstrata.tiers.disk.filesystem import Files
+from kvstrata.tiers.disk.filesystem import Filesystem
 from tests.engine.test_disk import make_computing_slow
 from tests.models.conftest import write_model
 from tests.server.conftest import Served, running
@@ -129,7 +129,7 @@ def test_usage_tells_what_the_disk_holds(architecture: str, kinds: set[str], tmp
 def test_a_volume_without_room_is_told_at_the_start_and_in_usage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Files, "free_bytes", lambda _self, _folder: 5 << 20)
+    monkeypatch.setattr(Filesystem, "free_bytes", lambda _self, _folder: 5 << 20)
     flags: dict[str, Any] = {"disk_cache_dir": tmp_path, "disk_cache_size": "50GiB", "disk_reserve": "1MiB"}
     with running(tiny_loaded("llama"), **flags) as served:
         lines = start_lines(load_settings(flags=flags), served.server.service, device(), served.url)

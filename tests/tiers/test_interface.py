@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvstrata.tiers.interface import NoTier, Refused, Removed, Tier, TierMatch, Usage
-from kvstrata.tiers.lookups import finish
-from kvstrata.tiers.read_pool import Loaded, Missing, MissReason
+from kvstrata.tiers.lookups import run_walk
+from kvstrata.tiers.read_pool import LoadedBlock, MissingBlock, MissReason
 from tests.tiers.disk.blocks import ROOT, make_block
 
 IDS = np.arange(4, dtype=np.int32)
@@ -17,10 +17,10 @@ def test_it_has_nothing_and_takes_nothing() -> None:
     block = make_block()
     refused = tier.put(block)
     assert isinstance(refused, Refused)
-    assert not tier.writing().would_take(refused)
-    assert not tier.writing().is_working(60)
+    assert not tier.write_state().would_take(refused)
+    assert not tier.write_state().is_working(60)
     assert not tier.blocks.find(block.key)
-    assert finish(tier.blocks.longest(ROOT, 0, IDS)) == TierMatch()
+    assert run_walk(tier.blocks.longest_chain(ROOT, 0, IDS)) == TierMatch()
     assert tier.clear() == tier.remove([block.id]) == Removed()
     assert tier.flush(0).is_empty
     assert tier.usage() == Usage()
@@ -28,9 +28,9 @@ def test_it_has_nothing_and_takes_nothing() -> None:
 
 
 def test_a_read_is_a_miss_and_a_lookup_is_answered_at_once() -> None:
-    tier, block, results = NoTier(), make_block(), list[Loaded | Missing]()
+    tier, block, results = NoTier(), make_block(), list[LoadedBlock | MissingBlock]()
     assert tier.read([block.id], results.append, root=ROOT).wait(0)
-    assert results == [Missing(block.id, MissReason.ABSENT)]
-    lookup = tier.look(tier.blocks.longest(ROOT, 0, IDS), TierMatch(mark_bytes=1), lambda: None)
+    assert results == [MissingBlock(block.id, MissReason.ABSENT)]
+    lookup = tier.start_lookup(tier.blocks.longest_chain(ROOT, 0, IDS), TierMatch(mark_bytes=1), lambda: None)
     assert lookup.is_done
     assert lookup.answer == TierMatch(mark_bytes=1)

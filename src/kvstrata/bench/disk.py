@@ -34,7 +34,7 @@ from kvstrata.tiers.block import BLOCK_TOKENS, Block, BlockTensor
 from kvstrata.tiers.disk.tier import DiskTier
 from kvstrata.tiers.interface import Refused
 from kvstrata.tiers.options import DiskOptions
-from kvstrata.tiers.read_pool import Loaded, Missing
+from kvstrata.tiers.read_pool import LoadedBlock, MissingBlock
 
 ROOT = bytes(32)
 MOST_S = 600.0
@@ -121,10 +121,10 @@ def _put(tier: DiskTier, blocks: Sequence[Block]) -> None:
 
 
 def _get(tier: DiskTier, blocks: Sequence[Block]) -> None:
-    missing: list[Missing] = []
+    missing: list[MissingBlock] = []
 
-    def deliver(came: Loaded | Missing) -> None:
-        if isinstance(came, Missing):
+    def deliver(came: LoadedBlock | MissingBlock) -> None:
+        if isinstance(came, MissingBlock):
             missing.append(came)
         came.release()
 

@@ -25,7 +25,7 @@ from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.tiers.disk.filesystem import Files
+from kvstrata.tiers.disk.filesystem import Filesystem
 from kvstrata.tiers.options import DiskOptions
 
 DISK_BYTES = 8 << 30
@@ -60,7 +60,7 @@ class FirstToken(Figure):
         return {**super().as_json(), "bound": BOUND, "is_within_bound": self.ratio <= BOUND}
 
 
-class SlowFiles(Files):
+class SlowFiles(Filesystem):
     """A disk that reads so many bytes in a second and no more, until `end` is called."""
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -144,7 +144,7 @@ def _row(case: str, prompt_tokens: int, found: Sequence[dict[str, Stream]]) -> F
 
 @contextmanager
 def _engine(
-    loaded: LoadedModel, storage: KvConfig, folder: Path | None, files: Files | None = None
+    loaded: LoadedModel, storage: KvConfig, folder: Path | None, files: Filesystem | None = None
 ) -> Iterator[Engine]:
     """Compiled and warm."""
     disk = None if folder is None else DiskOptions(folder, DISK_BYTES, reserve_bytes=0, queue_bytes=DISK_BYTES)

@@ -43,7 +43,7 @@ from kvstrata.prefix_cache.tier_client import Post, TierClient, without_tier
 from kvstrata.text.detokenizer import Detokenizer
 from kvstrata.text.special import SpecialTokens, special_tokens
 from kvstrata.tiers.block import BLOCK_TOKENS
-from kvstrata.tiers.disk.filesystem import Files
+from kvstrata.tiers.disk.filesystem import Filesystem
 from kvstrata.tiers.disk.tier import DiskTier
 from kvstrata.tiers.options import DiskOptions, RemoteOptions
 from kvstrata.tiers.remote.tier import RemoteTier
@@ -167,7 +167,7 @@ def open_tiers(served: ServedModel, tiers: TierConfig, post: Post) -> OpenTiers:
         raise
 
 
-def _open_disk_tier(served: ServedModel, disk: DiskOptions | None, files: Files | None, post: Post) -> TierClient:
+def _open_disk_tier(served: ServedModel, disk: DiskOptions | None, files: Filesystem | None, post: Post) -> TierClient:
     """Open the disk tier. `files`: how the disk's files are read and written; None: as the system does."""
     if disk is None or any(spec.kind == "foreign" for spec in served.layout.flat()):
         return without_tier(served.layout)

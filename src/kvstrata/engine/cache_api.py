@@ -38,7 +38,7 @@ from kvstrata.prefix_cache.matching import Explanation
 from kvstrata.prefix_cache.requantize import ChangeProgress, ChangeResult, PrecisionChange, Scope, TierChange
 from kvstrata.prefix_cache.tier_client import TierRun
 from kvstrata.prefix_cache.usage import PartUsage, TierUsage, precision_of
-from kvstrata.tiers.interface import OnDisk, SharedUsage
+from kvstrata.tiers.interface import PromptOnTier, SharedUsage
 from kvstrata.tiers.lookups import Lookup, answered
 
 
@@ -180,15 +180,17 @@ class CacheApi:
 
     # One prompt.
 
-    def look_up_on_disk(self, ids: TokenIds, salt: str) -> Lookup[OnDisk | None]:
+    def look_up_on_disk(self, ids: TokenIds, salt: str) -> Lookup[PromptOnTier | None]:
         """Begin to look up a prompt on the disk. A thread of the tier answers."""
         return self._cache.look_up_on_disk(ids, salt)
 
-    def look_up_in_shared(self, ids: TokenIds, salt: str) -> Lookup[OnDisk | None]:
+    def look_up_in_shared(self, ids: TokenIds, salt: str) -> Lookup[PromptOnTier | None]:
         """Begin to look up a prompt on the shared tier. A thread of the tier answers."""
         return self._cache.look_up_in_shared(ids, salt)
 
-    def explain(self, ids: TokenIds, salt: str, on_disk: OnDisk | None, in_shared: OnDisk | None = None) -> Explanation:
+    def explain(
+        self, ids: TokenIds, salt: str, on_disk: PromptOnTier | None, in_shared: PromptOnTier | None = None
+    ) -> Explanation:
         """Explain how much of a prompt is cached, and why not more.
 
         `on_disk`, `in_shared`: answers of `look_up_on_disk` and `look_up_in_shared`; None: the tier did not answer.
@@ -336,10 +338,10 @@ __all__ = [
     "DropResult",
     "Explanation",
     "ListedConversation",
-    "OnDisk",
     "PartUsage",
     "PrecisionChange",
     "PromptDivergence",
+    "PromptOnTier",
     "RequantizedCache",
     "Scope",
     "SequenceUsage",

@@ -8,7 +8,7 @@ from kvstrata.codecs.base import Codec
 from kvstrata.kv.precision_plan import EDGE, RAW
 from kvstrata.prefix_cache.config import CacheConfig
 from kvstrata.prefix_cache.entry_table import CacheListener
-from kvstrata.tiers.disk.filesystem import Files
+from kvstrata.tiers.disk.filesystem import Filesystem
 from kvstrata.tiers.options import DiskOptions, RemoteOptions
 
 # Tokens between two state checkpoints of a long prompt, in models with window or recurrent layers.
@@ -63,6 +63,6 @@ class TierConfig:
     """Tiers below memory, and a listener for changes of the cache."""
 
     disk: DiskOptions | None = None  # None: evicted entries are lost
-    files: Files | None = None  # file operations of the disk tier; None: those of the system
+    files: Filesystem | None = None  # file operations of the disk tier; None: those of the system
     remote: RemoteOptions | None = None  # None: no tier is shared with other servers
     listener: CacheListener | None = None  # is informed of entries in memory

@@ -31,7 +31,7 @@ from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.entry_table import CacheListener
 from kvstrata.prefix_cache.keys import Identity, owner_of
-from kvstrata.tiers.disk.filesystem import Files
+from kvstrata.tiers.disk.filesystem import Filesystem
 from kvstrata.tiers.options import DiskOptions, RemoteOptions
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Engine:
         metrics: Metrics,
         kv_config: KvConfig | None = None,
         disk: DiskOptions | None = None,
-        files: Files | None = None,
+        files: Filesystem | None = None,
         *,
         remote: RemoteOptions | None = None,
         watcher: CacheListener | None = None,

@@ -44,7 +44,7 @@ class _Block:
     tokens: bytes
 
 
-class Numbers:
+class BlockNumbers:
     """The numbers of a prompt's blocks. Remembers the last prompts, so only what is new is hashed."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Numbers:
         return [int.from_bytes(key[:NUMBER_BYTES], "big") for _, key in self._keys.keys_for(root_key, ids)]
 
 
-class Blocks:
+class ReportedBlocks:
     """Those that were told and hold. A block's parent always holds too, and came before it."""
 
     def __init__(self) -> None:

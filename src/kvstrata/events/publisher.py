@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import zmq
 
-from kvstrata.events.blocks import Blocks, Event, Numbers
+from kvstrata.events.blocks import BlockNumbers, Event, ReportedBlocks
 from kvstrata.events.feed import GRAIN
 from kvstrata.events.sockets import KEPT_MESSAGES, LINGER_MS, Sockets
 from kvstrata.events.wire import END, SEQUENCE_BYTES, body, sequence_frame
@@ -40,9 +40,9 @@ class Publisher:
     def __init__(self, sockets: Sockets, count: Callable[[str], None] = lambda _: None) -> None:
         self._sockets = sockets
         self._count = count
-        self._numbers = Numbers()  # of the thread that tells
+        self._numbers = BlockNumbers()  # of the thread that tells
         self._lock = threading.Lock()  # guards the next four
-        self._blocks = Blocks()
+        self._blocks = ReportedBlocks()
         # The first message waits for the first block: by then those who had the server before have connected again.
         self._waiting: list[Event] = [self._blocks.cleared()]
         self._due_s: float | None = None  # when what waits is sent

@@ -14,8 +14,8 @@ from kvstrata.prefix_cache.eviction import DropReason
 from kvstrata.prefix_cache.offload import Offloader
 from kvstrata.prefix_cache.tier_client import TierClient, ids_to
 from kvstrata.prefix_cache.transcode import Transcoder
-from kvstrata.tiers.interface import Link, Tier
-from kvstrata.tiers.lookups import Lookup, finish
+from kvstrata.tiers.interface import ChainLink, Tier
+from kvstrata.tiers.lookups import Lookup, run_walk
 
 REASON_TEXTS: Mapping[DropReason, str] = {
     "disk_slow": "the time was up",
@@ -73,11 +73,11 @@ def flush_all(
     began_s, written_bytes = time.monotonic(), tier.usage().written_bytes
     until_s = began_s + timeout_s
     for _ in range(MAX_ATTEMPTS):
-        num_faults = tier.writing().num_faults
+        num_faults = tier.write_state().num_faults
         tier.end_pause()
         _write_once(disk, table, offloader, transcoder, until_s)
         tier.flush(max(0.0, until_s - time.monotonic()))
-        if tier.writing().num_faults == num_faults:
+        if tier.write_state().num_faults == num_faults:
             break
     seconds = time.monotonic() - began_s
     bytes_per_s = (tier.usage().written_bytes - written_bytes) / max(seconds, 1e-6)
@@ -129,7 +129,7 @@ def _ended_entries(table: EntryTable) -> list[Entry]:
     return [entry for entry in table.entries if entry.nodes and not entry.is_running]
 
 
-def _find_blocks(disk: TierClient, entry: Entry) -> Lookup[tuple[Link, ...]]:
+def _find_blocks(disk: TierClient, entry: Entry) -> Lookup[tuple[ChainLink, ...]]:
     leaf = entry.last_node
     return disk.find_whole_chain(leaf, with_checkpoint=leaf.end in entry.span.checkpoints)
 
@@ -138,7 +138,7 @@ def _write_until(tier: Tier, offloader: Offloader, entry: Entry, until_s: float)
     """Write an entry again whenever the disk's queue has emptied, until the disk has all of it or refuses it for
     another reason."""
     while entry.nodes and not entry.is_archived and time.monotonic() < until_s:
-        was_full = tier.writing().queue_bytes > 0
+        was_full = tier.write_state().queue_bytes > 0
         offloader.write_entry(entry)
         if not entry.is_archived:
             if not was_full:
@@ -153,7 +153,7 @@ def _report(
     num_bytes, num_leaves = 0.0, 0
     for entry in _ended_entries(table):
         leaf = entry.last_node
-        chain = finish(tier.blocks.longest(leaf.root_key, 0, ids_to(leaf)))
+        chain = run_walk(tier.blocks.longest_chain(leaf.root_key, 0, ids_to(leaf)))
         end = max((link.end for link in takewhile(lambda link: not link.is_queued, chain.links)), default=0)
         num_left = sum(max(0, node.end - max(node.start, end)) for node in entry.nodes)
         reason = "disk_slow" if is_late else offloader.refusal_reason(entry)

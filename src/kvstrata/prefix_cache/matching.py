@@ -12,7 +12,7 @@ from kvstrata.prefix_cache.entries import CachedPrefix, Entry
 from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.keys import Identity, TokenIds, Tokens, as_ids, owner_key, root_key
 from kvstrata.prefix_cache.radix_tree import Divergence, Match
-from kvstrata.tiers.interface import OnDisk
+from kvstrata.tiers.interface import PromptOnTier
 
 NO_PREFIX = CachedPrefix(0, (), (), None, 0)
 
@@ -85,8 +85,8 @@ class PrefixMatcher:
         self,
         ids: Tokens,
         salt: str,
-        on_disk: OnDisk | None = None,
-        in_shared: OnDisk | None = None,
+        on_disk: PromptOnTier | None = None,
+        in_shared: PromptOnTier | None = None,
         remote_paused_because: str = "",
     ) -> Explanation:
         """Explain how much of a prompt is cached, and why not more. The last token is always computed. `on_disk`,
@@ -181,7 +181,7 @@ def _best_checkpoint(match: Match[Entry], layout: Layout) -> Checkpoint | None:
     return None
 
 
-def _ending_on_disk(on_disk: OnDisk, because: Ending) -> Ending:
+def _ending_on_disk(on_disk: PromptOnTier, because: Ending) -> Ending:
     """Refine the reason of an ending by what the disk answered."""
     if on_disk.is_damaged_next:
         return "damaged"

@@ -24,7 +24,7 @@ from kvstrata.prefix_cache.precision import PrecisionPolicy
 from kvstrata.prefix_cache.radix_tree import Node
 from kvstrata.prefix_cache.tier_client import TierClient, entry_at, first_live_entry, ids_to, make_block
 from kvstrata.tiers.block import BASE, CHECKPOINT, Block, BlockId
-from kvstrata.tiers.interface import BlockRemoval, Link, Refusal, Refused, RemovalCause, Tier, Writing
+from kvstrata.tiers.interface import BlockRemoval, ChainLink, Refusal, Refused, RemovalCause, Tier, WriteState
 
 # Share of the memory for cached spans from which on entries are written ahead of eviction.
 OFFLOAD_SHARE = 0.7
@@ -117,9 +117,9 @@ class ChainWriter:
             return WrittenChain(is_whole=False, refused=stop.refused, end=start)
         return WrittenChain(is_whole=True, token_bytes=span_bytes / max(1, span_tokens), end=start)
 
-    def _longest_chain(self, key: bytes, start: int, ids: TokenIds) -> Generator[None, None, tuple[Link, ...]]:
+    def _longest_chain(self, key: bytes, start: int, ids: TokenIds) -> Generator[None, None, tuple[ChainLink, ...]]:
         """Return the longest chain that the tier has from `start` on, in small steps."""
-        walk, num_lookups = self._tier.blocks.longest(key, start, ids), 0
+        walk, num_lookups = self._tier.blocks.longest_chain(key, start, ids), 0
         while True:
             try:
                 next(walk)
@@ -129,7 +129,9 @@ class ChainWriter:
             if num_lookups % LOOKUPS_PER_STEP == 0:
                 yield
 
-    def _put_block(self, link: Link, leaf: Node[Entry], ids: TokenIds, *, replace: bool) -> Generator[None, None, None]:
+    def _put_block(
+        self, link: ChainLink, leaf: Node[Entry], ids: TokenIds, *, replace: bool
+    ) -> Generator[None, None, None]:
         entry, _ = entry_at(leaf, link.start)
         content = yield from pack(entry.span, link.start, link.end)
         if link.start and not self._tier.blocks.find(link.parent):
@@ -138,7 +140,7 @@ class ChainWriter:
         block = make_block(link, ids, leaf.root_key, content, BASE)
         self._offer_block(block, entry, was_reused=was_reused, replace=replace)
 
-    def _finish_block(self, link: Link, leaf: Node[Entry], ids: TokenIds) -> None:
+    def _finish_block(self, link: ChainLink, leaf: Node[Entry], ids: TokenIds) -> None:
         """Pin a block that the tier has, and write its checkpoint where the tier has none."""
         if not self._tier.blocks.find(link.key):
             raise NotWritten
@@ -153,18 +155,18 @@ class ChainWriter:
 
     def _offer_block(self, block: Block, entry: Entry, *, was_reused: bool, replace: bool) -> None:
         unused_s = self._candidates.unused_s(entry)  # the tier counts the block's age from the last use
-        answer = self._tier.put(block, asked_twice=was_reused, replace=replace, unused_s=unused_s)
+        answer = self._tier.put(block, was_reused=was_reused, replace=replace, unused_s=unused_s)
         if isinstance(answer, Refused) and answer.reason is not Refusal.PRESENT:
             raise NotWritten(answer)
 
-    def _has_fewer_bits(self, link: Link, leaf: Node[Entry]) -> bool:
+    def _has_fewer_bits(self, link: ChainLink, leaf: Node[Entry]) -> bool:
         """Whether the tier's block has fewer bits than memory, and can be packed again."""
         entry, end = entry_at(leaf, link.start)
         if link.end > end or self._tier_bytes(link) >= STEPPED_DOWN * _memory_bytes(entry, link):
             return False
         return _is_one_segment(entry, link)
 
-    def _has_outdated_raw(self, link: Link, leaf: Node[Entry]) -> bool:
+    def _has_outdated_raw(self, link: ChainLink, leaf: Node[Entry]) -> bool:
         """Whether the tier's block is raw because its sequence was short, while memory has it encoded."""
         entry, end = entry_at(leaf, link.start)
         if link.end > end or not self._precision.was_short(entry) or entry.span.is_live:
@@ -172,34 +174,34 @@ class ChainWriter:
         is_encoded = _memory_bytes(entry, link) < STEPPED_DOWN * self._tier_bytes(link)
         return is_encoded and _is_one_segment(entry, link)
 
-    def _tier_bytes(self, link: Link) -> int:
+    def _tier_bytes(self, link: ChainLink) -> int:
         """Return the bytes of a block's arrays, as the tier has them."""
         return sum(bytes_by_precision(self._tier.blocks.contents(BlockId(link.key))).values())
 
 
-def _entries_in(link: Link, leaf: Node[Entry]) -> list[Entry]:
+def _entries_in(link: ChainLink, leaf: Node[Entry]) -> list[Entry]:
     """Return the entries on the path to a leaf that have tokens of a block."""
     nodes = (node for node in leaf.path() if node.start < link.end and node.end > link.start)
     return list(dict.fromkeys(node.payload for node in nodes))
 
 
-def _memory_bytes(entry: Entry, link: Link) -> float:
+def _memory_bytes(entry: Entry, link: ChainLink) -> float:
     """Return about how many bytes of memory the tokens of a block take."""
     span = entry.span
     return span.kv_bytes * (link.end - link.start) / max(1, span.num_tokens)
 
 
-def _is_one_segment(entry: Entry, link: Link) -> bool:
+def _is_one_segment(entry: Entry, link: ChainLink) -> bool:
     """Whether the tokens of a block are in one segment of each layer: only then can they be packed again."""
     span = entry.span
     return all(len(span.segments(layer, link.start, link.end)) == 1 for layer in span.layers)
 
 
-def _next_link(leaf: Node[Entry], parent: bytes, start: int, ids: TokenIds) -> Link:
+def _next_link(leaf: Node[Entry], parent: bytes, start: int, ids: TokenIds) -> ChainLink:
     """Return the next block that the tier does not have."""
     entry, last = entry_at(leaf, start)
     end = block_ends(entry.span, start, last)[0]
-    return Link(chain(parent, ids[start:end]), parent, start, end)
+    return ChainLink(chain(parent, ids[start:end]), parent, start, end)
 
 
 @dataclass(frozen=True)
@@ -242,7 +244,7 @@ class Offloader:
     @property
     def may_postpone_writes(self) -> bool:
         """Whether memory is not short yet and the disk still has enough to write."""
-        return not self._is_memory_short and not self._client.tier.writing().is_calm
+        return not self._is_memory_short and not self._client.tier.write_state().is_calm
 
     def run(self, slice_s: float) -> None:
         """Process removals, then write for one slice of time."""
@@ -345,12 +347,12 @@ class Offloader:
             return Handover(leaf.start)  # a request still computes the entry that the leaf continues
         is_queue_full = refusal.refused is not None and refusal.refused.reason is Refusal.QUEUE_FULL
         waits = is_queue_full and self._client.is_working
-        return Handover(refusal.disk_end, disk_reason(refusal.refused, self._client.tier.writing()), waits)
+        return Handover(refusal.disk_end, disk_reason(refusal.refused, self._client.tier.write_state()), waits)
 
     def refusal_reason(self, entry: Entry) -> DiskReason:
         """Return why the disk has not taken all of an entry that it was offered."""
         refusal = self._refused_writes.refusal_of(entry)
-        return disk_reason(refusal.refused if refusal else None, self._client.tier.writing())
+        return disk_reason(refusal.refused if refusal else None, self._client.tier.write_state())
 
     def _copy_live_spans(self, leaf: Node[Entry]) -> None:
         """Copy the raw KV of a path out of the KV buffers of its owners: spans in such buffers cannot be written.
@@ -363,7 +365,7 @@ class Offloader:
 
     def _forget_refusals_after_fault(self) -> None:
         """Forget refusals after a fault of the disk: it may accept now what it refused before."""
-        num_faults = self._client.tier.writing().num_faults
+        num_faults = self._client.tier.write_state().num_faults
         if num_faults == self._num_faults:
             return
         self._num_faults = num_faults
@@ -464,7 +466,7 @@ class Offloader:
         self._counters["spilled_spans" if written.is_whole else "refused_spills"] += 1
 
 
-def disk_reason(refused: Refused | None, writing: Writing) -> DiskReason:
+def disk_reason(refused: Refused | None, writing: WriteState) -> DiskReason:
     """Return why the disk does not have a block. `refused` is None where an earlier block was lost to a full disk or a
     fault."""
     match refused:
@@ -548,14 +550,14 @@ class RefusedWrites:
             return before.cause is not RemovalCause.EVICTED and entry.span.end <= before.end
         if before is None or before != self._refused_now(entry, before.refused):
             return False
-        return before.refused is None or not self._tier.writing().would_take(before.refused)
+        return before.refused is None or not self._tier.write_state().would_take(before.refused)
 
     def next_takeable(self) -> Entry | None:
         """Return the first entry that the disk would accept now. One refusal of each reason stands for all others."""
         firsts = [first for blocked in self._blocked.values() for first in [next(iter(blocked.items()), None)] if first]
         if not firsts:
             return None
-        writing = self._tier.writing()
+        writing = self._tier.write_state()
         return next((entry for entry, refused in firsts if writing.would_take(refused)), None)
 
     def unblock_entry(self, entry: Entry) -> None:

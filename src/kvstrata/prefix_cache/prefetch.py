@@ -30,7 +30,7 @@ from kvstrata.prefix_cache.sharing import SharedTierClient
 from kvstrata.prefix_cache.tier_client import BlockLoad, TierClient, ids_to
 from kvstrata.prefix_cache.worth import ReuseClass
 from kvstrata.tiers.block import BLOCK_TOKENS
-from kvstrata.tiers.interface import Link, TierMatch
+from kvstrata.tiers.interface import ChainLink, TierMatch
 from kvstrata.tiers.lookups import Lookup
 
 # How long a request waits for the answer of a tier on a network: this share of the time that computing the missing
@@ -276,7 +276,7 @@ class Restorer:
         self._failures = failures
         self._waiting: dict[Entry, None] = {}  # in order
         # State of the first waiting entry.
-        self._lookup: Lookup[tuple[Link, ...]] | None = None
+        self._lookup: Lookup[tuple[ChainLink, ...]] | None = None
         self._load: BlockLoad | None = None
         self._has_replaced = False  # some of its planes
 

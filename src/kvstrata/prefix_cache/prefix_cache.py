@@ -36,7 +36,7 @@ from kvstrata.prefix_cache.transcode import Transcoder
 from kvstrata.prefix_cache.transfer import ConversationExport, ConversationImport
 from kvstrata.prefix_cache.usage import UsageReporter
 from kvstrata.prefix_cache.worth import Reuse, ReuseClass
-from kvstrata.tiers.interface import OnDisk
+from kvstrata.tiers.interface import PromptOnTier
 from kvstrata.tiers.lookups import Lookup, answered
 
 # Bounds of the tokens of requests that eviction learns from.
@@ -276,23 +276,23 @@ class PrefixCache:
 
     # Questions.
 
-    def look_up_on_disk(self, ids: Tokens, salt: str) -> Lookup[OnDisk | None]:
+    def look_up_on_disk(self, ids: Tokens, salt: str) -> Lookup[PromptOnTier | None]:
         """Ask how many tokens of a prompt the disk has."""
         return self.disk.describe_prefix(self.matcher.root_of(salt), as_ids(ids)[:-1])
 
-    def look_up_in_shared(self, ids: Tokens, salt: str) -> Lookup[OnDisk | None]:
+    def look_up_in_shared(self, ids: Tokens, salt: str) -> Lookup[PromptOnTier | None]:
         """Ask how many tokens of a prompt the shared tier has."""
         if self.shared is None:
             return answered(None)
         return self.shared.client.describe_prefix(self.matcher.root_of(salt), as_ids(ids)[:-1])
 
     def explain(
-        self, ids: Tokens, salt: str, on_disk: OnDisk | None = None, in_shared: OnDisk | None = None
+        self, ids: Tokens, salt: str, on_disk: PromptOnTier | None = None, in_shared: PromptOnTier | None = None
     ) -> Explanation:
         """Explain how much of a prompt is cached now. `on_disk`, `in_shared`: what these tiers answered; None: they
         were not asked."""
         self.evictor.expire()
-        paused = "" if self.shared is None else self.shared.tier.writing().paused_because
+        paused = "" if self.shared is None else self.shared.tier.write_state().paused_because
         return self.matcher.explain(ids, salt, on_disk, in_shared, paused)
 
     # The end.

@@ -19,7 +19,7 @@ from kvstrata.prefix_cache.jobs import FailureLog
 from kvstrata.prefix_cache.radix_tree import Node
 from kvstrata.prefix_cache.tier_client import TierClient, entry_at, first_live_entry, ids_to, make_block
 from kvstrata.tiers.block import BASE, BLOCK_TOKENS, CHECKPOINT, Block, BlockContent
-from kvstrata.tiers.interface import Link, Refusal, Refused, SharedTier, TokenIds, Wanted
+from kvstrata.tiers.interface import ChainLink, MissingChain, Refusal, Refused, SharedTier, TokenIds
 from kvstrata.tiers.lookups import Lookup
 
 # Entries that wait to be shared. Older ones are dropped: they are queued again when their conversation continues.
@@ -45,7 +45,7 @@ class _PendingShare:
     leaf: Node[Entry]
     end: int
     ids: TokenIds
-    lookup: Lookup[Wanted]
+    lookup: Lookup[MissingChain]
 
     @property
     def is_current(self) -> bool:
@@ -143,10 +143,10 @@ class Sharer:
             at for node in leaf.path() for at in node.payload.span.checkpoints if node.start < at <= node.end
         ]
         aligned = tuple(sorted({at for at in checkpoints if at % BLOCK_TOKENS == 0}))
-        lookup = self._client.start_lookup(self._tier.blocks.wanted(leaf.root_key, ids, aligned), Wanted())
+        lookup = self._client.start_lookup(self._tier.blocks.missing_chain(leaf.root_key, ids, aligned), MissingChain())
         self._pending = _PendingShare(leaf, leaf.end, ids, lookup)
 
-    def _write_job(self, pending: _PendingShare, wanted: Wanted) -> Generator[None, None, None]:
+    def _write_job(self, pending: _PendingShare, wanted: MissingChain) -> Generator[None, None, None]:
         if not wanted.is_known:
             return
         for link in wanted.links:
@@ -158,7 +158,7 @@ class Sharer:
         entry = pending.leaf.payload
         self._table.set_shared_end(entry, pending.end - pending.end % BLOCK_TOKENS)
 
-    def _write_block(self, pending: _PendingShare, root: bytes, link: Link) -> Generator[None, None, bool]:
+    def _write_block(self, pending: _PendingShare, root: bytes, link: ChainLink) -> Generator[None, None, bool]:
         """Write a block. False: it was not written, and no later block could be reached."""
         try:
             content = yield from pack_shared(_ranges_in(pending.leaf, link.start, link.end), self._plan)
@@ -167,7 +167,7 @@ class Sharer:
             return False
         return (yield from self._put_block(pending, root, link, content, BASE))
 
-    def _write_checkpoint(self, pending: _PendingShare, root: bytes, link: Link) -> Generator[None, None, bool]:
+    def _write_checkpoint(self, pending: _PendingShare, root: bytes, link: ChainLink) -> Generator[None, None, bool]:
         """Write the checkpoint at a block's end, if there is one. False: the tier refused it."""
         entry, _ = entry_at(pending.leaf, link.end - 1)
         checkpoint = entry.span.checkpoints.get(link.end)
@@ -182,14 +182,14 @@ class Sharer:
         return (yield from self._put_block(pending, root, link, content, CHECKPOINT))
 
     def _put_block(
-        self, pending: _PendingShare, root: bytes, link: Link, content: BlockContent, part: str
+        self, pending: _PendingShare, root: bytes, link: ChainLink, content: BlockContent, part: str
     ) -> Generator[None, None, bool]:
         """Put a block, and retry while the tier's queue is full. Return whether the tier has it."""
         entry, _ = entry_at(pending.leaf, link.end - 1)
         was_reused = link.end <= entry.reused_end
         block = make_block(link, pending.ids, root, content, part)
         while True:
-            answer = self._tier.put(block, asked_twice=was_reused)
+            answer = self._tier.put(block, was_reused=was_reused)
             reason = answer.reason if isinstance(answer, Refused) else None
             self._refused_block = block if reason is Refusal.QUEUE_FULL else None
             if self._refused_block is None:
@@ -197,7 +197,7 @@ class Sharer:
             yield
 
     def _would_take(self, block: Block) -> bool:
-        return self._tier.writing().would_take(Refused(Refusal.QUEUE_FULL, block.nbytes))
+        return self._tier.write_state().would_take(Refused(Refusal.QUEUE_FULL, block.nbytes))
 
 
 def _ranges_in(leaf: Node[Entry], start: int, end: int) -> list[SpanRange]:

@@ -27,9 +27,9 @@ from kvstrata.prefix_cache.entries import Entry, Lease
 from kvstrata.prefix_cache.keys import TokenIds
 from kvstrata.prefix_cache.radix_tree import Node
 from kvstrata.tiers.block import BASE, CHECKPOINT, Block, BlockContent, BlockId
-from kvstrata.tiers.interface import Link, NoTier, OnDisk, Removed, Tier, TierMatch
+from kvstrata.tiers.interface import ChainLink, NoTier, PromptOnTier, Removed, Tier, TierMatch
 from kvstrata.tiers.lookups import Lookup, Walk
-from kvstrata.tiers.read_pool import BlockReading, Loaded, Missing
+from kvstrata.tiers.read_pool import BlockReading, LoadedBlock, MissingBlock
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class LoadedBlocks:
     """Consecutive blocks of a load."""
 
     blocks: tuple[Arrays, ...]
-    links: tuple[Link, ...]
+    links: tuple[ChainLink, ...]
     start: int
     end: int
 
@@ -77,7 +77,7 @@ class BlockLoad:
     lacked_memory: bool = False  # it ended because its blocks did not fit, or its prefix was evicted
 
     @property
-    def links(self) -> tuple[Link, ...]:
+    def links(self) -> tuple[ChainLink, ...]:
         return self.match.links
 
     @property
@@ -137,7 +137,7 @@ class BlockLoader:
         self._wake = wake
         self._bound_bytes = bound_bytes
         self._clock = clock
-        self._arrived: deque[tuple[BlockLoad, Loaded | Missing]] = deque()  # filled by the tier's threads
+        self._arrived: deque[tuple[BlockLoad, LoadedBlock | MissingBlock]] = deque()  # filled by the tier's threads
         self._active: dict[BlockLoad, None] = {}
         self.num_unreadable = 0  # blocks with a valid checksum that could not be unpacked
 
@@ -187,16 +187,16 @@ class BlockLoader:
             if time.monotonic() >= until_s:
                 return
 
-    def _receive_block(self, load: BlockLoad, result: Loaded | Missing) -> None:
+    def _receive_block(self, load: BlockLoad, result: LoadedBlock | MissingBlock) -> None:
         """Queue a result of the tier; called on a thread of the tier."""
         self._arrived.append((load, result))
         self._wake()
 
-    def _unpack_result(self, load: BlockLoad, result: Loaded | Missing) -> None:
+    def _unpack_result(self, load: BlockLoad, result: LoadedBlock | MissingBlock) -> None:
         try:
             if load.is_done:
                 return
-            if isinstance(result, Missing):
+            if isinstance(result, MissingBlock):
                 self._fail_load(load)
                 return
             self._reclaim_for(result.block.nbytes)
@@ -331,9 +331,9 @@ class TierClient:
     @property
     def is_working(self) -> bool:
         """Whether the tier writes what it accepts within `patience_s`, so that waiting for it pays."""
-        return self.tier.writing().is_working(self.patience_s)
+        return self.tier.write_state().is_working(self.patience_s)
 
-    def touch_blocks(self, links: Iterable[Link]) -> None:
+    def touch_blocks(self, links: Iterable[ChainLink]) -> None:
         """Record a use of blocks now, whether or not they were read."""
         parts = (BASE, CHECKPOINT) if self._needs_checkpoints else (BASE,)
         self.tier.touch(BlockId(link.key, part) for link in links for part in parts)
@@ -350,7 +350,7 @@ class TierClient:
 
     def _pin_walk(self, pin: Hashable, root: bytes, ids: TokenIds, instead_of: Sequence[Hashable]) -> Walk[None]:
         try:
-            match = yield from self.tier.blocks.longest(root, 0, ids)
+            match = yield from self.tier.blocks.longest_chain(root, 0, ids)
             self._pinned.pin_blocks([pin], [link.key for link in match.links])
         finally:
             # The old pins end last: a block that both keep is never without a pin.
@@ -369,16 +369,16 @@ class TierClient:
     def start_lookup(self, walk: Walk[T], otherwise: T) -> Lookup[T]:
         """Run a walk on a thread of the tier, and wake the engine thread at its end. The answer is `otherwise` until
         then, and for good where there is no tier or the walk fails."""
-        return self.tier.look(walk, otherwise, self._wake)
+        return self.tier.start_lookup(walk, otherwise, self._wake)
 
     def find_chain(self, root: bytes, ids: TokenIds) -> Lookup[TierMatch]:
         """Look up the longest chain that a sequence with these tokens can resume from. Its blocks count as used, even
         where memory has the tokens: blocks of frequent prompts must not be the first that the tier evicts."""
         return self.start_lookup(self._find_walk(root, ids), TierMatch())
 
-    def describe_prefix(self, root: bytes, ids: TokenIds) -> Lookup[OnDisk | None]:
+    def describe_prefix(self, root: bytes, ids: TokenIds) -> Lookup[PromptOnTier | None]:
         """Look up how much of a prompt the tier has."""
-        return self.start_lookup(self.tier.blocks.about(root, ids, at_marks=self._needs_checkpoints), None)
+        return self.start_lookup(self.tier.blocks.describe_prompt(root, ids, at_marks=self._needs_checkpoints), None)
 
     def count_usable(self, chains: Sequence[tuple[bytes, TokenIds]]) -> Lookup[tuple[int, ...]]:
         """Count the tokens of each chain that a sequence can resume from. No block counts as used."""
@@ -393,13 +393,13 @@ class TierClient:
         has another child. `is_dry`: only count them."""
         return self.start_lookup(self._drop_walk(root, ids, start, is_dry=is_dry), Removed())
 
-    def find_whole_chain(self, leaf: Node[Entry], *, with_checkpoint: bool) -> Lookup[tuple[Link, ...]]:
+    def find_whole_chain(self, leaf: Node[Entry], *, with_checkpoint: bool) -> Lookup[tuple[ChainLink, ...]]:
         """Look up the blocks of all tokens up to a leaf's end, however they are cut; none where one is missing."""
         return self.start_lookup(self._whole_walk(leaf.root_key, ids_to(leaf), with_checkpoint=with_checkpoint), ())
 
     def longest_chain(self, root: bytes, ids: TokenIds) -> Walk[TierMatch]:
         """Walk the longest chain of blocks that begins these tokens and that a sequence can resume from."""
-        return self.tier.blocks.longest(root, 0, ids, at_marks=self._needs_checkpoints)
+        return self.tier.blocks.longest_chain(root, 0, ids, at_marks=self._needs_checkpoints)
 
     def _find_walk(self, root: bytes, ids: TokenIds) -> Walk[TierMatch]:
         match = yield from self.longest_chain(root, ids)
@@ -425,10 +425,10 @@ class TierClient:
         return tuple(runs_of_chains)
 
     def _drop_walk(self, root: bytes, ids: TokenIds, start: int, *, is_dry: bool) -> Walk[Removed]:
-        links = (yield from self.tier.blocks.longest(root, 0, ids)).links
-        dropped: list[Link] = []
+        links = (yield from self.tier.blocks.longest_chain(root, 0, ids)).links
+        dropped: list[ChainLink] = []
         for link in reversed(links):
-            if link.start < start or self.tier.blocks.num_after(link.key) > bool(dropped):
+            if link.start < start or self.tier.blocks.num_children(link.key) > bool(dropped):
                 break
             dropped.append(link)
         if not is_dry:
@@ -436,8 +436,8 @@ class TierClient:
         num_tokens = sum(link.end - link.start for link in dropped)
         return Removed(len(dropped), num_tokens, sum(link.nbytes for link in dropped))
 
-    def _whole_walk(self, root: bytes, ids: TokenIds, *, with_checkpoint: bool) -> Walk[tuple[Link, ...]]:
-        links = (yield from self.tier.blocks.longest(root, 0, ids)).links
+    def _whole_walk(self, root: bytes, ids: TokenIds, *, with_checkpoint: bool) -> Walk[tuple[ChainLink, ...]]:
+        links = (yield from self.tier.blocks.longest_chain(root, 0, ids)).links
         is_whole = bool(links) and links[-1].end == len(ids)
         if is_whole and with_checkpoint:
             is_whole = self.tier.blocks.find(links[-1].key, CHECKPOINT) > 0
@@ -453,7 +453,7 @@ def _wake_up() -> None:
     """Do nothing: receiving the call is enough to wake the engine thread."""
 
 
-def make_block(link: Link, ids: TokenIds, root: bytes, content: BlockContent, part: str) -> Block:
+def make_block(link: ChainLink, ids: TokenIds, root: bytes, content: BlockContent, part: str) -> Block:
     token_ids = ids[link.start : link.end].astype("<i4", copy=False).tobytes()
     return Block(link.key, link.parent, root, link.start, token_ids, content.tensors, content.description, part)
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from kvstrata.tiers.block import BASE, Block, BlockId
 from kvstrata.tiers.lookups import Lookup, Walk, answered
-from kvstrata.tiers.read_pool import BlockReading, Deliver, Missing, MissReason
-from kvstrata.tiers.read_rates import Rates
+from kvstrata.tiers.read_pool import BlockReading, Deliver, MissingBlock, MissReason
+from kvstrata.tiers.read_rates import ReadRates
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ class Flushed:
 
 
 @dataclass(frozen=True, slots=True)
-class Writing:
+class WriteState:
     """The state of writing at one moment."""
 
     queue_bytes: int = 0
@@ -134,7 +134,7 @@ class Usage:
 
 
 @dataclass(frozen=True)
-class Link:
+class ChainLink:
     """A block of a chain."""
 
     key: bytes
@@ -147,7 +147,7 @@ class Link:
 
 @dataclass(frozen=True)
 class TierMatch:
-    links: tuple[Link, ...] = ()
+    links: tuple[ChainLink, ...] = ()
     mark_bytes: int = 0  # of the checkpoint at the end; 0: none is needed
 
     @property
@@ -166,7 +166,7 @@ class TierMatch:
 
 
 @dataclass(frozen=True)
-class OnDisk:
+class PromptOnTier:
     """The description of a prompt on a tier."""
 
     num_tokens: int = 0  # that a sequence can resume from
@@ -175,12 +175,12 @@ class OnDisk:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class MissingChain:
     """The blocks and checkpoints of a conversation that a shared tier lacks."""
 
     root: bytes = b""  # of the conversation's chain on the tier
-    links: tuple[Link, ...] = ()  # blocks, each after its parent
-    marks: tuple[Link, ...] = ()  # blocks without their checkpoint on the tier
+    links: tuple[ChainLink, ...] = ()  # blocks, each after its parent
+    marks: tuple[ChainLink, ...] = ()  # blocks without their checkpoint on the tier
     is_known: bool = False  # False: the tier could not answer
 
 
@@ -263,7 +263,7 @@ class RemovalLog:
             return True
 
 
-class Blocks(Protocol):
+class TierBlocks(Protocol):
     """The blocks that a tier has or has accepted. Callable from any thread; a walk yields after each longer step, so
     that its caller can pace it."""
 
@@ -275,16 +275,16 @@ class Blocks(Protocol):
         """Return the bytes of a block's tensors by label; nothing where the block is absent."""
         ...
 
-    def num_after(self, key: bytes) -> int:
+    def num_children(self, key: bytes) -> int:
         """Return the number of blocks that directly follow a block, at most; 0: the block ends its chain."""
         ...
 
-    def longest(self, parent: bytes, start: int, ids: TokenIds, *, at_marks: bool = False) -> Walk[TierMatch]:
+    def longest_chain(self, parent: bytes, start: int, ids: TokenIds, *, at_marks: bool = False) -> Walk[TierMatch]:
         """Return the longest chain after a parent that matches `ids` from `start` on. `at_marks`: the longest that ends
         at a checkpoint of the tier, for models that can resume only there."""
         ...
 
-    def about(self, root: bytes, ids: TokenIds, *, at_marks: bool) -> Walk[OnDisk]:
+    def describe_prompt(self, root: bytes, ids: TokenIds, *, at_marks: bool) -> Walk[PromptOnTier]:
         """Describe a prompt on the tier, for people who ask why no more of it is found."""
         ...
 
@@ -295,7 +295,7 @@ class Tier(Protocol):
     on_room: Callable[[], None]  # called on a thread of the tier when the queue may accept blocks again
 
     @property
-    def blocks(self) -> Blocks: ...
+    def blocks(self) -> TierBlocks: ...
 
     @property
     def removals(self) -> RemovalLog:
@@ -304,17 +304,17 @@ class Tier(Protocol):
         ...
 
     @property
-    def rates(self) -> Rates: ...
+    def rates(self) -> ReadRates: ...
 
-    def look(self, walk: Walk[T], otherwise: T, on_answer: Callable[[], None]) -> Lookup[T]:
-        """Run a walk on a thread of the tier, which then calls `on_answer`. `otherwise`: the answer if it fails."""
+    def start_lookup(self, walk: Walk[T], fallback: T, on_answer: Callable[[], None]) -> Lookup[T]:
+        """Run a walk on a thread of the tier, which then calls `on_answer`. `fallback`: the answer if it fails."""
         ...
 
     def put(
-        self, block: Block, *, asked_twice: bool = False, replace: bool = False, unused_s: float = 0.0
+        self, block: Block, *, was_reused: bool = False, replace: bool = False, unused_s: float = 0.0
     ) -> Accepted | Refused:
         """Queue a block, whose bytes must not change any more. `replace`: also where the tier has this id.
-        `asked_twice`: two requests used its tokens; with second touch the tier refuses all other blocks. `unused_s`:
+        `was_reused`: two requests used its tokens; with second touch the tier refuses all other blocks. `unused_s`:
         seconds since the last use."""
         ...
 
@@ -334,11 +334,11 @@ class Tier(Protocol):
         they stay removed if the process is killed soon after; a shared tier deletes each value by itself either way."""
         ...
 
-    def clear(self, under: bytes = b"") -> Removed:
-        """Remove all blocks under roots with the prefix `under`."""
+    def clear(self, root_prefix: bytes = b"") -> Removed:
+        """Remove all blocks under roots with the prefix `root_prefix`."""
         ...
 
-    def writing(self) -> Writing: ...
+    def write_state(self) -> WriteState: ...
 
     def end_pause(self) -> None:
         """End the pause after a fault: accept blocks again now."""
@@ -348,8 +348,8 @@ class Tier(Protocol):
         """Wait until the queue is empty, at most `timeout_s`."""
         ...
 
-    def usage(self, under: bytes = b"") -> Usage:
-        """Return the usage: the blocks under roots with the prefix `under`, and figures of the whole tier."""
+    def usage(self, root_prefix: bytes = b"") -> Usage:
+        """Return the usage: the blocks under roots with the prefix `root_prefix`, and figures of the whole tier."""
         ...
 
     def close(self) -> None:
@@ -357,8 +357,8 @@ class Tier(Protocol):
         ...
 
 
-class SharedBlocks(Blocks, Protocol):
-    def wanted(self, root: bytes, ids: TokenIds, marks: Sequence[int]) -> Walk[Wanted]:
+class SharedTierBlocks(TierBlocks, Protocol):
+    def missing_chain(self, root: bytes, ids: TokenIds, marks: Sequence[int]) -> Walk[MissingChain]:
         """Return the absent blocks of all whole runs of 256 tokens. `marks`: positions of the caller's checkpoints."""
         ...
 
@@ -367,7 +367,7 @@ class SharedTier(Tier, Protocol):
     """A tier that several servers write: blocks of exactly 256 tokens, in one precision, named by their tokens."""
 
     @property
-    def blocks(self) -> SharedBlocks: ...
+    def blocks(self) -> SharedTierBlocks: ...
 
     @property
     def expected_latency_s(self) -> float:
@@ -438,16 +438,16 @@ class NoBlocks:
     def contents(self, block: BlockId) -> Mapping[str, int]:
         return {}
 
-    def num_after(self, key: bytes) -> int:
+    def num_children(self, key: bytes) -> int:
         return 0
 
-    def longest(self, parent: bytes, start: int, ids: TokenIds, *, at_marks: bool = False) -> Walk[TierMatch]:
+    def longest_chain(self, parent: bytes, start: int, ids: TokenIds, *, at_marks: bool = False) -> Walk[TierMatch]:
         yield from ()
         return TierMatch()
 
-    def about(self, root: bytes, ids: TokenIds, *, at_marks: bool) -> Walk[OnDisk]:
+    def describe_prompt(self, root: bytes, ids: TokenIds, *, at_marks: bool) -> Walk[PromptOnTier]:
         yield from ()
-        return OnDisk()
+        return PromptOnTier()
 
 
 class NoTier:
@@ -459,15 +459,15 @@ class NoTier:
     def __init__(self) -> None:
         self.on_room: Callable[[], None] = lambda: None
         self.blocks = NoBlocks()
-        self.rates = Rates()
+        self.rates = ReadRates()
         self.removals = RemovalLog()
 
-    def look(self, walk: Walk[T], otherwise: T, on_answer: Callable[[], None]) -> Lookup[T]:
+    def start_lookup(self, walk: Walk[T], fallback: T, on_answer: Callable[[], None]) -> Lookup[T]:
         """Return a lookup that has its answer: there is no thread."""
-        return answered(otherwise)
+        return answered(fallback)
 
     def put(
-        self, block: Block, *, asked_twice: bool = False, replace: bool = False, unused_s: float = 0.0
+        self, block: Block, *, was_reused: bool = False, replace: bool = False, unused_s: float = 0.0
     ) -> Accepted | Refused:
         return Refused(Refusal.TOO_LARGE, block.nbytes)
 
@@ -476,7 +476,7 @@ class NoTier:
     ) -> BlockReading:
         reading = BlockReading(blocks, root, deliver, sizes or [0] * len(blocks))
         for index, block in enumerate(blocks):
-            reading.give(index, Missing(block, MissReason.ABSENT))
+            reading.give(index, MissingBlock(block, MissReason.ABSENT))
         return reading
 
     def touch(self, blocks: Iterable[BlockId]) -> None:
@@ -485,11 +485,11 @@ class NoTier:
     def remove(self, blocks: Sequence[BlockId], *, durable: bool = False) -> Removed:
         return Removed()
 
-    def clear(self, under: bytes = b"") -> Removed:
+    def clear(self, root_prefix: bytes = b"") -> Removed:
         return Removed()
 
-    def writing(self) -> Writing:
-        return Writing(is_failing=True)
+    def write_state(self) -> WriteState:
+        return WriteState(is_failing=True)
 
     def end_pause(self) -> None:
         return
@@ -497,7 +497,7 @@ class NoTier:
     def flush(self, timeout_s: float) -> Flushed:
         return Flushed()
 
-    def usage(self, under: bytes = b"") -> Usage:
+    def usage(self, root_prefix: bytes = b"") -> Usage:
         return Usage()
 
     def close(self) -> None:

@@ -27,10 +27,10 @@ REST_S = 0.00005
 
 
 class Lookup(Generic[T]):
-    """A lookup. `answer` is `otherwise` until the walk ends, and for good if it was withdrawn or failed."""
+    """A lookup. `answer` is `fallback` until the walk ends, and for good if it was withdrawn or failed."""
 
-    def __init__(self, walk: Walk[T], otherwise: T, asked_s: float, on_answer: Callable[[], None]) -> None:
-        self.answer = otherwise
+    def __init__(self, walk: Walk[T], fallback: T, asked_s: float, on_answer: Callable[[], None]) -> None:
+        self.answer = fallback
         self.asked_s = asked_s
         self._walk = walk
         self._on_answer = on_answer
@@ -88,7 +88,7 @@ def _no_steps(answer: T) -> Walk[T]:
     return answer
 
 
-def finish(walk: Walk[T]) -> T:
+def run_walk(walk: Walk[T]) -> T:
     """Run a whole walk on the caller's thread, and return its answer."""
     while True:
         try:
@@ -97,7 +97,7 @@ def finish(walk: Walk[T]) -> T:
             return end.value
 
 
-class Lookups:
+class LookupThread:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_closing = False
@@ -105,9 +105,9 @@ class Lookups:
         self._thread = threading.Thread(target=self._answer_all, name="kvstrata-tier-lookups", daemon=True)
         self._thread.start()
 
-    def ask(self, walk: Walk[T], otherwise: T, on_answer: Callable[[], None]) -> Lookup[T]:
+    def ask(self, walk: Walk[T], fallback: T, on_answer: Callable[[], None]) -> Lookup[T]:
         """Queue a walk without waiting. `on_answer` is called on the lookup thread."""
-        lookup = Lookup(walk, otherwise, time.monotonic(), on_answer)
+        lookup = Lookup(walk, fallback, time.monotonic(), on_answer)
         with self._lock:
             if not self._is_closing:
                 self._asked.put(lookup)
@@ -116,7 +116,7 @@ class Lookups:
         return lookup
 
     def close(self, timeout_s: float) -> bool:
-        """End lookups that have not begun with their `otherwise`. False: the thread has not ended in time."""
+        """End lookups that have not begun with their `fallback`. False: the thread has not ended in time."""
         with self._lock:
             self._is_closing = True
             self._asked.put(None)

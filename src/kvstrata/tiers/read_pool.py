@@ -32,7 +32,7 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedBlock:
     block: Block
     # To be called when the bytes have been used: others may be read in their place. A second call does nothing.
     release: Callable[[], None] = field(default=_nothing, compare=False, repr=False)
@@ -43,7 +43,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
+class MissingBlock:
     id: BlockId
     reason: str  # a MissReason, or a tier's name of a fault or damage
 
@@ -51,9 +51,9 @@ class Missing:
         """Do nothing: there are no bytes."""
 
 
-Deliver = Callable[[Loaded | Missing], None]
+Deliver = Callable[[LoadedBlock | MissingBlock], None]
 
-LoadBlock = Callable[[BlockId, bytes], Loaded | Missing]
+LoadBlock = Callable[[BlockId, bytes], LoadedBlock | MissingBlock]
 
 
 class BlockReading:
@@ -65,7 +65,7 @@ class BlockReading:
         self.root = root
         self._deliver = deliver
         self._lock = threading.Lock()
-        self._ready: dict[int, Loaded | Missing] = {}
+        self._ready: dict[int, LoadedBlock | MissingBlock] = {}
         self._next = 0
         self._is_delivering = False
         self._is_cancelled = False
@@ -92,7 +92,7 @@ class BlockReading:
         """Wait until all blocks are delivered or cancelled. Return whether that was in time."""
         return self._finished.wait(timeout_s)
 
-    def give(self, index: int, result: Loaded | Missing) -> None:
+    def give(self, index: int, result: LoadedBlock | MissingBlock) -> None:
         with self._lock:
             is_dropped = self._is_cancelled
             if not is_dropped:
@@ -123,7 +123,7 @@ class BlockReading:
         return True
 
 
-class Reader:
+class ReadPool:
     def __init__(self, load: LoadBlock, num_threads: int, ahead_bytes: int) -> None:
         self._load = load
         self._limit_bytes = ahead_bytes
@@ -147,7 +147,7 @@ class Reader:
                 self._changed.notify_all()
                 return
         for _, index in jobs:
-            reading.give(index, Missing(reading.blocks[index], MissReason.CLOSED))
+            reading.give(index, MissingBlock(reading.blocks[index], MissReason.CLOSED))
 
     @property
     def num_pending(self) -> int:
@@ -171,7 +171,7 @@ class Reader:
         for thread in self._threads:
             thread.join(max(0.0, ends - time.monotonic()))
         for reading, index in left:
-            reading.give(index, Missing(reading.blocks[index], MissReason.CLOSED))
+            reading.give(index, MissingBlock(reading.blocks[index], MissReason.CLOSED))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
@@ -194,9 +194,9 @@ class Reader:
         reading, index = self._jobs[0]
         return not self._ahead or sum(self._ahead.values()) + reading.sizes[index] <= self._limit_bytes
 
-    def _read(self, reading: BlockReading, index: int, number: int) -> Loaded | Missing:
+    def _read(self, reading: BlockReading, index: int, number: int) -> LoadedBlock | MissingBlock:
         result = self._attempt(reading.blocks[index], reading.root)
-        if isinstance(result, Missing):
+        if isinstance(result, MissingBlock):
             self._used(number)
             return result
         with self._changed:
@@ -208,9 +208,9 @@ class Reader:
             self._ahead.pop(number, None)
             self._changed.notify_all()
 
-    def _attempt(self, block: BlockId, root: bytes) -> Loaded | Missing:
+    def _attempt(self, block: BlockId, root: bytes) -> LoadedBlock | MissingBlock:
         try:
             return self._load(block, root)
         except Exception:  # A bug is logged and must not end the thread
             log.exception("Reading a block of the tier failed in a way that it should not")
-            return Missing(block, MissReason.OTHER)
+            return MissingBlock(block, MissReason.OTHER)

@@ -24,7 +24,7 @@ LEAST_SPREAD = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class ReadRates:
     """Rates of reads as they ran, in parallel or not. All 0 before the first measurement."""
 
     read_bytes_per_s: float = 0.0  # of recent reads, for people
@@ -118,16 +118,16 @@ class RateMeter:
         is_idle = self._num_blocks and not self._num_active
         return self._idle_s + (now - self._ended if is_idle else 0.0)
 
-    def rates(self) -> Rates:
+    def rates(self) -> ReadRates:
         now = self._clock()
         with self._lock:
             under_way_s = now - self._since if self._num_active else 0.0
             if not self._num_blocks:
-                return Rates(under_way_s=under_way_s)
+                return ReadRates(under_way_s=under_way_s)
             block_s, byte_s = self._sums.line()
             fading = _fading(self._idle_until(now))
             per_s = self._sums.nbytes / max(self._sums.seconds, 1e-9)
-            return Rates(per_s, fading * block_s, fading * byte_s, self._num_blocks, under_way_s)
+            return ReadRates(per_s, fading * block_s, fading * byte_s, self._num_blocks, under_way_s)
 
 
 def _fading(idle_s: float) -> float:

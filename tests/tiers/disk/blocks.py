@@ -13,7 +13,7 @@ from kvstrata.tiers.disk.index import BlockRecord
 from kvstrata.tiers.disk.tier import DiskTier
 from kvstrata.tiers.interface import Accepted, Tier
 from kvstrata.tiers.options import DiskOptions
-from kvstrata.tiers.read_pool import Loaded, Missing
+from kvstrata.tiers.read_pool import LoadedBlock, MissingBlock
 
 ROOT = bytes(range(32))
 OTHER_ROOT = bytes(range(32, 64))
@@ -88,8 +88,8 @@ def put_all(tier: DiskTier, blocks: list[Block]) -> None:
     assert tier.flush(20).is_empty
 
 
-def read_now(tier: DiskTier, block: BlockId, *, root: bytes) -> Loaded | Missing:
-    results: list[Loaded | Missing] = []
+def read_now(tier: DiskTier, block: BlockId, *, root: bytes) -> LoadedBlock | MissingBlock:
+    results: list[LoadedBlock | MissingBlock] = []
     assert tier.read([block], results.append, root=root).wait(60)
     results[0].release()
     return results[0]
@@ -116,8 +116,8 @@ def same(left: Block, right: Block) -> bool:
     )
 
 
-def is_same(result: Loaded | Missing, block: Block) -> bool:
-    return isinstance(result, Loaded) and same(result.block, block)
+def is_same(result: LoadedBlock | MissingBlock, block: Block) -> bool:
+    return isinstance(result, LoadedBlock) and same(result.block, block)
 
 
 def real_bytes(directory: Path) -> int:

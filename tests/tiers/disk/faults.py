@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.tiers.disk.catalogue import Catalogue, CatalogueFault
-from kvstrata.tiers.disk.filesystem import Files, FileStatus
+from kvstrata.tiers.disk.filesystem import FileStatus, Filesystem
 
 Act = Callable[[], None]
 
@@ -43,7 +43,7 @@ def wait_for(event: threading.Event) -> Act:
 
 
 @dataclass
-class FaultyFiles(Files):
+class FaultyFiles(Filesystem):
     """`before[name]` happens instead of the operation if it raises, before it if it does not."""
 
     before: dict[str, Act] = field(default_factory=dict)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.block import Block
-from kvstrata.tiers.disk.filesystem import Files
+from kvstrata.tiers.disk.filesystem import Filesystem
 from kvstrata.tiers.disk.inspect import verify
 from kvstrata.tiers.disk.tier import DiskTier
 from tests.tiers.disk.blocks import ROOT, is_same, make_chain, open_tier, read_now, real_bytes
@@ -37,7 +37,7 @@ def blocks_of(seed: int) -> list[Block]:
     return make_chain(CHAIN_LENGTH, seed=seed, num_values=500 + seed % 7 * 700)
 
 
-def write_until_killed(directory: Path, files: Files, limit_bytes: int, first_seed: int, report: int) -> None:
+def write_until_killed(directory: Path, files: Filesystem, limit_bytes: int, first_seed: int, report: int) -> None:
     """Reports a chain once `flush` says that it was written. Removes every third chain again, durably, and the chain
     BEGUN_TO_REMOVE first of all; reports such a chain once `flush` says that its files are gone."""
     tier = open_tier(directory, limit_bytes, files=files)
@@ -66,7 +66,7 @@ def remove(tier: DiskTier, seed: int, report: int) -> None:
 
 
 def run_child(
-    directory: Path, files: Files, limit_bytes: int, first_seed: int, delay_s: float, *, waits: bool = False
+    directory: Path, files: Filesystem, limit_bytes: int, first_seed: int, delay_s: float, *, waits: bool = False
 ) -> list[int]:
     """The seeds of the chains that the child reported before it died, after `delay_s` or by its own `files`. `waits`:
     the delay begins with the first report."""
@@ -137,7 +137,7 @@ def at_random(directory: Path, count: int, seed: int) -> Counter[str]:
         )
         # Every other run has written something, however busy the machine.
         delay_s, waits = generator.uniform(0.01, 0.3), number % 2 == 0
-        seeds = run_child(place, Files(), limit_bytes, 1000 * number + 1, delay_s, waits=waits)
+        seeds = run_child(place, Filesystem(), limit_bytes, 1000 * number + 1, delay_s, waits=waits)
         look(place, limit_bytes, [] if is_small else seeds, found, loses_catalogue=number % 5 == 4)
         found["kills"] += 1
     return found

@@ -24,7 +24,7 @@ from kvstrata.tiers.block_file import fastest
 from kvstrata.tiers.disk.tier import DiskTier
 from kvstrata.tiers.interface import Accepted
 from kvstrata.tiers.options import DiskOptions
-from kvstrata.tiers.read_pool import Loaded, Missing
+from kvstrata.tiers.read_pool import LoadedBlock, MissingBlock
 from tests.tiers.disk.blocks import ROOT
 from tests.tiers.disk.test_damage import path_of
 
@@ -68,8 +68,8 @@ def read_plainly(paths: list[Path]) -> None:
 def read_verified(tier: DiskTier, ids: list[BlockId]) -> None:
     results: list[bool] = []
 
-    def deliver(result: Loaded | Missing) -> None:
-        results.append(isinstance(result, Loaded))
+    def deliver(result: LoadedBlock | MissingBlock) -> None:
+        results.append(isinstance(result, LoadedBlock))
         result.release()
 
     if not tier.read(ids, deliver, root=ROOT).wait(300) or not all(results):

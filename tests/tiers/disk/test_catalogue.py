@@ -15,7 +15,7 @@ import pytest
 from kvstrata.tiers.block import BlockId
 from kvstrata.tiers.block_file import Damage
 from kvstrata.tiers.disk.catalogue import BLOCK_FORMAT, Catalogue, CatalogueFault, open_catalogue
-from kvstrata.tiers.disk.filesystem import Files
+from kvstrata.tiers.disk.filesystem import Filesystem
 from kvstrata.tiers.disk.folder import file_name
 from kvstrata.tiers.disk.index import BlockRecord
 from tests.tiers.disk.blocks import ROOT, is_same, make_chain, open_tier, read_now, real_bytes, records_of
@@ -101,7 +101,7 @@ def test_catalogue_with_flipped_bits_never_serves_wrong_blocks(tmp_path: Path) -
 
 
 def test_rebuild_reads_headers_only(tmp_path: Path) -> None:
-    class Counting(Files):
+    class Counting(Filesystem):
         num_bytes = 0
 
         def read_into(self, fd: int, buffer: memoryview, offset: int) -> int:

@@ -11,11 +11,11 @@ from typing import TypeVar
 
 import pytest
 
-from kvstrata.tiers.disk.errors import DropReason, Fault
+from kvstrata.tiers.disk.errors import DiskFault, DropReason
 from kvstrata.tiers.disk.space import NUM_DELETED_AT_ONCE
 from kvstrata.tiers.disk.tier import DiskTier
 from kvstrata.tiers.interface import Accepted
-from kvstrata.tiers.read_pool import Missing, MissReason
+from kvstrata.tiers.read_pool import MissingBlock, MissReason
 from tests.tiers.disk.blocks import (
     OTHER_ROOT,
     ROOT,
@@ -101,7 +101,7 @@ def test_calls_of_the_engine_never_wait_for_a_hanging_quarantine(tmp_path: Path,
     for block in blocks:
         flip(path_of(tmp_path / "cache", block), 4096)
     for block in blocks[:2]:
-        assert isinstance(read_now(tier, block.id, root=ROOT), Missing)
+        assert isinstance(read_now(tier, block.id, root=ROOT), MissingBlock)
     has_come = hang(files, "unlink", go_on)
     reading = tier.read([blocks[2].id], lambda _: None, root=ROOT)
     assert has_come.wait(20)
@@ -130,7 +130,7 @@ def test_clear_hides_blocks_before_a_file_is_deleted(
     assert not any(tier.blocks.find(block.key) for block in blocks)
     assert all(path_of(tmp_path / "cache", block).exists() for block in blocks)
     # What is there and was cleared is not read either.
-    assert in_time(lambda: read_now(tier, blocks[0].id, root=ROOT)) == Missing(blocks[0].id, MissReason.ABSENT)
+    assert in_time(lambda: read_now(tier, blocks[0].id, root=ROOT)) == MissingBlock(blocks[0].id, MissReason.ABSENT)
     assert in_time(tier.clear).num_blocks == 0
     go_on.set()
     assert tier.flush(20).is_empty
@@ -172,7 +172,7 @@ def test_clear_marker_cannot_be_written_files_are_deleted_all_the_same(
     tier.clear()
     assert tier.flush(20).is_empty
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
-    assert set(tier.usage().counters["failed"]) == {Fault.NO_SPACE}
+    assert set(tier.usage().counters["failed"]) == {DiskFault.NO_SPACE}
     assert caplog.text.count("may come back") == 1
     assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
     files.before = {}

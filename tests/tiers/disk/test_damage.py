@@ -14,11 +14,11 @@ import pytest
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.block import Block, BlockId
 from kvstrata.tiers.block_file import Checksum, Damage, DamagedBlock, encode_block
-from kvstrata.tiers.disk.filesystem import Files, FileStatus
+from kvstrata.tiers.disk.filesystem import FileStatus, Filesystem
 from kvstrata.tiers.disk.folder import file_name
 from kvstrata.tiers.disk.reader import read_block
 from kvstrata.tiers.disk.tier import DiskTier
-from kvstrata.tiers.read_pool import Missing, MissReason
+from kvstrata.tiers.read_pool import MissingBlock, MissReason
 from tests.tiers.disk.blocks import (
     OTHER_ROOT,
     ROOT,
@@ -49,7 +49,7 @@ def path_of(directory: Path, block: Block) -> Path:
 
 
 def read(path: Path, block: Block) -> Block:
-    return read_block(Files(), path, block.id, chain=chain, root=ROOT)
+    return read_block(Filesystem(), path, block.id, chain=chain, root=ROOT)
 
 
 def test_read_any_flipped_byte_is_damage(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_read_damaged_file_is_a_miss_and_quarantines_it(stored, offset: int, rea
     tier, blocks, directory = stored
     path = path_of(directory, blocks[1])
     flip(path, offset)
-    assert read_now(tier, blocks[1].id, root=ROOT) == Missing(blocks[1].id, reason)
+    assert read_now(tier, blocks[1].id, root=ROOT) == MissingBlock(blocks[1].id, reason)
     assert not path.exists()
     assert quarantined(directory) == [f"{path.name}.{reason}"]
     assert not tier.blocks.find(blocks[1].key)
@@ -115,7 +115,7 @@ def test_read_damaged_file_is_a_miss_and_quarantines_it(stored, offset: int, rea
 def test_put_after_damage_writes_the_block_again(stored) -> None:
     tier, blocks, directory = stored
     cut(path_of(directory, blocks[1]), 4000)
-    assert isinstance(read_now(tier, blocks[1].id, root=ROOT), Missing)
+    assert isinstance(read_now(tier, blocks[1].id, root=ROOT), MissingBlock)
     tier.put(blocks[1])
     assert tier.flush(10).is_empty
     assert is_same(read_now(tier, blocks[1].id, root=ROOT), blocks[1])
@@ -125,7 +125,7 @@ def test_read_swapped_files_is_a_miss(stored) -> None:
     tier, blocks, directory = stored
     swap(path_of(directory, blocks[0]), path_of(directory, blocks[2]))
     for block in (blocks[0], blocks[2]):
-        assert read_now(tier, block.id, root=ROOT) == Missing(block.id, Damage.KEY)
+        assert read_now(tier, block.id, root=ROOT) == MissingBlock(block.id, Damage.KEY)
     assert len(quarantined(directory)) == 2
 
 
@@ -133,7 +133,7 @@ def test_read_file_under_the_name_of_another_part_is_a_miss(stored) -> None:
     tier, blocks, directory = stored
     mark = BlockId(blocks[0].key, "mark")
     path_of(directory, blocks[0]).rename(path_of(directory, blocks[0]).with_name(file_name(mark)))
-    assert read_now(tier, mark, root=ROOT) == Missing(mark, Damage.KEY)
+    assert read_now(tier, mark, root=ROOT) == MissingBlock(mark, Damage.KEY)
 
 
 def plant(directory: Path, block: Block, name: BlockId) -> None:
@@ -146,7 +146,7 @@ def test_read_block_of_another_root_is_a_miss(stored) -> None:
     tier, _, directory = stored
     foreign = make_block(9, parent=OTHER_ROOT, root=OTHER_ROOT)
     plant(directory, foreign, foreign.id)
-    assert read_now(tier, foreign.id, root=ROOT) == Missing(foreign.id, Damage.ROOT)
+    assert read_now(tier, foreign.id, root=ROOT) == MissingBlock(foreign.id, Damage.ROOT)
 
 
 def test_read_token_ids_that_contradict_the_key_is_a_miss(stored) -> None:
@@ -155,24 +155,24 @@ def test_read_token_ids_that_contradict_the_key_is_a_miss(stored) -> None:
     other = make_block(77)
     lying = Block(blocks[0].key, ROOT, ROOT, 0, other.token_ids, other.tensors, {})
     plant(directory, lying, lying.id)
-    assert read_now(tier, lying.id, root=ROOT) == Missing(lying.id, Damage.TOKENS)
+    assert read_now(tier, lying.id, root=ROOT) == MissingBlock(lying.id, Damage.TOKENS)
 
 
 def test_read_other_format_version_is_a_miss(stored) -> None:
     tier, blocks, directory = stored
     path = path_of(directory, blocks[0])
     path.write_bytes(path.read_bytes().replace(b"kvstrata.block.1", b"kvstrata.block.0", 1))
-    assert read_now(tier, blocks[0].id, root=ROOT) == Missing(blocks[0].id, Damage.VERSION)
+    assert read_now(tier, blocks[0].id, root=ROOT) == MissingBlock(blocks[0].id, Damage.VERSION)
 
 
 def test_read_file_that_is_no_block_or_a_link_is_a_miss(stored) -> None:
     tier, blocks, directory = stored
     path_of(directory, blocks[0]).write_bytes(b"something else, long enough to be read as a header of some kind" * 100)
-    assert read_now(tier, blocks[0].id, root=ROOT) == Missing(blocks[0].id, Damage.HEADER)
+    assert read_now(tier, blocks[0].id, root=ROOT) == MissingBlock(blocks[0].id, Damage.HEADER)
     path = path_of(directory, blocks[1])
     aside = path.rename(directory / "aside")
     path.symlink_to(aside)
-    assert isinstance(read_now(tier, blocks[1].id, root=ROOT), Missing)
+    assert isinstance(read_now(tier, blocks[1].id, root=ROOT), MissingBlock)
 
 
 def test_read_invalid_header_with_a_right_checksum_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +217,7 @@ def damaged(generator: np.random.Generator, content: bytes, other: bytes) -> byt
     return bytes(changed)
 
 
-class Damaging(Files):
+class Damaging(Filesystem):
     """Reads give `content`, whatever the file has."""
 
     content = b""
@@ -249,7 +249,7 @@ def test_read_random_damage_is_always_a_miss(tmp_path: Path, caplog: pytest.LogC
         files.content = contents[0]
         while files.content == contents[0]:  # padding moved onto padding damages nothing
             files.content = damaged(generator, contents[0], contents[1])
-        num_missed += isinstance(read_now(tier, blocks[0].id, root=ROOT), Missing) and not path.exists()
+        num_missed += isinstance(read_now(tier, blocks[0].id, root=ROOT), MissingBlock) and not path.exists()
     assert num_missed == 10_000
     assert len(quarantined(tmp_path / "cache")) <= 32
     assert sum(tier.usage().counters["quarantined"].values()) == 10_000
@@ -271,12 +271,12 @@ def test_read_random_damage_of_real_files_is_a_miss(tmp_path: Path, caplog: pyte
         content = damaged(generator, contents[block.key], contents[other.key])
         path_of(tmp_path / "cache", block).write_bytes(content)
         result = read_now(tier, block.id, root=ROOT)
-        assert is_same(result, block) if content == contents[block.key] else isinstance(result, Missing)
+        assert is_same(result, block) if content == contents[block.key] else isinstance(result, MissingBlock)
     tier.close()
 
 
 def test_read_bits_flipped_by_the_disk_is_a_miss(tmp_path: Path) -> None:
-    class Flipping(Files):
+    class Flipping(Filesystem):
         def read_into(self, fd: int, buffer: memoryview, offset: int) -> int:
             count = super().read_into(fd, buffer, offset)
             if offset >= 4096:
@@ -287,7 +287,7 @@ def test_read_bits_flipped_by_the_disk_is_a_miss(tmp_path: Path) -> None:
     block = make_block()
     tier.put(block)
     assert tier.flush(10).is_empty
-    assert read_now(tier, block.id, root=ROOT) == Missing(block.id, Damage.TENSOR)
+    assert read_now(tier, block.id, root=ROOT) == MissingBlock(block.id, Damage.TENSOR)
     tier.close()
 
 
@@ -301,11 +301,11 @@ def test_quarantine_fails_file_is_deleted_or_stays_a_miss(tmp_path: Path) -> Non
     for block in blocks:
         flip(path_of(tmp_path / "cache", block), 4096)
     files.before = {"rename": fail(errno.EIO)}
-    assert read_now(tier, blocks[0].id, root=ROOT) == Missing(blocks[0].id, Damage.TENSOR)
+    assert read_now(tier, blocks[0].id, root=ROOT) == MissingBlock(blocks[0].id, Damage.TENSOR)
     assert not path_of(tmp_path / "cache", blocks[0]).exists()
     files.before = {"rename": fail(errno.EROFS), "unlink": fail(errno.EROFS)}
-    assert read_now(tier, blocks[1].id, root=ROOT) == Missing(blocks[1].id, Damage.TENSOR)
-    assert read_now(tier, blocks[1].id, root=ROOT) == Missing(blocks[1].id, MissReason.ABSENT)
+    assert read_now(tier, blocks[1].id, root=ROOT) == MissingBlock(blocks[1].id, Damage.TENSOR)
+    assert read_now(tier, blocks[1].id, root=ROOT) == MissingBlock(blocks[1].id, MissReason.ABSENT)
     usage = tier.usage()
     assert usage.num_blocks == 0
     assert usage.leaving_bytes == path_of(tmp_path / "cache", blocks[1]).stat().st_blocks * 512
@@ -325,7 +325,7 @@ def test_quarantine_is_bounded_in_bytes(tmp_path: Path) -> None:
     assert tier.flush(10).is_empty
     for block in blocks:
         cut(path_of(tmp_path / "cache", block), 20_000)
-        assert isinstance(read_now(tier, block.id, root=ROOT), Missing)
+        assert isinstance(read_now(tier, block.id, root=ROOT), MissingBlock)
     assert 0 < tier.usage().quarantine_bytes <= 0.02 * (4 << 20)
     assert 0 < len(quarantined(tmp_path / "cache")) < 6
     tier.close()

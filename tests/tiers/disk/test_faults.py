@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from kvstrata.tiers.disk import reader
-from kvstrata.tiers.disk.errors import Fault
-from kvstrata.tiers.disk.filesystem import Files
+from kvstrata.tiers.disk.errors import DiskFault
+from kvstrata.tiers.disk.filesystem import Filesystem
 from kvstrata.tiers.disk.folder import file_name
 from kvstrata.tiers.disk.tier import DiskTier
 from kvstrata.tiers.interface import Accepted, Refusal, Refused
-from kvstrata.tiers.read_pool import Missing
+from kvstrata.tiers.read_pool import MissingBlock
 from kvstrata.tiers.write_limits import Backoff
 from tests.tiers.disk.blocks import (
     ROOT,
@@ -33,11 +33,11 @@ from tests.tiers.disk.blocks import (
 from tests.tiers.disk.faults import FaultyFiles, fail, fail_once, faulty_catalogues, full_volume
 
 CODES = [
-    (errno.ENOSPC, Fault.NO_SPACE),
-    (errno.EDQUOT, Fault.NO_SPACE),
-    (errno.EIO, Fault.IO_ERROR),
-    (errno.EROFS, Fault.READ_ONLY),
-    (errno.EBUSY, Fault.OTHER),
+    (errno.ENOSPC, DiskFault.NO_SPACE),
+    (errno.EDQUOT, DiskFault.NO_SPACE),
+    (errno.EIO, DiskFault.IO_ERROR),
+    (errno.EROFS, DiskFault.READ_ONLY),
+    (errno.EBUSY, DiskFault.OTHER),
 ]
 
 
@@ -53,7 +53,7 @@ def put_when_it_can(tier: DiskTier, block) -> None:
 @pytest.mark.parametrize(("code", "fault"), CODES)
 @pytest.mark.parametrize("step", ["create", "write", "sync", "rename", "sync_folder", "free_bytes"])
 def test_write_fails_at_any_step_pauses_and_keeps_other_blocks(
-    files: FaultyFiles, tmp_path: Path, step: str, code: int, fault: Fault, caplog, monkeypatch: pytest.MonkeyPatch
+    files: FaultyFiles, tmp_path: Path, step: str, code: int, fault: DiskFault, caplog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = open_tier(tmp_path / "cache", files=files, first_pause_s=60)
     before, failing, after = make_chain(3)
@@ -86,8 +86,8 @@ def test_write_fails_repeatedly_warns_once(tier: DiskTier, files: FaultyFiles, c
     for block in make_chain(5):
         put_when_it_can(tier, block)
     failed = tier.usage().counters["failed"]
-    assert set(failed) == {Fault.NO_SPACE}
-    assert failed[Fault.NO_SPACE] >= 5
+    assert set(failed) == {DiskFault.NO_SPACE}
+    assert failed[DiskFault.NO_SPACE] >= 5
     assert caplog.text.count("cannot be written (no_space)") == 1
 
 
@@ -97,7 +97,7 @@ def test_write_torn_leaves_no_file(tier: DiskTier, files: FaultyFiles, tmp_path:
     files.torn_after_bytes = num_bytes
     tier.put(block)
     assert tier.flush(10).is_empty
-    assert set(tier.usage().counters["failed"]) == {Fault.NO_SPACE}
+    assert set(tier.usage().counters["failed"]) == {DiskFault.NO_SPACE}
     assert not tier.blocks.find(block.key)
     assert not list((tmp_path / "cache" / "tmp").iterdir())
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
@@ -130,16 +130,16 @@ def test_read_too_many_unreadable_blocks_avoids_the_newest(
     put_all(tier, blocks)
     files.before = {"open": fail(errno.EIO)}
     for block in blocks:
-        assert isinstance(read_now(tier, block.id, root=ROOT), Missing)
+        assert isinstance(read_now(tier, block.id, root=ROOT), MissingBlock)
     files.before = {}
     assert is_same(read_now(tier, blocks[0].id, root=ROOT), blocks[0])
-    assert all(isinstance(read_now(tier, block.id, root=ROOT), Missing) for block in blocks[1:])
+    assert all(isinstance(read_now(tier, block.id, root=ROOT), MissingBlock) for block in blocks[1:])
 
 
 @pytest.mark.parametrize(("code", "fault"), CODES)
 @pytest.mark.parametrize("step", ["open", "read_into", "status"])
 def test_read_fails_is_a_miss_and_avoids_the_block(
-    tier: DiskTier, files: FaultyFiles, step: str, code: int, fault: Fault, caplog
+    tier: DiskTier, files: FaultyFiles, step: str, code: int, fault: DiskFault, caplog
 ) -> None:
     blocks = make_chain(3)
     for block in blocks:
@@ -147,12 +147,12 @@ def test_read_fails_is_a_miss_and_avoids_the_block(
     assert tier.flush(10).is_empty
     files.before = {step: fail(code)}
     for block in blocks[:2]:
-        assert read_now(tier, block.id, root=ROOT) == Missing(block.id, fault)
+        assert read_now(tier, block.id, root=ROOT) == MissingBlock(block.id, fault)
     assert caplog.text.count("cannot be read") == 1
     files.before = {}
     # What could not be read is left alone for a while; the others are served.
     num_steps = len(files.steps)
-    assert read_now(tier, blocks[0].id, root=ROOT) == Missing(blocks[0].id, fault)
+    assert read_now(tier, blocks[0].id, root=ROOT) == MissingBlock(blocks[0].id, fault)
     assert len(files.steps) == num_steps
     assert not tier.blocks.find(blocks[0].key)
     assert is_same(read_now(tier, blocks[2].id, root=ROOT), blocks[2])
@@ -167,7 +167,7 @@ def test_read_unreadable_block_after_a_minute_is_retried(tmp_path: Path, files: 
     tier.put(block)
     assert tier.flush(10).is_empty
     files.before = {"read_into": fail(errno.EIO)}
-    assert read_now(tier, block.id, root=ROOT) == Missing(block.id, Fault.IO_ERROR)
+    assert read_now(tier, block.id, root=ROOT) == MissingBlock(block.id, DiskFault.IO_ERROR)
     files.before = {}
     now[0] += 61
     assert tier.blocks.find(block.key)
@@ -181,10 +181,10 @@ def test_folder_vanishes_is_created_again_after_the_pause(tier: DiskTier, tmp_pa
         tier.put(block)
     assert tier.flush(10).is_empty
     shutil.rmtree(tmp_path / "cache")
-    assert isinstance(read_now(tier, blocks[0].id, root=ROOT), Missing)
+    assert isinstance(read_now(tier, blocks[0].id, root=ROOT), MissingBlock)
     assert tier.put(blocks[2]) == Accepted()
     assert tier.flush(10).is_empty
-    assert tier.usage().counters["failed"] == {Fault.VANISHED: 1}
+    assert tier.usage().counters["failed"] == {DiskFault.VANISHED: 1}
     assert "cannot be written (vanished)" in caplog.text
     put_when_it_can(tier, blocks[3])
     assert is_same(read_now(tier, blocks[3].id, root=ROOT), blocks[3])
@@ -204,7 +204,7 @@ def test_inner_folder_vanishes_is_created_again_at_once(tier: DiskTier, tmp_path
     usage = tier.usage()
     assert usage.counters["failed"] == {}
     assert usage.num_blocks == (1 if name == "blocks" else 3)
-    assert tier.writing().num_faults == (1 if name == "blocks" else 0)  # who put the others should look again
+    assert tier.write_state().num_faults == (1 if name == "blocks" else 0)  # who put the others should look again
     assert is_same(read_now(tier, blocks[2].id, root=ROOT), blocks[2])
     assert usage.disk_bytes == real_bytes(tmp_path / "cache")
 
@@ -216,8 +216,8 @@ def test_parent_of_the_folder_vanishes_writes_fail_and_create_nothing(tmp_path: 
     for block in make_chain(4):
         put_when_it_can(tier, block)
     failed = tier.usage().counters["failed"]
-    assert set(failed) == {Fault.VANISHED}
-    assert failed[Fault.VANISHED] >= 4  # and once more wherever a pause was over before the next block came
+    assert set(failed) == {DiskFault.VANISHED}
+    assert failed[DiskFault.VANISHED] >= 4  # and once more wherever a pause was over before the next block came
     assert tier.blocks.lengths(ROOT) == ()
     assert not (tmp_path / "volume").exists()
     tier.close()
@@ -233,7 +233,7 @@ def test_delete_fails_files_stay_counted_and_are_retried_after_a_clear(tmp_path:
     for seed in range(12, 16):
         put_when_it_can(tier, make_block(seed, num_values=12_000))
     after = tier.usage()
-    assert after.counters["failed"][Fault.IO_ERROR] >= 1
+    assert after.counters["failed"][DiskFault.IO_ERROR] >= 1
     assert after.num_blocks >= before.num_blocks
     assert real_bytes(tmp_path / "cache") <= 2 << 20
     assert tier.clear().num_blocks == after.num_blocks
@@ -256,7 +256,7 @@ def test_delete_fails_files_stay_counted_and_are_retried_after_a_clear(tmp_path:
     tier.close()
 
 
-class Stuck(Files):
+class Stuck(Filesystem):
     """Some files cannot be deleted or moved."""
 
     names_stuck: frozenset[str] = frozenset()
@@ -288,7 +288,7 @@ def test_evict_skips_files_that_cannot_be_deleted(tmp_path: Path, caplog) -> Non
     assert usage.counters["written"] == {"base": 40}
     assert usage.block_bytes == sum(row.disk_bytes for row in records_of(tier))
     assert all(is_same(read_now(tier, block.id, root=ROOT), block) for block in stuck)
-    assert usage.counters["failed"][Fault.READ_ONLY] >= 2
+    assert usage.counters["failed"][DiskFault.READ_ONLY] >= 2
     assert caplog.text.count("cannot be deleted") == 2
     tier.close()
 
@@ -309,7 +309,7 @@ def test_rebuild_damaged_file_cannot_be_deleted_finds_all_others(tmp_path: Path,
     tier = open_tier(directory, files=files, first_pause_s=60)
     assert tier.flush(10).is_empty
     assert [bool(tier.blocks.find(block.key)) for block in blocks] == [True] * 3 + [False]
-    assert tier.usage().counters["failed"] == {Fault.READ_ONLY: 1}
+    assert tier.usage().counters["failed"] == {DiskFault.READ_ONLY: 1}
     assert caplog.text.count("cannot be deleted") == 1
     assert "Removed" not in caplog.text
     assert tier.usage().disk_bytes == real_bytes(directory)
@@ -331,7 +331,7 @@ def test_catalogue_save_fails_blocks_are_written_and_evicted_all_the_same(
     put_all(tier, [make_block(seed, num_values=12_000) for seed in range(5, 10)])
     put_all(tier, [make_block(100, num_values=80_000)])  # evicts
     usage = tier.usage()
-    assert set(usage.counters["failed"]) == {Fault.CATALOGUE}
+    assert set(usage.counters["failed"]) == {DiskFault.CATALOGUE}
     assert usage.counters["written"] == {"base": 11}
     num_files = len(list(directory.rglob("*.safetensors")))
     assert usage.counters["evicted"] == {"limit": 11 - num_files}
@@ -383,9 +383,9 @@ def test_write_fails_once_chain_is_written_in_order_after_the_pause(tier: DiskTi
     while tier.usage().num_queued:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert tier.usage().counters["failed"] == {Fault.NO_SPACE: 1}
+    assert tier.usage().counters["failed"] == {DiskFault.NO_SPACE: 1}
     assert [row.id for row in records_of(tier)] == [block.id for block in blocks]
-    assert tier.writing().num_faults == 1
+    assert tier.write_state().num_faults == 1
 
 
 def test_end_pause_accepts_blocks_until_the_next_fault(tmp_path: Path, files: FaultyFiles) -> None:

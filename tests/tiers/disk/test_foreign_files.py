@@ -16,11 +16,11 @@ import pytest
 
 from kvstrata.errors import ConfigError
 from kvstrata.prefix_cache.keys import chain
-from kvstrata.tiers.disk.errors import DropReason, Fault
-from kvstrata.tiers.disk.filesystem import Files, FileStatus
+from kvstrata.tiers.disk.errors import DiskFault, DropReason
+from kvstrata.tiers.disk.filesystem import FileStatus, Filesystem
 from kvstrata.tiers.disk.inspect import collect_garbage, find_garbage, list_blocks, verify
 from kvstrata.tiers.interface import Accepted
-from kvstrata.tiers.read_pool import Loaded, Missing
+from kvstrata.tiers.read_pool import LoadedBlock, MissingBlock
 from tests.tiers.disk.blocks import ROOT, is_same, make_chain, open_tier, put_all, read_now, real_bytes
 from tests.tiers.disk.faults import FaultyFiles, fail
 from tests.tiers.disk.test_clearing import in_time, lose_catalogue
@@ -75,10 +75,10 @@ def test_inspect_foreign_file_under_a_block_name_reports_it_without_hanging(stra
     path = path_of(directory, blocks[1])
     listing = in_time(lambda: list_blocks(directory))
     assert len(listing.rows) == 2
-    assert [(unread.path, unread.reason) for unread in listing.unread] == [(path, Fault.NOT_A_FILE)]
+    assert [(unread.path, unread.reason) for unread in listing.unread] == [(path, DiskFault.NOT_A_FILE)]
     verified = in_time(lambda: verify(directory, chain=chain))
     assert verified.num_blocks == 2
-    assert [unread.reason for unread in verified.unread] == [Fault.NOT_A_FILE]
+    assert [unread.reason for unread in verified.unread] == [DiskFault.NOT_A_FILE]
     assert in_time(lambda: find_garbage(directory)).orphans == (path_of(directory, blocks[2]),)
     in_time(lambda: collect_garbage(directory))
     assert path.is_symlink() or path.exists()  # it is not ours
@@ -112,11 +112,11 @@ def test_tier_foreign_file_under_a_block_name_is_a_miss(stranger: tuple[Path, li
     tier = in_time(lambda: open_tier(directory))
     assert tier.flush(20).is_empty
     assert bool(tier.blocks.find(blocks[1].key)) == (not is_catalogue_lost)
-    results: list[Loaded | Missing] = []
+    results: list[LoadedBlock | MissingBlock] = []
     ids = [block.id for block in blocks]
     assert tier.read([*ids, *ids], results.append, root=ROOT).wait(20)
-    assert [isinstance(result, Loaded) for result in results] == [True, False, True] * 2
-    assert results[1] == Missing(blocks[1].id, Fault.NOT_A_FILE)
+    assert [isinstance(result, LoadedBlock) for result in results] == [True, False, True] * 2
+    assert results[1] == MissingBlock(blocks[1].id, DiskFault.NOT_A_FILE)
     assert not tier.blocks.find(blocks[1].key)
     assert tier.usage().num_blocks == 2
     tier.close()
@@ -197,7 +197,7 @@ def test_open_folder_that_cannot_be_made_private_warns_once(
     directory.mkdir()
     directory.chmod(0o755)
     files = FaultyFiles(before={"set_mode": fail(errno.EPERM)} if step == "refused" else {})
-    monkeypatch.setattr(Files, "set_mode", lambda *_: None)  # as volumes without modes
+    monkeypatch.setattr(Filesystem, "set_mode", lambda *_: None)  # as volumes without modes
     open_tier(directory, files=files).close()
     # What is in it was made by us, for us alone.
     assert "Others on this machine" not in caplog.text
@@ -207,7 +207,7 @@ def test_open_folder_that_cannot_be_made_private_warns_once(
     assert str(directory / "blocks") in caplog.text
 
 
-class FilesOfAnotherUser(Files):
+class FilesOfAnotherUser(Filesystem):
     """What is called `name` belongs to someone else."""
 
     def __init__(self, name: str) -> None:

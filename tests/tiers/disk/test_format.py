@@ -14,7 +14,7 @@ from safetensors import safe_open
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.block import ITEM_BYTES, Block, BlockId, BlockTensor
 from kvstrata.tiers.block_file import ALIGNMENT_BYTES, Checksum, encode_block, fastest
-from kvstrata.tiers.disk.filesystem import Files
+from kvstrata.tiers.disk.filesystem import Filesystem
 from kvstrata.tiers.disk.reader import opened, read_block, read_header
 from tests.tiers.disk.blocks import ROOT, make_block, random_tensor, same
 
@@ -46,7 +46,7 @@ def write(path: Path, block: Block, checksum: Checksum = Checksum.BLAKE3) -> Pat
 
 
 def read(path: Path, block: Block) -> Block:
-    return read_block(Files(), path, block.id, chain=chain, root=block.root)
+    return read_block(Filesystem(), path, block.id, chain=chain, root=block.root)
 
 
 def test_encode_block_equals_the_golden_file() -> None:
@@ -105,8 +105,8 @@ def test_read_any_block_returns_it_aligned_and_valid_safetensors(
     block = Block(chain(ROOT, token_ids), ROOT, ROOT, start, token_ids.tobytes(), named, description)
     path = write(tmp_path_factory.getbasetemp() / "any", block, checksum)
     assert same(read(path, block), block)
-    with opened(Files(), path) as fd:
-        header = read_header(Files(), fd)
+    with opened(Filesystem(), path) as fd:
+        header = read_header(Filesystem(), fd)
     assert header.header_bytes % ALIGNMENT_BYTES == 0
     assert all(place.offset % ITEM_BYTES[place.dtype] == 0 for place in header.places.values())
     with safe_open(path, "numpy") as file:

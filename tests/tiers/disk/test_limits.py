@@ -11,7 +11,7 @@ from typing import Any
 from kvstrata.tiers.block import BASE, Block
 from kvstrata.tiers.disk.errors import DropReason
 from kvstrata.tiers.disk.index import BlockRecord
-from kvstrata.tiers.interface import Accepted, Refusal, Refused, Writing
+from kvstrata.tiers.interface import Accepted, Refusal, Refused, WriteState
 from kvstrata.tiers.write_limits import DailyWriteBudget
 from tests.tiers.disk.blocks import ROOT, is_same, make_block, make_chain, open_tier, read_now, real_bytes, records_of
 from tests.tiers.disk.faults import FaultyFiles
@@ -293,7 +293,7 @@ def test_second_touch_accepts_reused_blocks_only(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "cache", second_touch=True)
     block = make_block()
     assert [tier.put(block) for _ in range(3)] == [Refused(Refusal.FIRST_TOUCH)] * 3
-    assert tier.put(block, asked_twice=True) == Accepted()
+    assert tier.put(block, was_reused=True) == Accepted()
     assert tier.usage().counters["refused"] == {"first_touch": 3}
     tier.close()
 
@@ -357,7 +357,7 @@ def test_daily_budget_counts_queued_bytes() -> None:
     budget = DailyWriteBudget(100)
 
     def allows(nbytes: int, queued_bytes: int, now: float) -> bool:
-        writing = Writing(queue_bytes=queued_bytes, budget_bytes=budget.left_bytes(now))
+        writing = WriteState(queue_bytes=queued_bytes, budget_bytes=budget.left_bytes(now))
         return writing.would_take(Refused(Refusal.WRITE_BUDGET, nbytes))
 
     assert allows(50, 50, now=0)

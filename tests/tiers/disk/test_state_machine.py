@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvstrata.tiers.block import Block, BlockId
 from kvstrata.tiers.interface import Accepted
-from kvstrata.tiers.read_pool import Loaded, Missing
+from kvstrata.tiers.read_pool import LoadedBlock, MissingBlock
 from tests.tiers.disk.blocks import OTHER_ROOT, ROOT, is_same, make_chain, open_tier, read_now, real_bytes
 from tests.tiers.disk.faults import flip
 from tests.tiers.disk.test_damage import path_of
@@ -43,16 +43,16 @@ class TierAgainstMemory(RuleBasedStateMachine):
     @rule(block=some_block)
     def read(self, block: Block) -> None:
         result = read_now(self.tier, block.id, root=block.root)
-        assert is_same(result, block) if block.id in self.expected else isinstance(result, Missing)
+        assert is_same(result, block) if block.id in self.expected else isinstance(result, MissingBlock)
 
     @rule(blocks=st.lists(some_block, max_size=6))
     def read_several(self, blocks: list[Block]) -> None:
         for root in (ROOT, OTHER_ROOT):
             wanted = [block for block in blocks if block.root == root]
-            results: list[Loaded | Missing] = []
+            results: list[LoadedBlock | MissingBlock] = []
             assert self.tier.read([block.id for block in wanted], results.append, root=root).wait(20)
             assert [result.id for result in results] == [block.id for block in wanted]
-            assert [isinstance(result, Loaded) for result in results] == [b.id in self.expected for b in wanted]
+            assert [isinstance(result, LoadedBlock) for result in results] == [b.id in self.expected for b in wanted]
 
     @rule(blocks=st.lists(some_block, max_size=3))
     def remove(self, blocks: list[Block]) -> None:
@@ -70,7 +70,7 @@ class TierAgainstMemory(RuleBasedStateMachine):
         assert self.tier.flush(20).is_empty
         if block.id in self.expected:
             flip(path_of(self.directory, block), offset)
-            assert isinstance(read_now(self.tier, block.id, root=block.root), Missing)
+            assert isinstance(read_now(self.tier, block.id, root=block.root), MissingBlock)
             del self.expected[block.id]
 
     @rule(is_catalogue_lost=st.booleans())

@@ -19,7 +19,7 @@ from kvstrata.tiers.block_file import Damage
 from kvstrata.tiers.disk.errors import DropReason
 from kvstrata.tiers.disk.tier import DiskTier
 from kvstrata.tiers.interface import Accepted, Refusal, Refused
-from kvstrata.tiers.read_pool import Loaded, Missing, MissReason
+from kvstrata.tiers.read_pool import LoadedBlock, MissingBlock, MissReason
 from tests.tiers.disk.blocks import (
     OTHER_ROOT,
     ROOT,
@@ -133,8 +133,8 @@ def test_read_queued_blocks_returns_them_before_they_are_written(held: Held) -> 
     assert all(held.tier.blocks.find(block.key) for block in blocks)
     assert held.tier.blocks.lengths(blocks[0].key) == (4,)
     assert all(is_same(read_now(held.tier, block.id, root=ROOT), block) for block in blocks)
-    assert read_now(held.tier, blocks[0].id, root=OTHER_ROOT) == Missing(blocks[0].id, Damage.ROOT)
-    results: list[Loaded | Missing] = []
+    assert read_now(held.tier, blocks[0].id, root=OTHER_ROOT) == MissingBlock(blocks[0].id, Damage.ROOT)
+    results: list[LoadedBlock | MissingBlock] = []
     assert held.tier.read([block.id for block in blocks], results.append, root=ROOT).wait(5)
     assert [result.id for result in results] == [block.id for block in blocks]
     assert held.tier.usage().counters["read"] == {"queue": 6}
@@ -180,9 +180,9 @@ def test_close_drops_and_counts_queued_blocks(tmp_path: Path) -> None:
     held.tier.close()
     assert held.tier.usage().counters["dropped"] == {DropReason.CLOSED: 3}
     assert held.tier.put(make_block(9)) == Refused(Refusal.CLOSED)
-    results: list[Loaded | Missing] = []
+    results: list[LoadedBlock | MissingBlock] = []
     assert held.tier.read([blocks[0].id], results.append, root=ROOT).wait(5)
-    assert results == [Missing(blocks[0].id, MissReason.CLOSED)]
+    assert results == [MissingBlock(blocks[0].id, MissReason.CLOSED)]
     tier = open_tier(tmp_path / "cache")
     assert [bool(tier.blocks.find(block.key)) for block in blocks] == [True, False, False, False]
     tier.close()
@@ -203,10 +203,10 @@ def test_read_delivers_results_in_order_one_at_a_time(tier: DiskTier) -> None:
     blocks = make_chain(30, num_values=2000)
     put_all(tier, blocks)
     tier.remove([blocks[7].id])
-    results: list[Loaded | Missing] = []
+    results: list[LoadedBlock | MissingBlock] = []
     inside = threading.Semaphore(1)
 
-    def deliver(result: Loaded | Missing) -> None:
+    def deliver(result: LoadedBlock | MissingBlock) -> None:
         assert inside.acquire(blocking=False)
         results.append(result)
         inside.release()
@@ -214,7 +214,7 @@ def test_read_delivers_results_in_order_one_at_a_time(tier: DiskTier) -> None:
     ticket = tier.read([block.id for block in blocks], deliver, root=ROOT)
     assert ticket.wait(20)
     assert [result.id for result in results] == [block.id for block in blocks]
-    assert results[7] == Missing(blocks[7].id, MissReason.ABSENT)
+    assert results[7] == MissingBlock(blocks[7].id, MissReason.ABSENT)
     assert all(is_same(result, block) for result, block in zip(results, blocks, strict=True) if block is not blocks[7])
     assert tier.usage().num_pending_reads == 0
 
@@ -226,12 +226,12 @@ def test_read_cancelled_delivers_nothing(tmp_path: Path) -> None:
     blocks = make_chain(10)
     put_all(tier, blocks)
     files.before = {"read_into": wait_for(go_on)}
-    results: list[Loaded | Missing] = []
+    results: list[LoadedBlock | MissingBlock] = []
     ticket = tier.read([block.id for block in blocks], results.append, root=ROOT)
     ticket.cancel()
     go_on.set()
     assert ticket.wait(5)
-    after: list[Loaded | Missing] = []
+    after: list[LoadedBlock | MissingBlock] = []
     assert tier.read([blocks[0].id], after.append, root=ROOT).wait(5)
     assert results == []
     assert is_same(after[0], blocks[0])
@@ -244,7 +244,7 @@ def test_read_ahead_is_bounded_by_unreleased_bytes(tmp_path: Path) -> None:
     file_bytes = 4096 * -(-blocks[0].nbytes // 4096) + 4096
     tier = open_tier(tmp_path / "cache", read_ahead_bytes=3 * file_bytes)
     put_all(tier, blocks)
-    came: queue.Queue[Loaded | Missing] = queue.Queue()
+    came: queue.Queue[LoadedBlock | MissingBlock] = queue.Queue()
     ticket = tier.read([block.id for block in blocks], came.put, root=ROOT)
     held = [came.get(timeout=10) for _ in range(3)]
     for block in blocks[3:]:
@@ -263,7 +263,7 @@ def test_read_ahead_is_bounded_by_unreleased_bytes(tmp_path: Path) -> None:
     given_up = alone.read([block.id for block in blocks], came.put, root=ROOT)
     came.get(timeout=10).release()
     given_up.cancel()
-    results: list[Loaded | Missing] = []
+    results: list[LoadedBlock | MissingBlock] = []
     again = alone.read([blocks[0].id], results.append, root=ROOT)
     while not came.empty():
         came.get().release()
@@ -279,7 +279,7 @@ def test_read_delivery_raises_is_logged_and_later_reads_succeed(
     blocks = make_chain(4)
     put_all(tier, blocks)
 
-    def deliver(_result: Loaded | Missing) -> None:
+    def deliver(_result: LoadedBlock | MissingBlock) -> None:
         raise RuntimeError("a caller's mistake")
 
     for _ in range(3):
@@ -290,7 +290,7 @@ def test_read_delivery_raises_is_logged_and_later_reads_succeed(
 
 def test_read_unknown_block_is_absent_and_leaves_no_record(tier: DiskTier) -> None:
     unknown = BlockId(bytes(32))
-    assert read_now(tier, unknown, root=ROOT) == Missing(unknown, MissReason.ABSENT)
+    assert read_now(tier, unknown, root=ROOT) == MissingBlock(unknown, MissReason.ABSENT)
     assert not tier.blocks.find(unknown.key)
     assert tier.blocks.lengths(unknown.key) == ()
     assert tier.usage().counters["missed"] == {"absent": 1}
@@ -301,7 +301,7 @@ def test_read_deleted_file_is_absent_and_forgets_the_record(tier: DiskTier, tmp_
     put_all(tier, blocks)
     next((tmp_path / "cache").rglob(f"{blocks[1].key.hex()}*")).unlink()
     assert tier.blocks.find(blocks[1].key)
-    assert read_now(tier, blocks[1].id, root=ROOT) == Missing(blocks[1].id, MissReason.ABSENT)
+    assert read_now(tier, blocks[1].id, root=ROOT) == MissingBlock(blocks[1].id, MissReason.ABSENT)
     assert not tier.blocks.find(blocks[1].key)
     assert tier.usage().num_blocks == 1
 

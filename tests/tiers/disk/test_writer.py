@@ -12,7 +12,7 @@ import pytest
 
 from kvstrata.tiers.block import Block
 from kvstrata.tiers.disk.block_store import CaughtUp, DroppedBlock, Published, WriteFailed
-from kvstrata.tiers.disk.errors import DISK_EVENTS, DropReason, Fault
+from kvstrata.tiers.disk.errors import DISK_EVENTS, DiskFault, DropReason
 from kvstrata.tiers.disk.writer import MAX_ATTEMPTS, DiskWriter
 from kvstrata.tiers.interface import Refusal, Refused, RemovalLog, TierCounters
 from kvstrata.tiers.options import DiskOptions
@@ -68,7 +68,7 @@ def test_writer_child_queued_during_a_write_keeps_its_parent() -> None:
 
 
 @pytest.mark.parametrize(
-    "outcome", [WriteFailed(Fault.NO_SPACE, ""), DroppedBlock(DropReason.RESERVE), DroppedBlock(DropReason.NO_ROOM)]
+    "outcome", [WriteFailed(DiskFault.NO_SPACE, ""), DroppedBlock(DropReason.RESERVE), DroppedBlock(DropReason.NO_ROOM)]
 )
 def test_writer_dropped_block_drops_its_descendants_only(outcome: WriteFailed | DroppedBlock) -> None:
     first, second, third = make_chain(3)
@@ -100,7 +100,7 @@ def test_writer_block_that_always_fails_is_dropped_after_max_attempts() -> None:
         nonlocal num_attempts
         if block is bad:
             num_attempts += 1
-            return WriteFailed(Fault.OTHER, "a defect of ours")
+            return WriteFailed(DiskFault.OTHER, "a defect of ours")
         is_written.set()
         return Published(1)
 

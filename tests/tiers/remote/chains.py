@@ -6,9 +6,9 @@ import numpy as np
 
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.block import BASE, CHECKPOINT, Block, BlockId
-from kvstrata.tiers.interface import Accepted, Link, TierMatch, Wanted
-from kvstrata.tiers.lookups import finish
-from kvstrata.tiers.read_pool import Loaded, Missing
+from kvstrata.tiers.interface import Accepted, ChainLink, MissingChain, TierMatch
+from kvstrata.tiers.lookups import run_walk
+from kvstrata.tiers.read_pool import LoadedBlock, MissingBlock
 from kvstrata.tiers.remote.tier import RemoteTier
 from tests.tiers.disk.blocks import ROOT, random_tensor
 
@@ -19,7 +19,7 @@ def ids_of(seed: int, num_tokens: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 50_000, num_tokens, dtype=np.int32)
 
 
-def block_at(link: Link, root: bytes, ids: np.ndarray, *, part: str = BASE, num_values: int = 24) -> Block:
+def block_at(link: ChainLink, root: bytes, ids: np.ndarray, *, part: str = BASE, num_values: int = 24) -> Block:
     generator = np.random.default_rng([*link.key[:8], len(part)])
     tensors = {
         "0.k.high": random_tensor(generator, "U32", (2, num_values)),
@@ -29,8 +29,8 @@ def block_at(link: Link, root: bytes, ids: np.ndarray, *, part: str = BASE, num_
     return Block(link.key, link.parent, root, link.start, token_ids, tensors, {"groups": []}, part)
 
 
-def wanted(tier: RemoteTier, ids: np.ndarray, marks: tuple[int, ...] = (), root: bytes = ROOT) -> Wanted:
-    return finish(tier.blocks.wanted(root, ids, marks))
+def wanted(tier: RemoteTier, ids: np.ndarray, marks: tuple[int, ...] = (), root: bytes = ROOT) -> MissingChain:
+    return run_walk(tier.blocks.missing_chain(root, ids, marks))
 
 
 def put_chain(tier: RemoteTier, ids: np.ndarray, marks: tuple[int, ...] = (), *, root: bytes = ROOT) -> list[Block]:
@@ -39,17 +39,17 @@ def put_chain(tier: RemoteTier, ids: np.ndarray, marks: tuple[int, ...] = (), *,
     blocks = [block_at(link, missing.root, ids) for link in missing.links]
     blocks += [block_at(link, missing.root, ids, part=CHECKPOINT) for link in missing.marks]
     for block in blocks:
-        assert tier.put(block, asked_twice=True) == Accepted()
+        assert tier.put(block, was_reused=True) == Accepted()
     assert tier.flush(20.0).is_empty
     return blocks
 
 
 def match_of(tier: RemoteTier, ids: np.ndarray, *, at_marks: bool = False, root: bytes = ROOT) -> TierMatch:
-    return finish(tier.blocks.longest(root, 0, ids, at_marks=at_marks))
+    return run_walk(tier.blocks.longest_chain(root, 0, ids, at_marks=at_marks))
 
 
-def read_all(tier: RemoteTier, blocks: list[BlockId], root: bytes = ROOT) -> list[Loaded | Missing]:
-    came: list[Loaded | Missing] = []
+def read_all(tier: RemoteTier, blocks: list[BlockId], root: bytes = ROOT) -> list[LoadedBlock | MissingBlock]:
+    came: list[LoadedBlock | MissingBlock] = []
     reading = tier.read(blocks, came.append, root=root)
     assert reading.wait(20.0)
     for each in came:

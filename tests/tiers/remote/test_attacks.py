@@ -14,7 +14,7 @@ from kvstrata.engine.engine import Engine
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.block import Block, BlockTensor
 from kvstrata.tiers.block_file import Checksum, DamagedBlock, decode_block, encode_block
-from kvstrata.tiers.read_pool import Loaded, Missing
+from kvstrata.tiers.read_pool import LoadedBlock, MissingBlock
 from kvstrata.tiers.remote.open_store import make_store
 from kvstrata.tiers.remote.sealing import PIECE_BYTES, PLAIN, Keys, is_name, keys_of, seal, unseal
 from kvstrata.tiers.remote.store import PREFIX, KeyValueStore
@@ -114,13 +114,15 @@ def test_no_attack_on_a_store_gets_a_wrong_block_read(
         assert forged != whole[name]
         put_back(store, name, forged)
         (came,) = read_all(tier, [by_name[name].id])
-        assert isinstance(came, Missing), "a wrong block was taken for a right one"
+        assert isinstance(came, MissingBlock), "a wrong block was taken for a right one"
         tier.flush(5.0)
         put_back(store, name, whole[name])
 
     assert sum(tier.usage().counters["missed"].values()) == NUM_ATTACKS
     came = read_all(tier, [block.id for block in blocks])
-    assert all(isinstance(back, Loaded) and same(back.block, block) for back, block in zip(came, blocks, strict=True))
+    assert all(
+        isinstance(back, LoadedBlock) and same(back.block, block) for back, block in zip(came, blocks, strict=True)
+    )
     for each in (tier, foreign):
         each.close()
 

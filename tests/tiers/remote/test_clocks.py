@@ -10,7 +10,7 @@ import pytest
 
 from kvstrata.engine import build
 from kvstrata.tiers.block import BlockId
-from kvstrata.tiers.read_pool import Loaded
+from kvstrata.tiers.read_pool import LoadedBlock
 from kvstrata.tiers.remote.tier import RemoteTier
 from tests.engine.test_disk import cached
 from tests.tiers.remote.chains import ids_of, match_of, put_chain, read_all, same, wanted
@@ -32,7 +32,9 @@ def test_blocks_go_both_ways(store_url: str, tmp_path: Path, ahead_s: float) -> 
         assert match_of(reader, ids, at_marks=True).num_tokens == 512
         assert wanted(reader, ids, (512,)).links == () == wanted(reader, ids, (512,)).marks
         came = read_all(reader, [block.id for block in put])
-        assert all(isinstance(back, Loaded) and same(back.block, block) for back, block in zip(came, put, strict=True))
+        assert all(
+            isinstance(back, LoadedBlock) and same(back.block, block) for back, block in zip(came, put, strict=True)
+        )
         reader.touch(block.id for block in put)
         assert reader.flush(10.0).is_empty
     for tier in (right, wrong):
@@ -68,7 +70,7 @@ def test_a_hit_keeps_a_block_by_either_clock(store_url: str, ahead_s: float) -> 
     assert tier.flush(10.0).is_empty
     came = read_all(tier, [block.id for block in put])
 
-    assert all(isinstance(back, Loaded) and same(back.block, block) for back, block in zip(came, put, strict=True))
+    assert all(isinstance(back, LoadedBlock) and same(back.block, block) for back, block in zip(came, put, strict=True))
     tier.close()
 
 

@@ -234,7 +234,7 @@ def test_store_that_answered_slowly_once_is_asked_again_when_that_has_faded(
         engine.ask(lambda core: core.prefix_cache.evictor.clear(tier="hot")).result(60)
         found = cached(say(engine, name, PROMPT, 2))
         assert (
-            shared_tier(engine).look(no_steps(), None, lambda: None).wait(60)
+            shared_tier(engine).start_lookup(no_steps(), None, lambda: None).wait(60)
         )  # questions before it have their answers
         return found
 

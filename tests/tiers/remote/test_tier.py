@@ -10,8 +10,8 @@ import pytest
 
 from kvstrata.tiers.block import CHECKPOINT, BlockId
 from kvstrata.tiers.interface import Refusal, Refused, TierMatch
-from kvstrata.tiers.lookups import finish
-from kvstrata.tiers.read_pool import Loaded, Missing
+from kvstrata.tiers.lookups import run_walk
+from kvstrata.tiers.read_pool import LoadedBlock, MissingBlock
 from kvstrata.tiers.remote.tier import RemoteTier
 from kvstrata.tiers.remote.url import parse_url
 from tests.tiers.remote.chains import block_at, ids_of, match_of, put_chain, read_all, same, wanted
@@ -33,7 +33,7 @@ def test_what_one_server_wrote_another_reads(store_url: str, tmp_path: Path, is_
     assert [link.end for link in match.links] == [256, 512, 768, 1024, 1280]
     assert all(link.nbytes for link in match.links)
     came = read_all(second, [block.id for block in put])
-    assert all(isinstance(back, Loaded) and same(back.block, block) for back, block in zip(came, put, strict=True))
+    assert all(isinstance(back, LoadedBlock) and same(back.block, block) for back, block in zip(came, put, strict=True))
     at_mark = match_of(second, ids, at_marks=True)
     assert (at_mark.num_tokens, at_mark.mark_bytes > 0) == (1024, True)
     assert wanted(second, ids, (512,)).links == () == wanted(second, ids, (512,)).marks
@@ -79,7 +79,7 @@ def test_a_damaged_block_is_deleted_so_that_a_right_one_can_take_its_place(serve
     server.client.set(name, b"forged")
     (came,) = read_all(tier, [put[1].id])
 
-    assert isinstance(came, Missing)
+    assert isinstance(came, MissingBlock)
     assert came.reason == "seal"
     tier.flush(5.0)
     assert not server.client.exists(name)
@@ -97,12 +97,12 @@ def test_block_larger_than_a_model_has_is_missed_unread_and_deleted(store_url: s
     assert tier.block_store.store.create(name, bytes(6 << 20), 60.0)
     (came,) = read_all(tier, [put[1].id])
 
-    assert isinstance(came, Missing)
+    assert isinstance(came, MissingBlock)
     assert came.reason == "size"
     assert tier.usage().counters["read"] == {}
     tier.flush(5.0)
     assert tier.block_store.store.sizes([name]) == [0]
-    assert isinstance(read_all(tier, [put[0].id])[0], Loaded)
+    assert isinstance(read_all(tier, [put[0].id])[0], LoadedBlock)
     tier.close()
 
 
@@ -121,7 +121,7 @@ def test_a_long_chain_among_many_blocks_costs_two_round_trips(server: Valkey, mo
     execute = pipeline_type.execute
     monkeypatch.setattr(pipeline_type, "execute", lambda pipeline: executed.append(1) or execute(pipeline))
     began_s = time.perf_counter()
-    match = finish(tier.blocks.longest(bytes(range(32)), 0, ids, at_marks=True))
+    match = run_walk(tier.blocks.longest_chain(bytes(range(32)), 0, ids, at_marks=True))
     seconds = time.perf_counter() - began_s
 
     assert client.dbsize() > 100_400
@@ -184,7 +184,7 @@ def test_a_store_that_dies_is_left_alone(server: Valkey) -> None:
     ids = ids_of(11, 1024)
     put = put_chain(tier, ids)
     server.kill()
-    assert all(isinstance(came, Missing) for came in read_all(tier, [block.id for block in put]))
+    assert all(isinstance(came, MissingBlock) for came in read_all(tier, [block.id for block in put]))
 
     assert tier.usage().paused_because == "unreachable"
     _refused_while_paused(tier, 12)
@@ -227,5 +227,5 @@ def test_a_store_that_cannot_be_written_is_still_read(server: Valkey, reason: st
     assert tier.usage().paused_because == reason
     assert tier.usage().counters["dropped"] == {"fault": 1}
     if reason != "denied":
-        assert all(isinstance(came, Loaded) for came in read_all(tier, [block.id for block in put]))
+        assert all(isinstance(came, LoadedBlock) for came in read_all(tier, [block.id for block in put]))
     tier.close()

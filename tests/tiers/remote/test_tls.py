@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.errors import ConfigError
-from kvstrata.tiers.read_pool import Loaded
+from kvstrata.tiers.read_pool import LoadedBlock
 from kvstrata.tiers.remote.open_store import open_store
 from kvstrata.tiers.remote.sealing import keys_of
 from kvstrata.tiers.remote.tier import RemoteTier
@@ -64,7 +64,7 @@ def test_blocks_go_through_tls(front: Fronts, authority: Authority, tmp_path: Pa
 
     assert match_of(second, ids).num_tokens == 1024
     came = read_all(second, [block.id for block in put])
-    assert all(isinstance(back, Loaded) and same(back.block, block) for back, block in zip(came, put, strict=True))
+    assert all(isinstance(back, LoadedBlock) and same(back.block, block) for back, block in zip(came, put, strict=True))
     assert made.num_bytes - num_bytes > sum(block.nbytes for block in put)
     assert first.shared_usage().place == f"rediss://127.0.0.1:{made.port}/0"
     _close(first, second)

@@ -11,7 +11,7 @@ import pytest
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.block_file import Checksum, Damage, DamagedBlock, encode_block
 from kvstrata.tiers.interface import TierMatch
-from kvstrata.tiers.read_pool import Loaded, Missing, MissReason
+from kvstrata.tiers.read_pool import LoadedBlock, MissingBlock, MissReason
 from kvstrata.tiers.remote import folder_store, object_store, redis_store, sealing
 from kvstrata.tiers.remote.block_store import VerifiedStore, list_sealed_blocks, verify_store
 from kvstrata.tiers.remote.open_store import make_store
@@ -57,7 +57,7 @@ def test_server_leaves_values_of_another_version_alone(store_url: str, tmp_path:
     with server_of(second):
         tier = open_remote(store_url, secret, ttl_s=DAY_S, ahead_s=30 * DAY_S)
         assert match_of(tier, ids) == TierMatch()
-        absent = [Missing(block.id, MissReason.ABSENT) for block in put]
+        absent = [MissingBlock(block.id, MissReason.ABSENT) for block in put]
         assert read_all(tier, [block.id for block in put]) == absent
         store = tier.block_store.store
         assert list_sealed_blocks(store) == []
@@ -73,7 +73,9 @@ def test_server_leaves_values_of_another_version_alone(store_url: str, tmp_path:
         tier = open_remote(store_url, secret)
         own = put_chain(tier, ids, (512,))
         came = read_all(tier, [block.id for block in own])
-        assert all(isinstance(each, Loaded) and same(each.block, block) for each, block in zip(came, own, strict=True))
+        assert all(
+            isinstance(each, LoadedBlock) and same(each.block, block) for each, block in zip(came, own, strict=True)
+        )
         tier.close()
     assert values_of(first, store_url) == values
     assert values_of(second, store_url).keys() == values.keys(), "the names of blocks are those of version 1"

@@ -29,7 +29,7 @@ class Codes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Block:
+class GgufBlockType:
     name: str
     num_values: int
     num_bytes: int
@@ -126,17 +126,17 @@ def _coded(values: np.ndarray) -> Codes:
 
 
 BLOCKS = {
-    0: Block("F32", 1, 4),
-    1: Block("F16", 1, 2),
-    2: Block("Q4_0", GROUP, 18, _q4_0),
-    3: Block("Q4_1", GROUP, 20, _q4_1),
-    6: Block("Q5_0", GROUP, 22, _q5_0),
-    7: Block("Q5_1", GROUP, 24, _q5_1),
-    8: Block("Q8_0", GROUP, 34, _q8_0),
-    12: Block("Q4_K", SUPER, 144, _q4_k),
-    13: Block("Q5_K", SUPER, 176, _q5_k),
-    14: Block("Q6_K", SUPER, 210, _q6_k),
-    30: Block("BF16", 1, 2),
+    0: GgufBlockType("F32", 1, 4),
+    1: GgufBlockType("F16", 1, 2),
+    2: GgufBlockType("Q4_0", GROUP, 18, _q4_0),
+    3: GgufBlockType("Q4_1", GROUP, 20, _q4_1),
+    6: GgufBlockType("Q5_0", GROUP, 22, _q5_0),
+    7: GgufBlockType("Q5_1", GROUP, 24, _q5_1),
+    8: GgufBlockType("Q8_0", GROUP, 34, _q8_0),
+    12: GgufBlockType("Q4_K", SUPER, 144, _q4_k),
+    13: GgufBlockType("Q5_K", SUPER, 176, _q5_k),
+    14: GgufBlockType("Q6_K", SUPER, 210, _q6_k),
+    30: GgufBlockType("BF16", 1, 2),
 }
 _BY_NAME = {block.name: block for block in BLOCKS.values()}
 

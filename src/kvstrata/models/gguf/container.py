@@ -37,7 +37,7 @@ class BadGguf(ModelError):
 
 
 @dataclass(frozen=True)
-class Tensor:
+class GgufTensor:
     name: str
     shape: tuple[int, ...]  # rows first, as MLX has it
     kind: str  # F16, Q4_K ...
@@ -52,7 +52,7 @@ class Tensor:
 class Gguf:
     path: Path
     metadata: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, GgufTensor]
 
     @property
     def nbytes(self) -> int:
@@ -128,7 +128,7 @@ class _Reader:
         shape = tuple(self._number("<Q") for _ in range(num_dims))
         return name, shape[::-1], self._number("<I"), self._number("<Q")
 
-    def _tensor(self, start: int, name: str, shape: tuple[int, ...], code: int, offset: int) -> Tensor:
+    def _tensor(self, start: int, name: str, shape: tuple[int, ...], code: int, offset: int) -> GgufTensor:
         block = BLOCKS.get(code)
         if block is None:
             known = ", ".join(sorted(each.name for each in BLOCKS.values()))
@@ -144,7 +144,7 @@ class _Reader:
                 f"{self._path} ends at byte {len(self._octets)}, in the middle of tensor {name!r}, which goes on to "
                 f"{first + num_bytes}. It was cut off: get it again"
             )
-        return Tensor(name, shape, block.name, np.frombuffer(self._octets, np.uint8, num_bytes, first))
+        return GgufTensor(name, shape, block.name, np.frombuffer(self._octets, np.uint8, num_bytes, first))
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:

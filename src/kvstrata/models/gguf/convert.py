@@ -12,7 +12,7 @@ import mlx.core as mx
 from kvstrata.models.gguf import tokenizers
 from kvstrata.models.gguf.architectures import FREQUENCIES, Architecture, architecture_of, changed, config_of, name_of
 from kvstrata.models.gguf.blocks import GROUP, affine, plain
-from kvstrata.models.gguf.container import BadGguf, Gguf, Tensor
+from kvstrata.models.gguf.container import BadGguf, Gguf, GgufTensor
 
 # Of a file of weights: a converter never holds more than this beside what it reads.
 SHARD_BYTES = 1 << 30
@@ -44,7 +44,7 @@ def convert(gguf: Gguf, folder: Path, advance: Callable[[int], None]) -> None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
-def named(gguf: Gguf, architecture: Architecture, tensor: Tensor) -> tuple[str, str]:
+def named(gguf: Gguf, architecture: Architecture, tensor: GgufTensor) -> tuple[str, str]:
     if tensor.name == FREQUENCIES:
         return "", ""
     try:
@@ -55,7 +55,7 @@ def named(gguf: Gguf, architecture: Architecture, tensor: Tensor) -> tuple[str, 
 
 
 def _converted(
-    architecture: Architecture, tensor: Tensor, kind: str, config: dict[str, Any]
+    architecture: Architecture, tensor: GgufTensor, kind: str, config: dict[str, Any]
 ) -> tuple[dict[str, mx.array], int]:
     """Its arrays by name, and how many bits its codes have; 0: it is not packed."""
     packed = affine(tensor.kind, tensor.octets, tensor.shape) if len(tensor.shape) > 1 else None

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvstrata.models.gguf.architectures import FREQUENCIES, architecture_of, config_of
 from kvstrata.models.gguf.blocks import BLOCKS, GROUP, codes_of
-from kvstrata.models.gguf.container import Gguf, Tensor
+from kvstrata.models.gguf.container import Gguf, GgufTensor
 from kvstrata.models.gguf.convert import named, quantization
 
 ITEM_BYTES = {"U32": 4, "F16": 2, "BF16": 2}
@@ -53,14 +53,14 @@ def write_outline(gguf: Gguf, folder: Path) -> None:
         file.truncate(8 + len(text) + end)
 
 
-def _bits(tensor: Tensor) -> int:
+def _bits(tensor: GgufTensor) -> int:
     """Of its codes once it is converted; 0: it is not packed. A block of zeros tells."""
     block = next(each for each in BLOCKS.values() if each.name == tensor.kind)
     found = codes_of(tensor.kind, np.zeros(block.num_bytes, np.uint8)) if len(tensor.shape) > 1 else None
     return 0 if found is None else found.bits
 
 
-def _holes(tensor: Tensor, kind: str, num_bits: int) -> Iterator[Hole]:
+def _holes(tensor: GgufTensor, kind: str, num_bits: int) -> Iterator[Hole]:
     if not num_bits:
         yield Hole(kind, "BF16" if tensor.kind == "BF16" else "F16", tensor.shape)
         return

@@ -22,7 +22,7 @@ PING = ServerEvent({"type": "ping"}, "ping")
 
 
 @dataclass
-class Block:
+class ContentBlock:
     """One of the message, as far as it is written. `pieces`: of its text, its thoughts or its arguments."""
 
     kind: Literal["text", "thinking", "tool_use"]
@@ -67,8 +67,8 @@ class MessagesWire:
     def __init__(self, message_id: str, model: str) -> None:
         self._id = message_id
         self._model = model
-        self._blocks: list[Block] = []
-        self._open: Block | None = None  # the last of them, while it grows
+        self._blocks: list[ContentBlock] = []
+        self._open: ContentBlock | None = None  # the last of them, while it grows
         self._held = ""  # whitespace that may be the start of a text
         self._streams = False
         self._ended: Ended | None = None
@@ -123,7 +123,7 @@ class MessagesWire:
         if isinstance(event, Thinking):
             return self._grow("thinking", event.text)
         if isinstance(event, CallBegun):
-            return self._open_block(Block("tool_use", event.id, event.name))
+            return self._open_block(ContentBlock("tool_use", event.id, event.name))
         if isinstance(event, CallArguments):
             return self._grow("tool_use", event.text)
         assert isinstance(event, CallEnded)
@@ -141,12 +141,12 @@ class MessagesWire:
     def _grow(self, kind: Literal["text", "thinking", "tool_use"], piece: str) -> list[ServerEvent]:
         if not piece:
             return []
-        opened = [] if self._open and self._open.kind == kind else self._open_block(Block(kind))
+        opened = [] if self._open and self._open.kind == kind else self._open_block(ContentBlock(kind))
         assert self._open is not None
         self._open.pieces.append(piece)
         return [*opened, self._block_event("content_block_delta", delta=self._open.delta(piece))]
 
-    def _open_block(self, block: Block) -> list[ServerEvent]:
+    def _open_block(self, block: ContentBlock) -> list[ServerEvent]:
         closed = self._close_block()
         self._blocks.append(block)
         self._open = block
@@ -177,7 +177,7 @@ class MessagesWire:
     def _stop_sequence(self) -> str | None:
         return (self._ended.stop or None) if self._ended else None
 
-    def _is_call(self, block: Block) -> bool:
+    def _is_call(self, block: ContentBlock) -> bool:
         """What a stream has told of as a call stays one, whatever its arguments became."""
         return block.kind == "tool_use" and (self._streams or _as_object(block.said) is not None)
 

@@ -21,7 +21,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.tiers.block import Block, BlockId, Tally
 from kvstrata.tiers.block_file import Damage, EncodedBlock, encode_block, fastest
 from kvstrata.tiers.disk.catalogue import Catalogue, CatalogueFault, add_saved, open_catalogue
-from kvstrata.tiers.disk.errors import DropReason, Fault, fault_of
+from kvstrata.tiers.disk.errors import DiskFault, DropReason, fault_of
 from kvstrata.tiers.disk.filesystem import make_folder_if_missing, unlink_if_there, write_all
 from kvstrata.tiers.disk.folder import CacheFolder, MarkerFiles, Quarantine, file_name
 from kvstrata.tiers.disk.index import BlockIndex, BlockRecord, write_labels
@@ -62,7 +62,7 @@ class DroppedBlock:
 
 @dataclass(frozen=True, slots=True)
 class WriteFailed:
-    reason: Fault
+    reason: DiskFault
     what: str
 
 
@@ -290,12 +290,12 @@ class DiskBlockStore:
     def _failed(self, error: OSError | CatalogueFault | ConfigError) -> WriteFailed:
         match error:
             case CatalogueFault():
-                return WriteFailed(Fault.CATALOGUE, str(error))
+                return WriteFailed(DiskFault.CATALOGUE, str(error))
             case OSError():
                 return WriteFailed(fault_of(error), str(error))
             case _:
                 # The folder vanished, and another program recreated it before this tier did.
-                return WriteFailed(Fault.VANISHED, str(error))
+                return WriteFailed(DiskFault.VANISHED, str(error))
 
     # The folder and the index.
 
@@ -396,7 +396,7 @@ class DiskBlockStore:
         if isinstance(error, CatalogueFault) and error.is_other_version:
             log.info("The disk cache's catalogue is rebuilt from the blocks: %s", error)
         else:
-            self._counters.add(BlockEvent.FAILED, Fault.CATALOGUE)
+            self._counters.add(BlockEvent.FAILED, DiskFault.CATALOGUE)
             self._log_fault(error, is_damaged=is_damaged)
         if is_damaged:
             self._close_catalogue()

@@ -11,7 +11,7 @@ from kvstrata.tiers.block import BASE, BLOCK_TOKENS, CHECKPOINT, BlockId, Chain
 from kvstrata.tiers.disk.block_store import DiskBlockStore
 from kvstrata.tiers.disk.index import read_labels
 from kvstrata.tiers.disk.reader import DiskReader
-from kvstrata.tiers.interface import Link, OnDisk, TierMatch, TokenIds
+from kvstrata.tiers.interface import ChainLink, PromptOnTier, TierMatch, TokenIds
 from kvstrata.tiers.lookups import Walk
 from kvstrata.tiers.write_limits import WriteQueue
 
@@ -42,7 +42,7 @@ class DiskChains:
         record = self._store.index.get(block)
         return {} if record is None else read_labels(record.labels)
 
-    def num_after(self, key: bytes) -> int:
+    def num_children(self, key: bytes) -> int:
         """Return the number of blocks that directly follow a block. One counts twice while it is written."""
         return self._queue.num_children(key) + self._store.index.num_children(key)
 
@@ -51,7 +51,7 @@ class DiskChains:
         queued = self._queue.lengths_after(parent)
         return tuple(sorted(queued.union(self._store.index.lengths_after(parent)), reverse=True))
 
-    def longest(self, parent: bytes, start: int, ids: TokenIds, *, at_marks: bool = False) -> Walk[TierMatch]:
+    def longest_chain(self, parent: bytes, start: int, ids: TokenIds, *, at_marks: bool = False) -> Walk[TierMatch]:
         best = TierMatch()
         for trail in self._trails(parent, start, ids):
             link = trail[-1]
@@ -64,9 +64,9 @@ class DiskChains:
             yield
         return best
 
-    def about(self, root: bytes, ids: TokenIds, *, at_marks: bool) -> Walk[OnDisk]:
-        match = yield from self.longest(root, 0, ids, at_marks=at_marks)
-        return OnDisk(
+    def describe_prompt(self, root: bytes, ids: TokenIds, *, at_marks: bool) -> Walk[PromptOnTier]:
+        match = yield from self.longest_chain(root, 0, ids, at_marks=at_marks)
+        return PromptOnTier(
             match.num_tokens,
             is_damaged_next=(yield from self._is_damaged_next(root, ids)),
             # A caller must not learn whose the other blocks are: their tokens are not even compared.
@@ -77,15 +77,15 @@ class DiskChains:
         damaged = self._store.quarantine.keys()
         if not damaged:
             return False
-        links = (yield from self.longest(root, 0, ids)).links
+        links = (yield from self.longest_chain(root, 0, ids)).links
         parent, start = (links[-1].key, links[-1].end) if links else (root, 0)
         ends = range(start + 1, min(start + BLOCK_TOKENS, len(ids)) + 1)
         return any(self._chain(parent, ids[start:end]) in damaged for end in ends)
 
-    def _trails(self, parent: bytes, start: int, ids: TokenIds) -> Iterator[list[Link]]:
+    def _trails(self, parent: bytes, start: int, ids: TokenIds) -> Iterator[list[ChainLink]]:
         """Yield all chains of blocks after a parent that match `ids`, and each beginning of a chain before the chain;
         long blocks first. The yielded list is the same object each time."""
-        trail: list[Link] = []
+        trail: list[ChainLink] = []
         waiting = [self._following(parent, start, ids)]
         while waiting:
             link = next(waiting[-1], None)
@@ -98,7 +98,7 @@ class DiskChains:
             waiting.append(self._following(link.key, link.end, ids))
             yield trail
 
-    def _following(self, parent: bytes, start: int, ids: TokenIds) -> Iterator[Link]:
+    def _following(self, parent: bytes, start: int, ids: TokenIds) -> Iterator[ChainLink]:
         for length in self.lengths(parent):
             end = start + length
             if end <= len(ids):
@@ -106,4 +106,4 @@ class DiskChains:
                 nbytes = self.find(key)
                 if nbytes:
                     is_queued = bool(self._queue.find(BlockId(key)))
-                    yield Link(key, parent, start, end, nbytes, is_queued)
+                    yield ChainLink(key, parent, start, end, nbytes, is_queued)

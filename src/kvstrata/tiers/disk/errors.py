@@ -22,7 +22,7 @@ class DropReason(StrEnum):
     CLEARED = "cleared"
 
 
-class Fault(StrEnum):
+class DiskFault(StrEnum):
     """The faults that the operating system or the catalogue reports."""
 
     NO_SPACE = "no_space"
@@ -49,26 +49,26 @@ CAUSES = {
     DropReason.WRITE_BUDGET: RemovalCause.WRITE_BUDGET,
     DropReason.UNWRITABLE: RemovalCause.UNWRITABLE,
     DropReason.CLEARED: RemovalCause.CLEARED,
-    Fault.NO_SPACE: RemovalCause.VOLUME_FULL,
+    DiskFault.NO_SPACE: RemovalCause.VOLUME_FULL,
 }
 
 FAULTS = {
-    errno.ENOSPC: Fault.NO_SPACE,
-    errno.EDQUOT: Fault.NO_SPACE,
-    errno.EFBIG: Fault.NO_SPACE,
-    errno.EIO: Fault.IO_ERROR,
-    errno.EROFS: Fault.READ_ONLY,
-    errno.EACCES: Fault.READ_ONLY,
-    errno.EPERM: Fault.READ_ONLY,
-    errno.ENOENT: Fault.VANISHED,
-    errno.ENOTDIR: Fault.VANISHED,
-    errno.ENODEV: Fault.VANISHED,
-    errno.ENXIO: Fault.VANISHED,
-    errno.ESTALE: Fault.VANISHED,
+    errno.ENOSPC: DiskFault.NO_SPACE,
+    errno.EDQUOT: DiskFault.NO_SPACE,
+    errno.EFBIG: DiskFault.NO_SPACE,
+    errno.EIO: DiskFault.IO_ERROR,
+    errno.EROFS: DiskFault.READ_ONLY,
+    errno.EACCES: DiskFault.READ_ONLY,
+    errno.EPERM: DiskFault.READ_ONLY,
+    errno.ENOENT: DiskFault.VANISHED,
+    errno.ENOTDIR: DiskFault.VANISHED,
+    errno.ENODEV: DiskFault.VANISHED,
+    errno.ENXIO: DiskFault.VANISHED,
+    errno.ESTALE: DiskFault.VANISHED,
 }
 
 
-def fault_of(error: OSError) -> Fault:
+def fault_of(error: OSError) -> DiskFault:
     if isinstance(error, NotAFile):
-        return Fault.NOT_A_FILE
-    return FAULTS.get(error.errno or 0, Fault.OTHER)
+        return DiskFault.NOT_A_FILE
+    return FAULTS.get(error.errno or 0, DiskFault.OTHER)

@@ -43,7 +43,7 @@ class NotAFile(OSError):
         super().__init__(errno.EINVAL, "Not a plain file", str(path))
 
 
-class Files:
+class Filesystem:
     def create(self, path: Path) -> int:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
 
@@ -127,14 +127,14 @@ class Files:
         return fd
 
 
-def write_all(files: Files, fd: int, pieces: Iterable[memoryview], pace: Pace = unpaced) -> None:
+def write_all(files: Filesystem, fd: int, pieces: Iterable[memoryview], pace: Pace = unpaced) -> None:
     for piece in pieces:
         done = 0
         while done < piece.nbytes:
             done += pace(partial(files.write, fd, piece[done : done + SLICE_BYTES]))
 
 
-def read_all(files: Files, fd: int, buffer: memoryview, offset: int) -> int:
+def read_all(files: Filesystem, fd: int, buffer: memoryview, offset: int) -> int:
     """Fill `buffer` from an offset. Return the bytes read: fewer than its size mean that the file ends there."""
     done = 0
     while done < buffer.nbytes:
@@ -145,7 +145,7 @@ def read_all(files: Files, fd: int, buffer: memoryview, offset: int) -> int:
     return done
 
 
-def plain_files(files: Files, folder: Path) -> Iterator[tuple[Path, FileStatus]]:
+def plain_files(files: Filesystem, folder: Path) -> Iterator[tuple[Path, FileStatus]]:
     """Yield the plain files of a folder, by name; none if there is no folder. Anything else in it is not ours."""
     try:
         names = sorted(files.names(folder))
@@ -160,14 +160,14 @@ def plain_files(files: Files, folder: Path) -> Iterator[tuple[Path, FileStatus]]
             yield path, status
 
 
-def unlink_if_there(files: Files, path: Path) -> None:
+def unlink_if_there(files: Filesystem, path: Path) -> None:
     try:
         files.unlink(path)
     except FileNotFoundError:
         return
 
 
-def make_folder_if_missing(files: Files, path: Path) -> bool:
+def make_folder_if_missing(files: Filesystem, path: Path) -> bool:
     """Create a folder if it is missing. Return whether it was created."""
     try:
         files.make_folder(path)

@@ -17,7 +17,7 @@ from kvstrata.tiers.block_file import Damage
 from kvstrata.tiers.disk.filesystem import (
     FILE_MODE,
     FOLDER_MODE,
-    Files,
+    Filesystem,
     make_folder_if_missing,
     plain_files,
     read_all,
@@ -61,7 +61,7 @@ def parse_file_name(name: str) -> list[BlockId]:
 
 
 class CacheFolder:
-    def __init__(self, directory: Path, files: Files) -> None:
+    def __init__(self, directory: Path, files: Filesystem) -> None:
         self.directory = directory
         self.files = files
         self.blocks = directory / "blocks"
@@ -212,7 +212,7 @@ class CacheFolder:
         return "" if status.is_plain else "no plain file, and the disk cache opens nothing else"
 
 
-def _tighten_one(files: Files, path: Path, mode: int) -> bool:
+def _tighten_one(files: Filesystem, path: Path, mode: int) -> bool:
     """Take all permissions from group and others. Return whether they have none now."""
     try:
         if files.status(path).mode & OF_OTHERS:
@@ -224,7 +224,7 @@ def _tighten_one(files: Files, path: Path, mode: int) -> bool:
         return False
 
 
-def _names_in(files: Files, shard: Path) -> list[str]:
+def _names_in(files: Filesystem, shard: Path) -> list[str]:
     try:
         return [] if files.status(shard).is_link else files.names(shard)
     except (FileNotFoundError, NotADirectoryError):
@@ -261,7 +261,7 @@ LARGEST_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Quarantined:
+class QuarantinedFile:
     name: str
     disk_bytes: int
     modified: float
@@ -273,10 +273,10 @@ def parse_quarantined_name(name: str) -> list[BlockId]:
     return parse_file_name(file_name) if reason in list(Damage) else []
 
 
-def list_quarantined(files: Files, folder: Path) -> list[Quarantined]:
+def list_quarantined(files: Filesystem, folder: Path) -> list[QuarantinedFile]:
     """List the files that `take` has moved there, oldest first. Other files are not ours to count or to delete."""
     held = [
-        Quarantined(path.name, status.disk_bytes, status.modified)
+        QuarantinedFile(path.name, status.disk_bytes, status.modified)
         for path, status in plain_files(files, folder)
         if parse_quarantined_name(path.name)
     ]
@@ -286,13 +286,13 @@ def list_quarantined(files: Files, folder: Path) -> list[Quarantined]:
 class Quarantine:
     """Damaged files. One thread at a time changes them, any thread reads: no file operation runs under the lock."""
 
-    def __init__(self, folder: Path, files: Files, cache_bytes: int) -> None:
+    def __init__(self, folder: Path, files: Filesystem, cache_bytes: int) -> None:
         """Read the quarantine. `cache_bytes`: the limit of the whole cache."""
         self._folder = folder
         self._files = files
         self._limit_bytes = min(int(LARGEST_SHARE * cache_bytes), LARGEST_BYTES)
         self._lock = threading.Lock()
-        self._held: dict[str, Quarantined] = {}  # the oldest first
+        self._held: dict[str, QuarantinedFile] = {}  # the oldest first
         self.reload()
 
     @property
@@ -329,7 +329,7 @@ class Quarantine:
             return
         with self._lock:
             self._held.pop(name, None)
-            self._held[name] = Quarantined(name, status.disk_bytes, status.modified)
+            self._held[name] = QuarantinedFile(name, status.disk_bytes, status.modified)
         self._shrink()
 
     def _shrink(self) -> None:

@@ -11,7 +11,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.tiers.block import BASE, BlockId, Chain
 from kvstrata.tiers.block_file import DamagedBlock
 from kvstrata.tiers.disk.errors import fault_of
-from kvstrata.tiers.disk.filesystem import Files, unlink_if_there
+from kvstrata.tiers.disk.filesystem import Filesystem, unlink_if_there
 from kvstrata.tiers.disk.folder import CacheFolder, list_quarantined
 from kvstrata.tiers.disk.index import BlockRecord
 from kvstrata.tiers.disk.reader import read_block
@@ -73,7 +73,7 @@ class _Sorted:
             progress(done, total)
 
 
-def list_blocks(directory: Path, *, files: Files | None = None, progress: Progress = _no_progress) -> Listing:
+def list_blocks(directory: Path, *, files: Filesystem | None = None, progress: Progress = _no_progress) -> Listing:
     """List blocks by their headers, with last use and uses if the catalogue has them. A server may be running."""
     folder = _existing(directory, files)
     found = _sort(folder, progress)
@@ -83,7 +83,9 @@ def list_blocks(directory: Path, *, files: Files | None = None, progress: Progre
     return Listing(tuple(rows), tuple(found.damaged), tuple(found.unread))
 
 
-def verify(directory: Path, *, chain: Chain, files: Files | None = None, progress: Progress = _no_progress) -> Verified:
+def verify(
+    directory: Path, *, chain: Chain, files: Filesystem | None = None, progress: Progress = _no_progress
+) -> Verified:
     """Verify every checksum. Changes nothing: a server quarantines damage that it reads, and `gc` deletes the rest."""
     folder = _existing(directory, files)
     stored = list(folder.stored(sorted(folder.names())))
@@ -104,7 +106,7 @@ def verify(directory: Path, *, chain: Chain, files: Files | None = None, progres
     return Verified(num_blocks, num_bytes, tuple(damaged), tuple(unread))
 
 
-def find_garbage(directory: Path, *, files: Files | None = None, progress: Progress = _no_progress) -> Garbage:
+def find_garbage(directory: Path, *, files: Filesystem | None = None, progress: Progress = _no_progress) -> Garbage:
     folder = _existing(directory, files)
     found = _sort(folder, progress)
     garbage = Garbage(
@@ -117,7 +119,7 @@ def find_garbage(directory: Path, *, files: Files | None = None, progress: Progr
     return replace(garbage, freed_bytes=freed_bytes)
 
 
-def collect_garbage(directory: Path, *, files: Files | None = None, progress: Progress = _no_progress) -> Garbage:
+def collect_garbage(directory: Path, *, files: Filesystem | None = None, progress: Progress = _no_progress) -> Garbage:
     """Delete what `find_garbage` finds. CacheDirectoryBusy while a server runs: it may be writing these files.
 
     The next start removes the rows of deleted blocks from the catalogue.
@@ -149,10 +151,10 @@ def orphans(rows: Iterable[BlockRecord]) -> list[BlockId]:
     return left
 
 
-def _existing(directory: Path, files: Files | None) -> CacheFolder:
+def _existing(directory: Path, files: Filesystem | None) -> CacheFolder:
     if not directory.is_dir():
         raise ConfigError(f"There is no disk cache at {directory}. Give the folder that --disk-cache-dir had")
-    folder = CacheFolder(directory, files or Files())
+    folder = CacheFolder(directory, files or Filesystem())
     folder.check()
     return folder
 

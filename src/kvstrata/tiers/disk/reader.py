@@ -27,12 +27,12 @@ from kvstrata.tiers.block_file import (
     parse_header,
     verify_header,
 )
-from kvstrata.tiers.disk.errors import Fault, fault_of
-from kvstrata.tiers.disk.filesystem import Files, NotAFile, read_all
+from kvstrata.tiers.disk.errors import DiskFault, fault_of
+from kvstrata.tiers.disk.filesystem import Filesystem, NotAFile, read_all
 from kvstrata.tiers.disk.folder import CacheFolder
 from kvstrata.tiers.disk.index import BlockIndex
 from kvstrata.tiers.interface import BlockEvent, TierCounters
-from kvstrata.tiers.read_pool import Loaded, Missing, MissReason
+from kvstrata.tiers.read_pool import LoadedBlock, MissingBlock, MissReason
 from kvstrata.tiers.read_rates import RateMeter
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ NUM_AVOIDED = 4096
 
 
 @contextmanager
-def opened(files: Files, path: Path) -> Iterator[int]:
+def opened(files: Filesystem, path: Path) -> Iterator[int]:
     fd = files.open(path)
     try:
         yield fd
@@ -52,7 +52,7 @@ def opened(files: Files, path: Path) -> Iterator[int]:
         files.close(fd)
 
 
-def read_header(files: Files, fd: int) -> BlockHeader:
+def read_header(files: Filesystem, fd: int) -> BlockHeader:
     """Read and verify a header: for nearly every block one page, and no payload."""
     beginning = _read(files, fd, 0, ALIGNMENT_BYTES)
     length = header_bytes_of(beginning)
@@ -64,7 +64,7 @@ def read_header(files: Files, fd: int) -> BlockHeader:
     return parse_header(beginning + rest)
 
 
-def read_block(files: Files, path: Path, wanted: BlockId, *, chain: Chain, root: bytes | None) -> Block:
+def read_block(files: Filesystem, path: Path, wanted: BlockId, *, chain: Chain, root: bytes | None) -> Block:
     """Read a block and verify all of it. Raises DamagedBlock, or OSError if the file cannot be read."""
     try:
         return _read_block(files, path, wanted, chain=chain, root=root)
@@ -73,7 +73,7 @@ def read_block(files: Files, path: Path, wanted: BlockId, *, chain: Chain, root:
         raise DamagedBlock(Damage.HEADER, str(error)) from error
 
 
-def _read_block(files: Files, path: Path, wanted: BlockId, *, chain: Chain, root: bytes | None) -> Block:
+def _read_block(files: Filesystem, path: Path, wanted: BlockId, *, chain: Chain, root: bytes | None) -> Block:
     with opened(files, path) as fd:
         size_bytes = files.status(fd).size_bytes
         header = read_header(files, fd)
@@ -82,7 +82,7 @@ def _read_block(files: Files, path: Path, wanted: BlockId, *, chain: Chain, root
     return header.block(tensors)
 
 
-def _read_tensors(files: Files, fd: int, header: BlockHeader) -> dict[str, BlockTensor]:
+def _read_tensors(files: Filesystem, fd: int, header: BlockHeader) -> dict[str, BlockTensor]:
     payload = _fill(files, fd, header.header_bytes, header.file_bytes - header.header_bytes)
     return {
         name: decode_tensor(name, place, payload[place.offset - header.header_bytes :][: place.nbytes])
@@ -90,7 +90,7 @@ def _read_tensors(files: Files, fd: int, header: BlockHeader) -> dict[str, Block
     }
 
 
-def _fill(files: Files, fd: int, offset: int, nbytes: int) -> memoryview:
+def _fill(files: Filesystem, fd: int, offset: int, nbytes: int) -> memoryview:
     # Uninitialised memory: clearing it first would cost as much as a fast disk.
     buffer = np.empty(nbytes, dtype=np.uint8).data if nbytes else memoryview(bytearray())
     if read_all(files, fd, buffer, offset) != nbytes:
@@ -98,7 +98,7 @@ def _fill(files: Files, fd: int, offset: int, nbytes: int) -> memoryview:
     return buffer.toreadonly()
 
 
-def _read(files: Files, fd: int, offset: int, nbytes: int) -> bytes:
+def _read(files: Filesystem, fd: int, offset: int, nbytes: int) -> bytes:
     buffer = bytearray(nbytes)
     return bytes(buffer[: read_all(files, fd, memoryview(buffer), offset)])
 
@@ -133,61 +133,61 @@ class DiskReader:
         self._chain = chain
         self._clock = clock
         self._lock = threading.Lock()
-        self._avoided: OrderedDict[BlockId, tuple[float, Fault]] = OrderedDict()
-        self._logged: set[Fault] = set()
+        self._avoided: OrderedDict[BlockId, tuple[float, DiskFault]] = OrderedDict()
+        self._logged: set[DiskFault] = set()
         self.meter = RateMeter()
 
-    def load(self, block: BlockId, root: bytes) -> Loaded | Missing:
+    def load(self, block: BlockId, root: bytes) -> LoadedBlock | MissingBlock:
         """Return a verified block, or why it is missing."""
         result = self._load(block, root)
         match result:
-            case Missing(_, reason):
+            case MissingBlock(_, reason):
                 self._counters.add(BlockEvent.MISSED, reason)
-            case Loaded():
+            case LoadedBlock():
                 self._store.index.record_uses([block], self._clock())
         return result
 
-    def avoided(self, block: BlockId) -> list[Fault]:
+    def avoided(self, block: BlockId) -> list[DiskFault]:
         """Return the fault for which a block is avoided for a while, if there was one."""
         with self._lock:
-            until, fault = self._avoided.get(block, (0.0, Fault.OTHER))
+            until, fault = self._avoided.get(block, (0.0, DiskFault.OTHER))
             return [fault] if until > self._clock() else []
 
-    def _load(self, block: BlockId, root: bytes) -> Loaded | Missing:
+    def _load(self, block: BlockId, root: bytes) -> LoadedBlock | MissingBlock:
         for queued in self._find_queued(block):
             if queued.root != root:
-                return Missing(block, Damage.ROOT)
+                return MissingBlock(block, Damage.ROOT)
             self._counters.add(BlockEvent.READ, "queue", nbytes=queued.nbytes)
-            return Loaded(queued)
+            return LoadedBlock(queued)
         if self._store.index.pending.get(block) is not None:
-            return Missing(block, MissReason.ABSENT)  # it was removed, and its file is still there
+            return MissingBlock(block, MissReason.ABSENT)  # it was removed, and its file is still there
         for fault in self.avoided(block):
-            return Missing(block, fault)
+            return MissingBlock(block, fault)
         try:
             return self._load_file(block, root)
         except DamagedBlock as damage:
             self._store.quarantine_block(block, damage.reason)
-            return Missing(block, damage.reason)
+            return MissingBlock(block, damage.reason)
         except FileNotFoundError:
             if self._store.index.get(block) is not None:
                 self._store.forget(block)
-            return Missing(block, MissReason.ABSENT)
+            return MissingBlock(block, MissReason.ABSENT)
         except NotAFile:
-            self._counters.add(BlockEvent.FAILED, Fault.NOT_A_FILE)
+            self._counters.add(BlockEvent.FAILED, DiskFault.NOT_A_FILE)
             self._store.forget(block)
-            return Missing(block, Fault.NOT_A_FILE)
+            return MissingBlock(block, DiskFault.NOT_A_FILE)
         except OSError as error:
-            return Missing(block, self._avoid(block, error))
+            return MissingBlock(block, self._avoid(block, error))
 
-    def _load_file(self, block: BlockId, root: bytes) -> Loaded:
+    def _load_file(self, block: BlockId, root: bytes) -> LoadedBlock:
         folder = self._store.folder
         with self.meter.reading() as measure:
             found = read_block(folder.files, folder.path(block), block, chain=self._chain, root=root)
             measure(found.nbytes)
         self._counters.add(BlockEvent.READ, "disk", nbytes=found.nbytes)
-        return Loaded(found)
+        return LoadedBlock(found)
 
-    def _avoid(self, block: BlockId, error: OSError) -> Fault:
+    def _avoid(self, block: BlockId, error: OSError) -> DiskFault:
         """Keep readers from a block for a while after a fault of the disk. Return the fault."""
         fault = fault_of(error)
         self._counters.add(BlockEvent.FAILED, fault)

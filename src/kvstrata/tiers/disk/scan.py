@@ -16,8 +16,8 @@ from threading import RLock
 from kvstrata.tiers.block import BlockId, Tally, no_tally
 from kvstrata.tiers.block_file import FORMAT_VERSION, Damage, DamagedBlock
 from kvstrata.tiers.disk.catalogue import add_saved
-from kvstrata.tiers.disk.errors import Fault, RemovalReason, fault_of
-from kvstrata.tiers.disk.filesystem import Files, unlink_if_there
+from kvstrata.tiers.disk.errors import DiskFault, RemovalReason, fault_of
+from kvstrata.tiers.disk.filesystem import Filesystem, unlink_if_there
 from kvstrata.tiers.disk.folder import CacheFolder, Quarantine, file_name
 from kvstrata.tiers.disk.index import BlockIndex, BlockRecord, write_labels
 from kvstrata.tiers.disk.reader import opened, read_header
@@ -100,7 +100,7 @@ class Reconciler:
                 return self._quarantine_file(path, damage)
             case UnreadFile(path, fault):
                 self._counters.add(BlockEvent.FAILED, fault)
-                return [] if fault is Fault.NOT_A_FILE else [path]
+                return [] if fault is DiskFault.NOT_A_FILE else [path]
         return []
 
     def _quarantine_file(self, path: Path, damage: Damage) -> list[Path]:
@@ -165,11 +165,11 @@ class UnreadFile:
     """A file that could not be read: counted, and not served until the next start."""
 
     path: Path
-    reason: Fault
+    reason: DiskFault
 
 
 def records_of(
-    files: Files, stored: Iterable[tuple[Path, BlockId]], count_labels: Tally = no_tally
+    files: Filesystem, stored: Iterable[tuple[Path, BlockId]], count_labels: Tally = no_tally
 ) -> Iterator[BlockRecord | DamagedFile | UnreadFile]:
     """Yield the records of files by their headers; files that have vanished are left out."""
     for path, block in stored:
@@ -183,7 +183,7 @@ def records_of(
             yield UnreadFile(path, fault_of(error))
 
 
-def _record_of(files: Files, path: Path, block: BlockId, count_labels: Tally) -> BlockRecord:
+def _record_of(files: Filesystem, path: Path, block: BlockId, count_labels: Tally) -> BlockRecord:
     with opened(files, path) as fd:
         status = files.status(fd)
         header = read_header(files, fd)

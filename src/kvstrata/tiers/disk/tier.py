@@ -18,7 +18,7 @@ from kvstrata.tiers.disk.block_store import DiskBlockStore
 from kvstrata.tiers.disk.catalogue import CatalogueFault
 from kvstrata.tiers.disk.chains import DiskChains
 from kvstrata.tiers.disk.errors import DISK_EVENTS
-from kvstrata.tiers.disk.filesystem import Files
+from kvstrata.tiers.disk.filesystem import Filesystem
 from kvstrata.tiers.disk.folder import CacheFolder, prepare
 from kvstrata.tiers.disk.index import BlockIndex, IndexTotals
 from kvstrata.tiers.disk.reader import DiskReader
@@ -34,12 +34,12 @@ from kvstrata.tiers.interface import (
     Removed,
     TierCounters,
     Usage,
-    Writing,
+    WriteState,
 )
-from kvstrata.tiers.lookups import Lookup, Lookups, Walk
+from kvstrata.tiers.lookups import Lookup, LookupThread, Walk
 from kvstrata.tiers.options import DiskOptions
-from kvstrata.tiers.read_pool import BlockReading, Deliver, Reader
-from kvstrata.tiers.read_rates import Rates
+from kvstrata.tiers.read_pool import BlockReading, Deliver, ReadPool
+from kvstrata.tiers.read_rates import ReadRates
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class DiskTier:
         chain: Chain,
         tally: Tally = no_tally,
         is_pinned: Callable[[bytes], bool] = _nothing_pinned,
-        files: Files | None = None,
+        files: Filesystem | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Open the folder. `chain` is prefix_cache.keys.chain; `tally` counts a block's bytes by label.
@@ -73,7 +73,7 @@ class DiskTier:
         self._clock = clock
         self.on_room: Callable[[], None] = lambda: None  # called on the writer thread when the queue may accept blocks
         self._counters = TierCounters(DISK_EVENTS)
-        self._folder = CacheFolder(options.directory, files or Files())
+        self._folder = CacheFolder(options.directory, files or Filesystem())
         prepare(self._folder)
         self._store = self._open_store(options, is_pinned, tally)
         self._second_touch = options.second_touch
@@ -81,33 +81,33 @@ class DiskTier:
         self._disk_reader = DiskReader(self._store, self._writer.queue.find, self._counters, chain=chain, clock=clock)
         self.blocks = DiskChains(self._store, self._writer.queue, self._disk_reader, chain)
         self._is_closed = False
-        self._read_pool = Reader(self._disk_reader.load, options.num_readers, options.read_ahead_bytes)
-        self._lookups = Lookups()
+        self._read_pool = ReadPool(self._disk_reader.load, options.num_readers, options.read_ahead_bytes)
+        self._lookups = LookupThread()
 
     # Writing.
 
     def put(
-        self, block: Block, *, asked_twice: bool = False, replace: bool = False, unused_s: float = 0.0
+        self, block: Block, *, was_reused: bool = False, replace: bool = False, unused_s: float = 0.0
     ) -> Accepted | Refused:
         block = dataclasses.replace(block, last_use=self._clock() - unused_s)
-        refusal = self._refusal(block, asked_twice, replace) or self._writer.offer(block, replaces=replace)
+        refusal = self._refusal(block, was_reused, replace) or self._writer.offer(block, replaces=replace)
         if refusal is None:
             return Accepted()
         self._counters.add(BlockEvent.REFUSED, refusal, nbytes=block.nbytes)
         return Refused(refusal, block.nbytes)
 
-    def _refusal(self, block: Block, asked_twice: bool, replace: bool) -> Refusal | None:
+    def _refusal(self, block: Block, was_reused: bool, replace: bool) -> Refusal | None:
         if block.nbytes > self.limit_bytes:
             return Refusal.TOO_LARGE
         if not replace and self.blocks.size(block.id):
             return Refusal.PRESENT
-        if self._second_touch and not asked_twice:
+        if self._second_touch and not was_reused:
             return Refusal.FIRST_TOUCH
-        if not self.writing().would_take(Refused(Refusal.WRITE_BUDGET, block.nbytes)):
+        if not self.write_state().would_take(Refused(Refusal.WRITE_BUDGET, block.nbytes)):
             return Refusal.WRITE_BUDGET
         return None
 
-    def writing(self) -> Writing:
+    def write_state(self) -> WriteState:
         state = self._writer.state(self._store.budget.left_bytes(self._clock()))
         return dataclasses.replace(state, num_faults=state.num_faults + self._store.num_losses)
 
@@ -123,8 +123,8 @@ class DiskTier:
 
     # Lookups and reads.
 
-    def look(self, walk: Walk[T], otherwise: T, on_answer: Callable[[], None]) -> Lookup[T]:
-        return self._lookups.ask(walk, otherwise, on_answer)
+    def start_lookup(self, walk: Walk[T], fallback: T, on_answer: Callable[[], None]) -> Lookup[T]:
+        return self._lookups.ask(walk, fallback, on_answer)
 
     def read(
         self, blocks: Sequence[BlockId], deliver: Deliver, *, root: bytes, sizes: Sequence[int] | None = None
@@ -147,7 +147,7 @@ class DiskTier:
         return self._store.index.removals
 
     @property
-    def rates(self) -> Rates:
+    def rates(self) -> ReadRates:
         return self._disk_reader.meter.rates()
 
     # Removal.
@@ -160,10 +160,10 @@ class DiskTier:
         index.report_removed(records, RemovalCause.CLEARED)
         return self._removed(totals)
 
-    def clear(self, under: bytes = b"") -> Removed:
+    def clear(self, root_prefix: bytes = b"") -> Removed:
         """Hide blocks at once. The writer thread deletes their files, except of blocks that are put again meanwhile."""
-        self._writer.withdraw(lambda block: block.root.startswith(under))
-        return self._removed(self._store.index.hide_roots(under, self._clock()))
+        self._writer.withdraw(lambda block: block.root.startswith(root_prefix))
+        return self._removed(self._store.index.hide_roots(root_prefix, self._clock()))
 
     def _removed(self, totals: IndexTotals) -> Removed:
         self._writer.wake()
@@ -171,9 +171,9 @@ class DiskTier:
 
     # Usage and shutdown.
 
-    def usage(self, under: bytes = b"") -> Usage:
+    def usage(self, root_prefix: bytes = b"") -> Usage:
         index, state = self._store.index, self._writer.state(0)
-        totals = index.totals(under)
+        totals = index.totals(root_prefix)
         return Usage(
             limit_bytes=self.limit_bytes,
             allowed_bytes=self._store.space.allowed_bytes,

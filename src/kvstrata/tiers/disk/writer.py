@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 
 from kvstrata.tiers.block import Block
 from kvstrata.tiers.disk.block_store import CaughtUp, DroppedBlock, Published, WriteFailed
-from kvstrata.tiers.disk.errors import CAUSES, DropReason, Fault
+from kvstrata.tiers.disk.errors import CAUSES, DiskFault, DropReason
 from kvstrata.tiers.interface import (
     BlockEvent,
     BlockRemoval,
@@ -27,7 +27,7 @@ from kvstrata.tiers.interface import (
     RemovalCause,
     RemovalLog,
     TierCounters,
-    Writing,
+    WriteState,
 )
 from kvstrata.tiers.options import DiskOptions
 from kvstrata.tiers.write_limits import Backoff, Pace, QueuedBlock, Throttle, WriteQueue
@@ -45,7 +45,7 @@ MAX_ATTEMPTS = 6
 
 LONGEST_PAUSE_S = 300.0
 
-FULL = (Fault.NO_SPACE, DropReason.RESERVE)
+FULL = (DiskFault.NO_SPACE, DropReason.RESERVE)
 
 # Share of the queue. Above it the writer does not rest, because full queues refuse blocks.
 REST_BELOW = 0.25
@@ -121,10 +121,10 @@ class DiskWriter:
             unwanted = [entry for entry in self.queue.entries() if is_unwanted(entry.block)]
             self._drop(unwanted, BlockEvent.DROPPED, DropReason.CLEARED)
 
-    def state(self, budget_bytes: float) -> Writing:
+    def state(self, budget_bytes: float) -> WriteState:
         with self._changed:
             is_paused = self._backoff.is_paused
-            return Writing(
+            return WriteState(
                 queue_bytes=self.queue.num_bytes,
                 limit_bytes=self.queue.limit_bytes,
                 budget_bytes=budget_bytes,
@@ -260,7 +260,7 @@ class DiskWriter:
             case WriteFailed(reason, what):
                 self._hold(entry, BlockEvent.FAILED, reason, what)
 
-    def _begin_pause(self, reason: Fault | DropReason, what: str) -> None:
+    def _begin_pause(self, reason: DiskFault | DropReason, what: str) -> None:
         """Begin a pause. Its reason is logged unless the last pause had the same."""
         if self._backoff.begin(reason):
             log.warning(
@@ -270,7 +270,7 @@ class DiskWriter:
                 self._backoff.remaining_s,
             )
 
-    def _hold(self, entry: QueuedBlock, event: BlockEvent, reason: Fault | DropReason, what: str) -> None:
+    def _hold(self, entry: QueuedBlock, event: BlockEvent, reason: DiskFault | DropReason, what: str) -> None:
         """Keep a block for an attempt after a pause, unless it had enough attempts or a flush waits."""
         with self._changed:
             self._num_faults += 1
@@ -281,13 +281,13 @@ class DiskWriter:
             elif event is BlockEvent.FAILED:
                 self._counters.add(event, reason)
 
-    def _give_up(self, entry: QueuedBlock, event: BlockEvent, reason: Fault | DropReason) -> None:
+    def _give_up(self, entry: QueuedBlock, event: BlockEvent, reason: DiskFault | DropReason) -> None:
         """Drop a block, and the queued blocks that no lookup could reach without it."""
         with self._changed:
             self._num_faults += reason is DropReason.WRITE_BUDGET  # it may be accepted tomorrow
             self._drop(self.queue.unreachable_without(entry), event, reason)
 
-    def _drop(self, entries: list[QueuedBlock], event: BlockEvent, reason: Fault | DropReason) -> None:
+    def _drop(self, entries: list[QueuedBlock], event: BlockEvent, reason: DiskFault | DropReason) -> None:
         for entry in entries:
             self.queue.remove(entry)
             self._counters.add(event, reason)
@@ -303,10 +303,10 @@ def _guarded(work: Callable[[], Outcome]) -> Outcome | WriteFailed:
         return work()
     except Exception as error:  # A bug is logged and must not end the thread.
         log.exception("The disk cache's writer failed in a way that it should not")
-        return WriteFailed(Fault.OTHER, repr(error))
+        return WriteFailed(DiskFault.OTHER, repr(error))
 
 
-def _removal(entry: QueuedBlock, reason: Fault | DropReason) -> BlockRemoval:
+def _removal(entry: QueuedBlock, reason: DiskFault | DropReason) -> BlockRemoval:
     block, cause = entry.block, CAUSES.get(reason, RemovalCause.FAILED)
     if entry.replaces and cause is not RemovalCause.CLEARED:
         cause = RemovalCause.REPLACEMENT

@@ -16,8 +16,8 @@ from kvstrata.tiers.block import BASE, Block, BlockId, Chain
 from kvstrata.tiers.block_file import Checksum, DamagedBlock, decode_block, encode_block
 from kvstrata.tiers.interface import BlockEvent, Refusal, TierCounters
 from kvstrata.tiers.options import RemoteOptions
-from kvstrata.tiers.read_pool import Loaded, Missing, MissReason
-from kvstrata.tiers.read_rates import RateMeter, Rates
+from kvstrata.tiers.read_pool import LoadedBlock, MissingBlock, MissReason
+from kvstrata.tiers.read_rates import RateMeter, ReadRates
 from kvstrata.tiers.remote.chains import AvoidedNames
 from kvstrata.tiers.remote.health import StoreFault, StoreHealth
 from kvstrata.tiers.remote.sealing import BlockNames, Keys, is_name, seal, unseal
@@ -63,7 +63,7 @@ class SealedBlockStore:
         return self._budget.written_bytes(self._clock())
 
     @property
-    def rates(self) -> Rates:
+    def rates(self) -> ReadRates:
         return self._meter.rates()
 
     def write(self, block: Block) -> None:
@@ -85,17 +85,17 @@ class SealedBlockStore:
         self.avoided.discard(name)
         self._counters.add(BlockEvent.WRITTEN, block.part, nbytes=len(sealed), num_tokens=_counted_tokens(block))
 
-    def load(self, block: BlockId, root: bytes) -> Loaded | Missing:
+    def load(self, block: BlockId, root: bytes) -> LoadedBlock | MissingBlock:
         """Read and verify a block. The caller should delete the value after a miss with a Damage: values are never
         replaced, so a damaged one would keep its name."""
         result = self._load(block, root)
-        if isinstance(result, Missing):
+        if isinstance(result, MissingBlock):
             self._counters.add(BlockEvent.MISSED, result.reason)
         return result
 
-    def _load(self, block: BlockId, root: bytes) -> Loaded | Missing:
+    def _load(self, block: BlockId, root: bytes) -> LoadedBlock | MissingBlock:
         if self._health.is_paused:
-            return Missing(block, Refusal.PAUSED)
+            return MissingBlock(block, Refusal.PAUSED)
         name = self.names.name_of(block)
         try:
             with self._meter.reading() as measure, self._health.query():
@@ -104,15 +104,15 @@ class SealedBlockStore:
                     measure(len(sealed))
             if sealed is None:
                 self.avoided.add(name)
-                return Missing(block, MissReason.ABSENT)
+                return MissingBlock(block, MissReason.ABSENT)
             found = _open_sealed(self._keys, name, sealed, block, root=root, chain=self._chain)
         except StoreFault as fault:
-            return Missing(block, fault.reason)
+            return MissingBlock(block, fault.reason)
         except DamagedBlock as damage:
             self.avoided.add(name)
-            return Missing(block, damage.reason)
+            return MissingBlock(block, damage.reason)
         self._counters.add(BlockEvent.READ, found.part, nbytes=len(sealed), num_tokens=_counted_tokens(found))
-        return Loaded(found)
+        return LoadedBlock(found)
 
     def touch(self, names: Sequence[str]) -> None:
         with self._health.query():

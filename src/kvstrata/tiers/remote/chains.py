@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from kvstrata.tiers.block import BASE, CHECKPOINT, BlockId, Chain
-from kvstrata.tiers.interface import Link, OnDisk, TierMatch, TokenIds, Wanted
+from kvstrata.tiers.interface import ChainLink, MissingChain, PromptOnTier, TierMatch, TokenIds
 from kvstrata.tiers.lookups import Walk
 from kvstrata.tiers.remote.health import StoreFault, StoreHealth
 from kvstrata.tiers.remote.sealing import BlockNames, links_of
@@ -78,12 +78,12 @@ class RemoteChains:
         del block
         return {}
 
-    def num_after(self, key: bytes) -> int:
+    def num_children(self, key: bytes) -> int:
         """Return 1, because blocks of other servers are not counted here."""
         del key
         return 1
 
-    def longest(self, parent: bytes, start: int, ids: TokenIds, *, at_marks: bool = False) -> Walk[TierMatch]:
+    def longest_chain(self, parent: bytes, start: int, ids: TokenIds, *, at_marks: bool = False) -> Walk[TierMatch]:
         """Return the longest chain of a root. `start` must be 0: a chain is queried from its first token on."""
         if start:
             raise ValueError("The chain of a remote tier begins at its first token")
@@ -93,11 +93,11 @@ class RemoteChains:
         yield
         return self._at_mark(links)
 
-    def about(self, root: bytes, ids: TokenIds, *, at_marks: bool) -> Walk[OnDisk]:
-        match = yield from self.longest(root, 0, ids, at_marks=at_marks)
-        return OnDisk(match.num_tokens)
+    def describe_prompt(self, root: bytes, ids: TokenIds, *, at_marks: bool) -> Walk[PromptOnTier]:
+        match = yield from self.longest_chain(root, 0, ids, at_marks=at_marks)
+        return PromptOnTier(match.num_tokens)
 
-    def wanted(self, root: bytes, ids: TokenIds, marks: Sequence[int]) -> Walk[Wanted]:
+    def missing_chain(self, root: bytes, ids: TokenIds, marks: Sequence[int]) -> Walk[MissingChain]:
         """Return the absent blocks. Count the present ones as used."""
         own_root = self._names.root_of(root)
         links = links_of(self._chain, own_root, ids)
@@ -107,9 +107,9 @@ class RemoteChains:
         at_marks = [link for link in links if link.end in set(marks)]
         sizes = self._sizes([self._names.name_of(BlockId(link.key, CHECKPOINT)) for link in at_marks])
         missing = tuple(link for link, nbytes in zip(at_marks, sizes, strict=False) if not nbytes)
-        return Wanted(own_root, tuple(links[len(present) :]), missing, is_known=not self._health.is_paused)
+        return MissingChain(own_root, tuple(links[len(present) :]), missing, is_known=not self._health.is_paused)
 
-    def _present(self, links: list[Link]) -> Walk[list[Link]]:
+    def _present(self, links: list[ChainLink]) -> Walk[list[ChainLink]]:
         yield
         names = [self._names.name_of(BlockId(link.key)) for link in links]
         usable = next((at for at, name in enumerate(names) if self._avoided.has(name)), len(names))
@@ -122,7 +122,7 @@ class RemoteChains:
             return []
         return [replace(link, nbytes=nbytes) for link, nbytes in zip(links, sizes, strict=False)]
 
-    def _at_mark(self, links: list[Link]) -> TierMatch:
+    def _at_mark(self, links: list[ChainLink]) -> TierMatch:
         """Return the chain up to its last block with a checkpoint."""
         for end in range(len(links), 0, -MARKS_AT_ONCE):
             first = max(0, end - MARKS_AT_ONCE)

@@ -14,7 +14,7 @@ from kvstrata.backend.private_file import OpenToAll, read_private
 from kvstrata.errors import ConfigError
 from kvstrata.tiers.block import BLOCK_TOKENS, BlockId, Chain
 from kvstrata.tiers.block_file import Damage, DamagedBlock
-from kvstrata.tiers.interface import Link, TokenIds
+from kvstrata.tiers.interface import ChainLink, TokenIds
 from kvstrata.tiers.remote.url import RemoteUrl
 
 if TYPE_CHECKING:
@@ -92,14 +92,14 @@ class BlockNames:
         return blake3(b"".join(fields), key=self._key).hexdigest()
 
 
-def links_of(chain: Chain, root: bytes, ids: TokenIds) -> list[Link]:
+def links_of(chain: Chain, root: bytes, ids: TokenIds) -> list[ChainLink]:
     """Return the blocks of all whole runs of 256 tokens, whether the store has them or not."""
-    links: list[Link] = []
+    links: list[ChainLink] = []
     parent = root
     for start in range(0, len(ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
         end = start + BLOCK_TOKENS
         key = chain(parent, ids[start:end])
-        links.append(Link(key, parent, start, end))
+        links.append(ChainLink(key, parent, start, end))
         parent = key
     return links
 

@@ -23,12 +23,12 @@ from kvstrata.tiers.interface import (
     SharedUsage,
     TierCounters,
     Usage,
-    Writing,
+    WriteState,
 )
-from kvstrata.tiers.lookups import Lookup, Lookups, Walk
+from kvstrata.tiers.lookups import Lookup, LookupThread, Walk
 from kvstrata.tiers.options import RemoteOptions
-from kvstrata.tiers.read_pool import BlockReading, Deliver, Loaded, Missing, Reader
-from kvstrata.tiers.read_rates import Rates
+from kvstrata.tiers.read_pool import BlockReading, Deliver, LoadedBlock, MissingBlock, ReadPool
+from kvstrata.tiers.read_rates import ReadRates
 from kvstrata.tiers.remote.block_store import SealedBlockStore
 from kvstrata.tiers.remote.chains import RemoteChains
 from kvstrata.tiers.remote.health import REMOTE_EVENTS, StoreHealth
@@ -75,26 +75,26 @@ class RemoteTier:
         )
         avoided = self.block_store.avoided
         self.blocks = RemoteChains(store, names, chain, self._health, avoided, self._touch_later)
-        self._reader = Reader(self._load, options.num_readers, options.read_ahead_bytes)
-        self._lookups = Lookups()
+        self._reader = ReadPool(self._load, options.num_readers, options.read_ahead_bytes)
+        self._lookups = LookupThread()
         self.removals = RemovalLog()
         self._is_closed = False
 
     # Writing.
 
     def put(
-        self, block: Block, *, asked_twice: bool = False, replace: bool = False, unused_s: float = 0.0
+        self, block: Block, *, was_reused: bool = False, replace: bool = False, unused_s: float = 0.0
     ) -> Accepted | Refused:
         """Queue a block. `replace` has no effect: blocks are created once."""
         del replace, unused_s
-        refusal = self._refusal(block, asked_twice=asked_twice) or self._writer.offer(block)
+        refusal = self._refusal(block, was_reused=was_reused) or self._writer.offer(block)
         if refusal is None:
             return Accepted()
         self._counters.add(BlockEvent.REFUSED, refusal, nbytes=block.nbytes)
         return Refused(refusal, block.nbytes)
 
-    def _refusal(self, block: Block, *, asked_twice: bool) -> Refusal | None:
-        if self._options.second_touch and not asked_twice:
+    def _refusal(self, block: Block, *, was_reused: bool) -> Refusal | None:
+        if self._options.second_touch and not was_reused:
             return Refusal.FIRST_TOUCH
         if self._health.paused_because:
             return Refusal.PAUSED
@@ -106,9 +106,9 @@ class RemoteTier:
         """Count a block that was not offered, because it has fewer bits than blocks of this tier."""
         self._counters.add(BlockEvent.SKIPPED, "fewer_bits", num_tokens=num_tokens)
 
-    def writing(self) -> Writing:
+    def write_state(self) -> WriteState:
         reason = self._health.paused_because
-        return Writing(
+        return WriteState(
             queue_bytes=self._writer.queue.num_bytes,
             limit_bytes=self._writer.queue.limit_bytes,
             budget_bytes=self.block_store.budget_bytes,
@@ -139,8 +139,8 @@ class RemoteTier:
     def is_paused(self) -> bool:
         return self._health.is_paused
 
-    def look(self, walk: Walk[T], otherwise: T, on_answer: Callable[[], None]) -> Lookup[T]:
-        return self._lookups.ask(walk, otherwise, on_answer)
+    def start_lookup(self, walk: Walk[T], fallback: T, on_answer: Callable[[], None]) -> Lookup[T]:
+        return self._lookups.ask(walk, fallback, on_answer)
 
     def read(
         self, blocks: Sequence[BlockId], deliver: Deliver, *, root: bytes, sizes: Sequence[int] | None = None
@@ -150,13 +150,13 @@ class RemoteTier:
         return reading
 
     @property
-    def rates(self) -> Rates:
+    def rates(self) -> ReadRates:
         return self.block_store.rates
 
-    def _load(self, block: BlockId, root: bytes) -> Loaded | Missing:
+    def _load(self, block: BlockId, root: bytes) -> LoadedBlock | MissingBlock:
         """Load a block, on a reader thread."""
         result = self.block_store.load(block, root)
-        if isinstance(result, Missing) and isinstance(result.reason, Damage):
+        if isinstance(result, MissingBlock) and isinstance(result.reason, Damage):
             self._delete_later(block, result.reason)
         return result
 
@@ -173,14 +173,14 @@ class RemoteTier:
             self._delete_later(block, "unreadable")
         return Removed(len(blocks))
 
-    def clear(self, under: bytes = b"") -> Removed:
-        del under
+    def clear(self, root_prefix: bytes = b"") -> Removed:
+        del root_prefix
         return Removed()
 
     # Usage and shutdown.
 
-    def usage(self, under: bytes = b"") -> Usage:
-        del under
+    def usage(self, root_prefix: bytes = b"") -> Usage:
+        del root_prefix
         return Usage(
             limit_bytes=self.limit_bytes,
             queue_bytes=self._writer.queue.num_bytes,
