@@ -17,7 +17,7 @@ from tempfile import mkdtemp
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.codecs.metal.kernel_text import FOLDER, Launch
+from kvstrata.codecs.metal.kernel_text import FOLDER, KernelLaunch
 
 COMPILER = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
 MARGIN_BYTES = 4096
@@ -35,7 +35,7 @@ def _folder() -> Path:
     return Path(mkdtemp(prefix="kvstrata-kernels-"))
 
 
-def source_of(launch: Launch) -> str:
+def source_of(launch: KernelLaunch) -> str:
     """The whole of a C++ file."""
     text = launch.text
     inputs = [
@@ -81,9 +81,9 @@ class Plain:
 
     def __init__(self, *, backwards: bool = False) -> None:
         self._backwards = backwards
-        self.launches: list[Launch] = []
+        self.launches: list[KernelLaunch] = []
 
-    def __call__(self, launch: Launch) -> list[mx.array]:
+    def __call__(self, launch: KernelLaunch) -> list[mx.array]:
         self.launches.append(launch)
         library = _library(source_of(launch))
         inputs = [_guarded(_bytes_of(array)) for array in launch.inputs]

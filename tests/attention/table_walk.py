@@ -11,7 +11,7 @@ import numpy as np
 
 from kvstrata.attention.cuda import step as cuda_step
 from kvstrata.attention.cuda.ranges import Range
-from kvstrata.codecs.base import Planes
+from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.cuda import addresses as cuda_addresses
 from kvstrata.codecs.cuda.kernels import ADDRESSES, WARPS
 from kvstrata.codecs.cuda.planes import RAW_BITS, bits_of
@@ -21,7 +21,7 @@ from kvstrata.codecs.mean_runs import GROUP_TOKENS, ids
 class Walk:
     def __init__(self) -> None:
         self._parts: list[tuple[ref[Any], ref[Any]]] = []  # K and V, which it does not keep
-        self.launches: list[cuda_step.Launch] = []
+        self.launches: list[cuda_step.StepLaunch] = []
 
     def install(self, monkeypatch: object) -> None:
         patch = monkeypatch.setattr  # pyright: ignore[reportAttributeAccessIssue]
@@ -38,7 +38,7 @@ class Walk:
         q: mx.array,
         k: mx.array,
         v: mx.array,
-        launch: cuda_step.Launch,
+        launch: cuda_step.StepLaunch,
         scale: float,
         sinks: mx.array | None = None,
     ) -> mx.array:
@@ -70,11 +70,11 @@ class Walk:
         number, start, count, k_segment, v_segment, offset, _, _ = piece.tolist()
         (k, v), kind, end = self._at(addresses[number]), kinds[number].tolist(), start + count
         assert 0 <= start < end <= kind[2]
-        if not isinstance(k, Planes):
+        if not isinstance(k, EncodedArray):
             assert kind[:3] == [RAW_BITS, RAW_BITS, k.shape[2]]
             return [x[:, :, start:end] for x in (k, v)]
-        assert kind[:5] == [bits_of(k), bits_of(v), k.num_tokens, len(k.segments), len(v.segments)]
+        assert kind[:5] == [bits_of(k), bits_of(v), k.num_tokens, len(k.mean_runs), len(v.segments)]
         assert offset == (k.position + start) % GROUP_TOKENS
         for planes, segment in ((k, k_segment), (v, v_segment)):
-            assert not planes.segments or (ids(planes.segments)[start:end] == segment).all()
+            assert not planes.mean_runs or (ids(planes.mean_runs)[start:end] == segment).all()
         return [x.codec.decode(x, dtype)[None, :, start:end] for x in (k, v)]

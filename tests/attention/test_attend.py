@@ -7,7 +7,7 @@ import pytest
 
 from kvstrata.attention.cpu import step as cpu_step
 from kvstrata.attention.dispatch import attend
-from kvstrata.attention.segments import Parts, RawPart
+from kvstrata.attention.segments import RawSegment, SegmentedKV
 from kvstrata.kv.buffers import KvShape
 from kvstrata.kv.full_layer import FullLayer
 from kvstrata.kv.window_layer import WindowLayer
@@ -44,10 +44,10 @@ def test_decoding_over_pieces_equals_one_array(dim: int, sinks: bool) -> None:
     sink = mx.random.normal((6,)) if sinks else None
     wanted = mx.fast.scaled_dot_product_attention(q, k, v, scale=dim**-0.5, sinks=sink)
     layer = filled(k[:, :, :-1], v[:, :, :-1], [7, 20, 30])
-    step = cpu_step.Step((layer,), k[:, :, -1:], v[:, :, -1:])
+    step = cpu_step.CpuStep((layer,), k[:, :, -1:], v[:, :, -1:])
     assert distance(attend(q, step, step, None, dim**-0.5, None, sink), wanted) < TOLERANCE
     # What the step has written is there for MLX's operations too.
-    parts = Parts((layer.parts(),))
+    parts = SegmentedKV((layer.segments(),))
     assert len(parts.rows[0]) == 3
     assert distance(attend(q, parts, parts, None, dim**-0.5, None, sink), wanted) < TOLERANCE
 
@@ -62,7 +62,7 @@ def test_rows_of_different_lengths_decode_as_alone(tokens: int) -> None:
     for layer, k, v in zip(layers, keys, values, strict=True):
         layer.append(k, v)
     q, k, v = random_tokens(4, 1, 16, rows=3), random_tokens(2, 1, 16, rows=3), random_tokens(2, 1, 24, rows=3)
-    step = cpu_step.Step(layers, k, v)
+    step = cpu_step.CpuStep(layers, k, v)
     out = attend(q, step, step, None, 0.25, None)
     for i in range(3):
         all_k = mx.concatenate([keys[i], k[i : i + 1]], axis=2)
@@ -78,7 +78,7 @@ def test_a_step_with_a_mask_goes_by_mlx() -> None:
     k, v, q = random_tokens(2, 9, 16), random_tokens(2, 9, 16), random_tokens(4, 1, 16)
     mask = mx.arange(9)[None] >= 4
     layer = filled(k[:, :, :-1], v[:, :, :-1], [20])
-    step = cpu_step.Step((layer,), k[:, :, -1:], v[:, :, -1:])
+    step = cpu_step.CpuStep((layer,), k[:, :, -1:], v[:, :, -1:])
     wanted = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.25, mask=mask)
     assert distance(attend(q, step, step, None, 0.25, mask), wanted) < TOLERANCE
 
@@ -89,7 +89,7 @@ def test_prefill_over_pieces_equals_one_array(past: int, tokens: int) -> None:
     total = past + tokens
     k, v, q = random_tokens(2, total, 32), random_tokens(2, total, 32), random_tokens(6, tokens, 32)
     layer = filled(k, v, [total // 2, total])
-    parts = Parts((layer.parts(),))
+    parts = SegmentedKV((layer.segments(),))
     wanted = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.2, mask="causal")
     assert distance(attend(q, parts, parts, None, 0.2, "causal"), wanted) < TOLERANCE
 
@@ -98,7 +98,7 @@ def test_extreme_scores_stay_finite() -> None:
     k = mx.concatenate([mx.full((1, 1, 1, 8), 100.0), mx.full((1, 1, 3, 8), -100.0)], axis=2)
     q = mx.full((1, 1, 1, 8), 100.0)
     layer = filled(k[:, :, :-1], k[:, :, :-1], [8])
-    step = cpu_step.Step((layer,), k[:, :, -1:], k[:, :, -1:])
+    step = cpu_step.CpuStep((layer,), k[:, :, -1:], k[:, :, -1:])
     assert distance(attend(q, step, step, None, 1.0, None), mx.full((1, 1, 1, 8), 100.0)) < 1e-3
 
 
@@ -134,6 +134,6 @@ def test_a_ring_has_its_full_size_from_the_first_token_on(keep: int) -> None:
 
 
 def test_a_part_is_the_beginning_of_its_buffer() -> None:
-    part = RawPart(random_tokens(1, 10, 4), random_tokens(1, 10, 6), 3)
+    part = RawSegment(random_tokens(1, 10, 4), random_tokens(1, 10, 6), 3)
     assert part.k.shape == (1, 1, 3, 4)
     assert part.v.shape == (1, 1, 3, 6)

@@ -21,12 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.attention.cpu import step as cpu_step
-from kvstrata.attention.segments import CutPart, Part, RawPart, SealedPart
-from kvstrata.attention.stock import decode_over_parts
-from kvstrata.codecs.base import Codec, Planes
+from kvstrata.attention.segments import RawSegment, SealedSegment, Segment, SegmentSlice
+from kvstrata.attention.stock import decode_over_segments
+from kvstrata.codecs.base import Codec, EncodedArray
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.registry import parse_for
-from kvstrata.kv.buffers import Buffer
+from kvstrata.kv.buffers import KvBuffer
 from tests.attention.test_attend import distance
 from tests.codecs.arrays import named
 
@@ -42,22 +42,22 @@ KEY_CODECS = [*CODECS, "planes:8 halves", "planes:4 neighbours", "planes:2 last"
 class PartsRow:
     """A row over given parts, and a buffer that the new token goes to."""
 
-    def __init__(self, before: Sequence[Part], tail: tuple[mx.array, mx.array], room: int = 3) -> None:
+    def __init__(self, before: Sequence[Segment], tail: tuple[mx.array, mx.array], room: int = 3) -> None:
         self._before = before
-        self._buffer = Buffer(tail[0].shape[2] + room)
+        self._buffer = KvBuffer(tail[0].shape[2] + room)
         self._buffer.put(0, *tail)
         self._used = tail[0].shape[2]
 
-    def runs_with_next(self) -> list[cpu_step.Run]:
+    def runs_with_next(self) -> list[cpu_step.TokenRun]:
         runs = [cpu_step.run_of(part) for part in self._before]
         self._used += 1
-        tail = cpu_step.Run(*self._buffer.addresses(), self._buffer.size, self._used - 1, self._used)
+        tail = cpu_step.TokenRun(*self._buffer.addresses(), self._buffer.size, self._used - 1, self._used)
         return [*(run for run in runs if run is not None), tail]
 
-    def parts(self) -> tuple[Part, ...]:
+    def segments(self) -> tuple[Segment, ...]:
         assert self._buffer.k is not None
         assert self._buffer.v is not None
-        return (*self._before, RawPart(self._buffer.k, self._buffer.v, self._used))
+        return (*self._before, RawSegment(self._buffer.k, self._buffer.v, self._used))
 
 
 def normal(rng: np.random.Generator, *shape: int) -> mx.array:
@@ -65,28 +65,30 @@ def normal(rng: np.random.Generator, *shape: int) -> mx.array:
     return mx.array(rng.standard_normal(shape, np.float32) + np.float32(0.5))
 
 
-def sealed(k: mx.array, v: mx.array, k_codec: Codec, v_codec: Codec, position: int = 0) -> SealedPart:
-    return SealedPart(k_codec.encode(k[0], position), v_codec.encode(v[0], position))
+def sealed(k: mx.array, v: mx.array, k_codec: Codec, v_codec: Codec, position: int = 0) -> SealedSegment:
+    return SealedSegment(k_codec.encode(k[0], position), v_codec.encode(v[0], position))
 
 
-def a_part(rng: np.random.Generator, names: tuple[str, str], shape: tuple[int, ...], position: int = 0) -> SealedPart:
+def a_part(
+    rng: np.random.Generator, names: tuple[str, str], shape: tuple[int, ...], position: int = 0
+) -> SealedSegment:
     heads, tokens, k_dim, v_dim = shape
     k, v = normal(rng, 1, heads, tokens, k_dim), normal(rng, 1, heads, tokens, v_dim)
     return sealed(k, v, named(names[0], k_dim), named(names[1], v_dim), position)
 
 
-def a_row(rng: np.random.Generator, before: Sequence[Part], shape: tuple[int, ...]) -> PartsRow:
+def a_row(rng: np.random.Generator, before: Sequence[Segment], shape: tuple[int, ...]) -> PartsRow:
     heads, tokens, k_dim, v_dim = shape
     return PartsRow(before, (normal(rng, 1, heads, tokens, k_dim), normal(rng, 1, heads, tokens, v_dim)))
 
 
 def step(
     rng: np.random.Generator, rows: Sequence[PartsRow], shape: tuple[int, ...], queries: int
-) -> tuple[cpu_step.Step, mx.array]:
+) -> tuple[cpu_step.CpuStep, mx.array]:
     """-> a step over the rows, and queries for it"""
     heads, _, k_dim, v_dim = shape
     keys, values = normal(rng, len(rows), heads, 1, k_dim), normal(rng, len(rows), heads, 1, v_dim)
-    return cpu_step.Step(rows, keys, values), normal(rng, len(rows), heads * queries, 1, k_dim)
+    return cpu_step.CpuStep(rows, keys, values), normal(rng, len(rows), heads * queries, 1, k_dim)
 
 
 def check(
@@ -101,29 +103,29 @@ def check(
     scale = shape[2] ** -0.5
     out = taken.attend(q, scale, sinks)
     for i, row in enumerate(rows):
-        wanted = decode_over_parts(q[i : i + 1], row.parts(), scale, sinks)
-        dense = decode_over_parts(q[i : i + 1], _dense(row.parts()), scale, sinks)
+        wanted = decode_over_segments(q[i : i + 1], row.segments(), scale, sinks)
+        dense = decode_over_segments(q[i : i + 1], _dense(row.segments()), scale, sinks)
         assert distance(out[i : i + 1], wanted) < 1e-4
         assert distance(out[i : i + 1], dense) < 1e-4
     return np.array(out)
 
 
-def _dense(parts: Sequence[Part]) -> tuple[RawPart, ...]:
+def _dense(parts: Sequence[Segment]) -> tuple[RawSegment, ...]:
     """Decoded by MLX's operations, so that no kernel is its own witness."""
     made = []
     for part in parts:
-        if isinstance(part, RawPart):
+        if isinstance(part, RawSegment):
             made.append(part)
             continue
-        whole = part.whole if isinstance(part, CutPart) else part
-        assert isinstance(whole, SealedPart)
-        start = part.start if isinstance(part, CutPart) else 0
+        whole = part.whole if isinstance(part, SegmentSlice) else part
+        assert isinstance(whole, SealedSegment)
+        start = part.start if isinstance(part, SegmentSlice) else 0
         k, v = (_values(planes)[None, :, start : start + part.num_tokens] for planes in (whole.k, whole.v))
-        made.append(RawPart(k, v, part.num_tokens))
+        made.append(RawSegment(k, v, part.num_tokens))
     return tuple(made)
 
 
-def _values(planes: Planes) -> mx.array:
+def _values(planes: EncodedArray) -> mx.array:
     if isinstance(planes.codec, PlanesCodec):
         return planes.codec.decode_stock(planes)
     return planes.codec.decode(planes, mx.float32)
@@ -187,10 +189,10 @@ def test_other_rows_change_nothing() -> None:
         return [PartsRow([part], tail) for part, tail in zip(parts, tails, strict=True)]
 
     keys, values, q = (normal(rng, 3, heads, 1, 64) for heads in (2, 2, 6))
-    together = cpu_step.Step(rows(), keys, values).attend(q, 0.1, None)
+    together = cpu_step.CpuStep(rows(), keys, values).attend(q, 0.1, None)
     for i, row in enumerate(rows()):
         one = slice(i, i + 1)
-        alone = cpu_step.Step([row], keys[one], values[one]).attend(q[one], 0.1, None)
+        alone = cpu_step.CpuStep([row], keys[one], values[one]).attend(q[one], 0.1, None)
         assert mx.array_equal(alone, together[one])
 
 
@@ -198,7 +200,7 @@ def test_a_raw_part_is_read_from_where_it_starts() -> None:
     rng = np.random.default_rng(5)
     shape = (2, 40, 64, 64)
     k, v = normal(rng, 1, 2, 500, 64), normal(rng, 1, 2, 500, 64)
-    check(rng, [a_row(rng, [RawPart(k, v, 321, 77)], shape)], shape)
+    check(rng, [a_row(rng, [RawSegment(k, v, 321, 77)], shape)], shape)
 
 
 def test_planes_may_be_one_layer_of_arrays_over_all() -> None:
@@ -206,10 +208,10 @@ def test_planes_may_be_one_layer_of_arrays_over_all() -> None:
     shape = (2, 40, 64, 64)
     planes = PlanesCodec(8).encode(normal(rng, 4, 2, 300, 64))
 
-    def layer(i: int) -> SealedPart:
+    def layer(i: int) -> SealedSegment:
         arrays = {name: array[i] for name, array in planes.arrays.items()}
-        one = Planes(planes.codec, arrays, 300, 0, 64, planes.segments)
-        return SealedPart(one, one)
+        one = EncodedArray(planes.codec, arrays, 300, 0, 64, planes.mean_runs)
+        return SealedSegment(one, one)
 
     parts = [layer(i) for i in range(4)]
     assert all(cpu_step.run_of(part) is not None for part in parts)
@@ -223,9 +225,9 @@ def test_pieces_that_were_encoded_apart_keep_their_means() -> None:
     k, v = normal(rng, 2, 400, 64), normal(rng, 2, 400, 64)
     v = mx.concatenate([v[:, :150], v[:, 150:] + 3], axis=1)
     joined = codec.join(codec.encode(v[:, :150], 5), codec.encode(v[:, 150:], 155))
-    part = SealedPart(codec.encode(k, 5), joined)
-    assert part.k.segments != part.v.segments
-    check(rng, [a_row(rng, [part, CutPart(part, 140, 160)], shape)], shape)
+    part = SealedSegment(codec.encode(k, 5), joined)
+    assert part.k.mean_runs != part.v.mean_runs
+    check(rng, [a_row(rng, [part, SegmentSlice(part, 140, 160)], shape)], shape)
 
 
 @pytest.mark.parametrize("factor", [0.0, 1e-7, 1e-5, 30.0])
@@ -245,13 +247,13 @@ def test_none_where_there_is_no_kernel() -> None:
     others = [parse_for("affine:8", 64).encode(x), parse_for("affine:4", 64).encode(x)]
     half = parse_for("raw", 64).encode(x.astype(mx.float16))
     for other in (*others, half):
-        assert cpu_step.run_of(SealedPart(planes, other)) is None
-        assert cpu_step.run_of(SealedPart(other, raw)) is None
-        assert cpu_step.run_of(CutPart(SealedPart(other, raw), 3, 9)) is None
+        assert cpu_step.run_of(SealedSegment(planes, other)) is None
+        assert cpu_step.run_of(SealedSegment(other, raw)) is None
+        assert cpu_step.run_of(SegmentSlice(SealedSegment(other, raw), 3, 9)) is None
     gaps = mx.contiguous(normal(rng, 1, 64, 2, 64)).swapaxes(1, 2)
     for buffer in (x[None].astype(mx.float16), gaps):
-        assert cpu_step.run_of(RawPart(buffer, buffer, 64)) is None
-    assert cpu_step.run_of(CutPart(SealedPart(planes, raw), 3, 9)) is not None
+        assert cpu_step.run_of(RawSegment(buffer, buffer, 64)) is None
+    assert cpu_step.run_of(SegmentSlice(SealedSegment(planes, raw), 3, 9)) is not None
 
 
 def test_a_run_keeps_its_part() -> None:
@@ -362,10 +364,10 @@ def test_rows_of_any_parts(
     kv_heads, queries = heads
     made = []
     for plans in rows:
-        parts: list[Part] = []
+        parts: list[Segment] = []
         for names, position, tokens, start, end in plans:
             whole = a_part(rng, names, (kv_heads, tokens, *dims), position)
-            parts.append(whole if end - start == tokens else CutPart(whole, start, end))
+            parts.append(whole if end - start == tokens else SegmentSlice(whole, start, end))
         made.append(a_row(rng, parts, (kv_heads, tail, *dims)))
     sinks = normal(rng, kv_heads * queries) if has_sinks else None
     check(rng, made, (kv_heads, tail, *dims), queries, sinks)

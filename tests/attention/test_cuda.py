@@ -21,14 +21,14 @@ from kvstrata.attention.cuda import join as cuda_join
 from kvstrata.attention.cuda import ranges as cuda_ranges
 from kvstrata.attention.cuda import step as cuda_step
 from kvstrata.attention.cuda import trials as cuda_trials
-from kvstrata.attention.segments import CutPart, Parts, RawPart, SealedPart
+from kvstrata.attention.segments import RawSegment, SealedSegment, SegmentedKV, SegmentSlice
 from kvstrata.codecs import backends
-from kvstrata.codecs.base import Planes
+from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.cuda import kernels as cuda_kernels
 from kvstrata.codecs.cuda import planes as cuda_planes
-from kvstrata.codecs.cuda.addresses import Whereabouts
+from kvstrata.codecs.cuda.addresses import KernelViews
 from kvstrata.codecs.cuda.kernels import Kernel
-from kvstrata.codecs.mean_runs import segments_of
+from kvstrata.codecs.mean_runs import runs_of
 from kvstrata.codecs.planes import HELD, PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from tests.attention import cuda_emulated
@@ -105,12 +105,12 @@ def test_encoding_gives_what_stock_operations_give(bits: int, dim: int, dtype: m
     x = keys(2, 301, dim, dtype=dtype)
     x[0, 3], x[0, 7, 2], x[1, 9, 1] = 0.0, float("nan"), float("inf")
     codec = PlanesCodec(bits, a_turn(_kind(dim), dim) if turns else None)
-    segments = segments_of(100, 301)
+    segments = runs_of(100, 301)
     stock = codec.encode_stock(x, 100)
     stock = {name: stock[name] for name in (*HELD[bits], "scales", "means")}
     found, wanted = (
-        decoded(Planes(codec, arrays, 301, 100, dim, segments))
-        for arrays in (cuda_planes.encode_planes(x, bits, 100, codec.turn), stock)
+        decoded(EncodedArray(codec, arrays, 301, 100, dim, segments))
+        for arrays in (cuda_planes.encode_planes(x, bits, 100, codec.rotation), stock)
     )
     # A sum in another order may round a mean or a scale to its neighbour in float16, and a code with it.
     assert np.mean(~(np.abs(found - wanted) <= 1e-2)) < 0.02
@@ -139,14 +139,21 @@ def test_parts_are_joined_as_they_decode(
     monkeypatch.setattr("kvstrata.attention.segments.joined_works", lambda *_: True)
     # Of any bits, some of them cut, one raw and some by half; each lies elsewhere in its groups.
     sealed = [
-        SealedPart(_encoded(k_bits, dim, seed=i, turn=_kind(dim) if turns else ""), _encoded(v_bits, dim, seed=5 + i))
+        SealedSegment(
+            _encoded(k_bits, dim, seed=i, turn=_kind(dim) if turns else ""), _encoded(v_bits, dim, seed=5 + i)
+        )
         for i, (k_bits, v_bits) in enumerate([(8, 8), (4, 2), (2, 4)])
     ]
     raw = [RawCodec().adopt(keys(2, 33, dim, seed=20 + i, dtype=dtype), 0) for i in range(2)]
     half = [RawCodec().adopt(keys(2, 601, dim, seed=40 + i, dtype=dtype), 200) for i in range(2)]
-    sealed += [SealedPart(half[0], sealed[0].v), SealedPart(sealed[1].k, half[1])]
+    sealed += [SealedSegment(half[0], sealed[0].v), SealedSegment(sealed[1].k, half[1])]
     own = [keys(2, 50, dim, seed=30 + i, dtype=dtype)[None] for i in range(2)]
-    parts: list[Any] = [CutPart(sealed[0], 100, 290), SealedPart(*raw), *sealed[1:], CutPart(SealedPart(*raw), 3, 4)]
+    parts: list[Any] = [
+        SegmentSlice(sealed[0], 100, 290),
+        SealedSegment(*raw),
+        *sealed[1:],
+        SegmentSlice(SealedSegment(*raw), 3, 4),
+    ]
     wanted = [
         [decoded(sealed[0].k)[:, 100:290], decoded(sealed[0].v)[:, 100:290]],
         [_numbers(planes.arrays["values"]) for planes in raw],
@@ -154,7 +161,7 @@ def test_parts_are_joined_as_they_decode(
         [_numbers(planes.arrays["values"])[:, 3:4] for planes in raw],
     ]
     if with_own:
-        parts.append(RawPart(own[0], own[1], 21, 2))
+        parts.append(RawSegment(own[0], own[1], 21, 2))
         wanted.append([_numbers(array[0])[:, 2:23] for array in own])
     launched: list[str] = []
     run: Any = Kernel.run
@@ -164,7 +171,7 @@ def test_parts_are_joined_as_they_decode(
         return run(kernel, *given, **launch)
 
     monkeypatch.setattr(Kernel, "run", watched)
-    joined = Parts((tuple(parts),)).joined(mx.zeros((), dtype))
+    joined = SegmentedKV((tuple(parts),)).to_arrays(mx.zeros((), dtype))
     for found, expected in zip(joined, zip(*wanted, strict=True), strict=True):
         assert _error(found[0], np.concatenate(expected, axis=1)) < {mx.float16: 1e-3, mx.bfloat16: 5e-3}[dtype]
     assert launched.count("decode_parts") == 2
@@ -181,7 +188,7 @@ def test_the_kernel_that_joins_is_tried_and_found_right(monkeypatch: pytest.Monk
     assert cuda_trials.join_works.__wrapped__(mx.bfloat16, 128, 128, None)
     tables = cuda_join._tables
 
-    def one_off(spans: tuple[cuda_join.Span, ...]) -> cuda_join.Tables:
+    def one_off(spans: tuple[cuda_join.JoinedRange, ...]) -> cuda_join.JoinTables:
         return tables(tuple([s._replace(start=s.start - 1, end=s.end - 1) if s.start else s for s in spans]))
 
     monkeypatch.setattr(cuda_join, "_tables", one_off)
@@ -194,10 +201,15 @@ def test_what_another_sequence_may_still_write_is_not_joined_by_address(monkeypa
     monkeypatch.setattr("kvstrata.attention.segments.cuda_join.join", lambda *_: pytest.fail("not this way"))
     planes = _encoded(8, 64, turn="")
     x = keys(2, 8, 64, dtype=mx.bfloat16)[None]
-    live = RawPart(x, x, 8)
-    monkeypatch.setattr(SealedPart, "dense", lambda *_: (x, x))
-    for row in ((live, live), (SealedPart(planes, planes), live, live), (live, SealedPart(planes, planes)), (live,)):
-        Parts((row,)).joined(mx.zeros((), mx.bfloat16))
+    live = RawSegment(x, x, 8)
+    monkeypatch.setattr(SealedSegment, "dense", lambda *_: (x, x))
+    for row in (
+        (live, live),
+        (SealedSegment(planes, planes), live, live),
+        (live, SealedSegment(planes, planes)),
+        (live,),
+    ):
+        SegmentedKV((row,)).to_arrays(mx.zeros((), mx.bfloat16))
 
 
 @needs_kernels
@@ -235,7 +247,7 @@ def test_parts_of_all_kinds_are_one_attention(dtype: mx.Dtype) -> None:
     first, buffer = keys(1, 2, 4, dim, seed=5, dtype=dtype), keys(1, 2, 400, dim, seed=6, dtype=dtype)
     k, v = _encoded(8, dim), _encoded(4, dim, seed=3)
     tail = cuda_ranges.RawRange(buffer, buffer, 7, 340)
-    ranges = [cuda_ranges.RawRange(first, first, 0, 4), cuda_ranges.PlanesRange(k, v, 0, k.num_tokens), tail]
+    ranges = [cuda_ranges.RawRange(first, first, 0, 4), cuda_ranges.EncodedRange(k, v, 0, k.num_tokens), tail]
     q = _queries(1, 6, 1, dim).astype(dtype)
     sinks = mx.array([0.0, 5, 10, 15, 20, 25])
     parts = [_float64(first)[0], decoded(k), _float64(buffer)[0, :, 7:340]]
@@ -296,7 +308,7 @@ def check_step(dtype: mx.Dtype, dim: int, with_planes: bool, turn: str = "") -> 
     """Three rows with buffers of their own; some also read a buffer that another row writes, and planes."""
     scale, sinks = 0.1, mx.array([0.0, 5, 10, 15, 20, 25])
     buffers = [_pair(1, 2, size, dim, seed=size, dtype=dtype) for size in (256, 300, 512)]
-    planes = cuda_ranges.PlanesRange(_encoded(8, dim, turn=turn), _encoded(4, dim, seed=3), 5, 590)
+    planes = cuda_ranges.EncodedRange(_encoded(8, dim, turn=turn), _encoded(4, dim, seed=3), 5, 590)
     first = _pair(1, 2, 4, dim, seed=5, dtype=dtype)
     before: list[list[cuda_ranges.Range]] = [
         [],
@@ -306,14 +318,17 @@ def check_step(dtype: mx.Dtype, dim: int, with_planes: bool, turn: str = "") -> 
     if with_planes:
         before[1].append(planes)
         raw = RawCodec().adopt(keys(2, 601, dim, seed=9, dtype=dtype), 200)
-        stepping, kept = cuda_ranges.PlanesRange(raw, planes.v, 33, 590), cuda_ranges.PlanesRange(planes.k, raw, 0, 280)
+        stepping, kept = (
+            cuda_ranges.EncodedRange(raw, planes.v, 33, 590),
+            cuda_ranges.EncodedRange(planes.k, raw, 0, 280),
+        )
         before[2][:0] = [replace(planes, start=100, end=300), stepping, planes, kept]
     held = {id(array): _float64(array) for pair in (*buffers, first) for array in pair}
-    counters, known, wheres = mx.zeros((6,), mx.uint32), cuda_step.Known(), [Whereabouts() for _ in buffers]
+    counters, known, wheres = mx.zeros((6,), mx.uint32), cuda_step.LatestReads(), [KernelViews() for _ in buffers]
     # The last row is a ring: its new token lies among older ones.
     for at, counts in [((100, 7, 130), (101, 8, 512)), ((101, 8, 131), (102, 9, 512))]:
         places = zip(buffers, at, counts, wheres, strict=True)
-        slots = [cuda_step.Slot(*pair, pair[0].shape[2], a, b, where) for pair, a, b, where in places]
+        slots = [cuda_step.KvSlot(*pair, pair[0].shape[2], a, b, where) for pair, a, b, where in places]
         reads = known.reads(before, slots)
         assert reads is not None
         new = _pair(3, 2, 1, dim, seed=at[0], dtype=dtype)
@@ -337,7 +352,7 @@ def _pair(*shape: int, seed: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
 
 def _tokens(part: cuda_ranges.Range, which: str, held: dict[int, np.ndarray]) -> np.ndarray:
     source = getattr(part, which)
-    dense = decoded(source) if isinstance(source, Planes) else held[id(source)][0]
+    dense = decoded(source) if isinstance(source, EncodedArray) else held[id(source)][0]
     return dense[:, part.start : part.end]
 
 
@@ -368,7 +383,7 @@ def _kind(number: int) -> str:
     return TURNS[number % len(TURNS)]
 
 
-def _encoded(bits: int, dim: int, seed: int = 0, turn: str = "") -> Planes:
+def _encoded(bits: int, dim: int, seed: int = 0, turn: str = "") -> EncodedArray:
     """Several segments, the first and the last of them short."""
     codec = PlanesCodec(bits, a_turn(turn, dim) if turn else None)
     return codec.encode(keys(2, 601, dim, seed=seed), position=200)

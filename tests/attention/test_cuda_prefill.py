@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.attention.cuda import prefill as cuda_prefill
-from kvstrata.attention.cuda.prefill import CALLS_BEFORE_PLAN, MOST_ENTRIES, Met
+from kvstrata.attention.cuda.prefill import CALLS_BEFORE_PLAN, MOST_ENTRIES, SeenLengths
 
 SCALE = 0.09
 
@@ -75,5 +75,5 @@ def test_what_it_does_not_know_is_left_to_mlx() -> None:
 
 
 def test_shapes_that_were_met_long_ago_are_forgotten() -> None:
-    met = Met(2)
+    met = SeenLengths(2)
     assert [met.count((shape,)) for shape in (1, 2, 1, 3, 1, 2)] == [1, 1, 2, 1, 3, 1]

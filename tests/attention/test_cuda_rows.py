@@ -22,7 +22,7 @@ from kvstrata.attention.cuda import step as cuda_step
 from kvstrata.attention.cuda import trials as cuda_trials
 from kvstrata.attention.cuda.trials import step_works
 from kvstrata.attention.dispatch import attend
-from kvstrata.attention.segments import CutPart, Part, Parts, SealedPart
+from kvstrata.attention.segments import SealedSegment, Segment, SegmentedKV, SegmentSlice
 from kvstrata.codecs import backends
 from kvstrata.codecs.cuda.planes import RAW_BITS
 from kvstrata.codecs.planes import PlanesCodec
@@ -45,33 +45,33 @@ pytestmark = pytest.mark.skipif(
 HEADS, DIM, SCALE = 2, 64, 0.1
 DTYPE = mx.bfloat16
 SHAPE = KvShape(HEADS, DIM, DIM, DTYPE)
-LAYOUT = Layout((LayerSpec("full", kv_heads=HEADS, k_dim=DIM, v_dim=DIM, dtype=DTYPE),) * 2, path="parts")
+LAYOUT = Layout((LayerSpec("full", kv_heads=HEADS, k_dim=DIM, v_dim=DIM, dtype=DTYPE),) * 2, batching="batched")
 
 
 def _prefix(
     codec: PlanesCodec | RawCodec, num_tokens: int, seed: int, v_codec: PlanesCodec | None = None
-) -> SealedPart:
+) -> SealedSegment:
     k, v = (keys(HEADS, num_tokens, DIM, seed=seed + i, dtype=DTYPE) for i in (0, 1))
-    return SealedPart(codec.encode(k, 0), (v_codec or codec).encode(v, 0))
+    return SealedSegment(codec.encode(k, 0), (v_codec or codec).encode(v, 0))
 
 
 class _Cut:
     """A prefix that others read more of."""
 
-    def __init__(self, part: CutPart) -> None:
+    def __init__(self, part: SegmentSlice) -> None:
         self._part = part
         self.num_tokens = part.num_tokens
         self.version: Hashable = 0
 
-    def parts(self) -> tuple[CutPart]:
+    def segments(self) -> tuple[SegmentSlice]:
         return (self._part,)
 
 
 def _layers() -> list[FullLayer | WindowLayer]:
     planes, raw = _prefix(PlanesCodec(8), 90, 1), _prefix(RawCodec(), 70, 3)
-    plain, sealed, grown = FullLayer(40), FullLayer(400), FullLayer(14, [_Cut(CutPart(raw, 5, 60))], shape=SHAPE)
+    plain, sealed, grown = FullLayer(40), FullLayer(400), FullLayer(14, [_Cut(SegmentSlice(raw, 5, 60))], shape=SHAPE)
     stepping = _prefix(RawCodec(), 300, 7, PlanesCodec(8))  # V goes before K
-    shares = FullLayer(30, [planes, _Cut(CutPart(planes, 0, 31)), stepping, _Owner(plain, 11)])
+    shares = FullLayer(30, [planes, _Cut(SegmentSlice(planes, 0, 31)), stepping, _Owner(plain, 11)])
     for seed, (layer, count) in enumerate([(plain, 12), (sealed, 300), (shares, 3), (grown, 13)]):
         layer.append(*(keys(1, HEADS, count, DIM, seed=20 + seed + i, dtype=DTYPE) for i in (0, 9)))
     sealed.own.encode_past_at_once(PlanesCodec(4), PlanesCodec(4), RawWindow(4, 128))
@@ -93,12 +93,12 @@ class _Owner:
     def version(self) -> Hashable:
         return self._layer.own.buffers.version
 
-    def parts(self) -> tuple[Part, ...]:
+    def segments(self) -> tuple[Segment, ...]:
         return self._layer.own.segments(0, self.num_tokens)
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[cuda_step.Launch]:
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[cuda_step.StepLaunch]:
     monkeypatch.setattr(cpu_step, "fits", lambda *_: False)
     walk = Walk()
     walk.install(monkeypatch)
@@ -120,7 +120,7 @@ def _run(layers: list[FullLayer | WindowLayer], num_steps: int, sinks: mx.array 
 
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_a_step_reads_what_attention_by_sequence_reads(
-    monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Launch], with_sinks: bool
+    monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.StepLaunch], with_sinks: bool
 ) -> None:
     sinks = mx.arange(3 * HEADS).astype(DTYPE) if with_sinks else None
     monkeypatch.setattr(cuda_rows, "takes_rows", lambda *_: False)
@@ -136,12 +136,12 @@ def test_a_step_reads_what_attention_by_sequence_reads(
     _run(by_sequence, 6, sinks)
     for ours, theirs in zip(layers, by_sequence, strict=True):
         assert ours.offset == theirs.offset
-        assert [part.num_tokens for part in ours.parts()] == [part.num_tokens for part in theirs.parts()]
+        assert [part.num_tokens for part in ours.segments()] == [part.num_tokens for part in theirs.segments()]
 
 
 @pytest.mark.usefixtures("exact_buffers")
 def test_nothing_of_what_was_replaced_is_kept(
-    monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Launch]
+    monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.StepLaunch]
 ) -> None:
     """Sealed or stepped down between two steps, by a sequence that ran alone before it joined the batch."""
     monkeypatch.setattr(cuda_rows, "takes_rows", lambda keys, _: keys.shape[2] == 1)
@@ -199,11 +199,11 @@ def test_layers_that_share_keys_read_the_token_that_is_being_written(monkeypatch
     k = keys(1, HEADS, 1, DIM, dtype=DTYPE)
     for layer in (FullLayer(16, shape=SHAPE), WindowLayer(16, shape=SHAPE)):
         held, _ = layer.update_and_fetch(k, k)
-        assert isinstance(held, cuda_rows.Step)
+        assert isinstance(held, cuda_rows.CudaStep)
         attend(k, held, held, layer, SCALE, None)
         assert layer.keys_and_values() == (held, held)
         layer.end_pass()
-        assert isinstance(layer.keys_and_values()[0], Parts)
+        assert isinstance(layer.keys_and_values()[0], SegmentedKV)
 
 
 def _steps(rows: AttentionRows, layers: list[FullLayer]) -> mx.array:
@@ -215,24 +215,24 @@ def _steps(rows: AttentionRows, layers: list[FullLayer]) -> mx.array:
     return out
 
 
-def test_who_reads_the_same_shares_it(monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Launch]) -> None:
+def test_who_reads_the_same_shares_it(monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.StepLaunch]) -> None:
     monkeypatch.setattr(cuda_rows, "takes_rows", lambda keys, _: keys.shape[2] == 1)
     planes, raw = _prefix(PlanesCodec(8), 90, 1), _prefix(RawCodec(), 70, 3)
     ends = range(20, 60, 2)
-    before = [[_Cut(CutPart(planes, 0, end)), _Cut(CutPart(raw, 3, end))] for end in ends]
+    before = [[_Cut(SegmentSlice(planes, 0, end)), _Cut(SegmentSlice(raw, 3, end))] for end in ends]
     layers = [FullLayer(8, cuts, shape=SHAPE) for cuts in before]
     _run(list(layers), 1, None)
     (made,) = launches
     assert sorted(_bits(made)) == [8, *[RAW_BITS] * (1 + len(layers))]
 
 
-def _bits(launch: cuda_step.Launch) -> list[int]:
+def _bits(launch: cuda_step.StepLaunch) -> list[int]:
     """Of the keys of each part."""
     return [int(bits) for bits in np.asarray(launch.kinds)[:, 0] if bits]
 
 
 def test_tables_are_made_once_for_layers_that_are_stored_alike(
-    monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Launch]
+    monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.StepLaunch]
 ) -> None:
     monkeypatch.setattr(cuda_rows, "takes_rows", lambda keys, _: keys.shape[2] == 1)
     before = [[_prefix(PlanesCodec(8), 90, seed)] for seed in (1, 2)]
@@ -255,9 +255,9 @@ def test_what_moves_between_steps_is_found_again(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(cuda_rows, "takes_rows", lambda keys, _: keys.shape[2] == 1)
     layer = FullLayer(40)
     layer.append(*(keys(1, HEADS, 9, DIM, seed=i, dtype=DTYPE) for i in (0, 1)))
-    known = cuda_step.Known()
+    known = cuda_step.LatestReads()
 
-    def reads() -> cuda_step.Reads | None:
+    def reads() -> cuda_step.StepReads | None:
         return known.reads([[]], [layer.next_slot()])
 
     first = reads()
@@ -268,7 +268,9 @@ def test_what_moves_between_steps_is_found_again(monkeypatch: pytest.MonkeyPatch
     assert reads() is not first
 
 
-def test_a_launch_takes_any_number_of_parts(monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Launch]) -> None:
+def test_a_launch_takes_any_number_of_parts(
+    monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.StepLaunch]
+) -> None:
     def layers() -> list[FullLayer | WindowLayer]:
         bits = [8, 4, 2, 4, 8]
         return [
@@ -287,11 +289,11 @@ def test_a_launch_takes_any_number_of_parts(monkeypatch: pytest.MonkeyPatch, lau
 
 
 def test_what_a_launch_cannot_take_goes_by_sequence(
-    monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Launch]
+    monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.StepLaunch]
 ) -> None:
     """Buffers of two dtypes."""
     raw = [keys(HEADS, 20, DIM, seed=seed, dtype=mx.float16) for seed in (1, 2)]
-    before = SealedPart(*(RawCodec().encode(x, 0) for x in raw))
+    before = SealedSegment(*(RawCodec().encode(x, 0) for x in raw))
     layers = [FullLayer(8, [before], shape=SHAPE), FullLayer(8, shape=SHAPE)]
     monkeypatch.setattr(cuda_rows, "takes_rows", lambda keys, _: keys.shape[2] == 1)
     got = _run(list(layers), 2, None)
@@ -301,14 +303,14 @@ def test_what_a_launch_cannot_take_goes_by_sequence(
 
 
 def test_a_kernel_that_is_wrong_or_fails_here_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Launch]
+    monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.StepLaunch]
 ) -> None:
     right = cuda_step.attend_step
 
     def wrong(*args: Any) -> mx.array:
         return right(*args) * 1.1
 
-    def writes_elsewhere(q: mx.array, k: mx.array, v: mx.array, launch: cuda_step.Launch, *rest: Any) -> mx.array:
+    def writes_elsewhere(q: mx.array, k: mx.array, v: mx.array, launch: cuda_step.StepLaunch, *rest: Any) -> mx.array:
         places = np.array(launch.places)
         places[:, 1] -= 1
         return right(q, k, v, launch._replace(places=mx.array(places)), *rest)

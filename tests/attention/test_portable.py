@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from kvstrata.attention.metal import decode as metal_decode
 from kvstrata.attention.metal import launch_plan as metal_launch_plan
-from kvstrata.attention.segments import CutPart, Part, RawPart, SealedPart
-from kvstrata.attention.stock import decode_over_parts
+from kvstrata.attention.segments import RawSegment, SealedSegment, Segment, SegmentSlice
+from kvstrata.attention.stock import decode_over_segments
 from kvstrata.codecs import backends
-from kvstrata.codecs.base import Codec, Planes
-from kvstrata.codecs.metal.kernel_text import Slots
+from kvstrata.codecs.base import Codec, EncodedArray
+from kvstrata.codecs.metal.kernel_text import ArrayCounts
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.registry import parse
@@ -30,9 +30,9 @@ WITHIN = 1e-4
 KV_HEADS = 2
 BITS = ("planes:8", "planes:4", "planes:2")
 # One shape of launch for everything: a kernel takes seconds to compile.
-ONE_SHAPE = (Slots(12, 8, 6),)
+ONE_SHAPE = (ArrayCounts(12, 8, 6),)
 
-Rows = list[tuple[Part, ...]]
+Rows = list[tuple[Segment, ...]]
 
 
 @pytest.fixture
@@ -43,22 +43,22 @@ def one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def encoded(
     codec: Codec, num_tokens: int, dim: int, seed: int, position: int = 0, dtype: mx.Dtype = mx.float32
-) -> Planes:
+) -> EncodedArray:
     x = keys(KV_HEADS, num_tokens, dim, seed=seed, dtype=dtype)
     with backends.as_on_metal():
         return codec.encode(x, position)
 
 
-def sealed(k: str, v: str, num_tokens: int, dim: int, seed: int = 0, position: int = 0) -> SealedPart:
-    return SealedPart(
+def sealed(k: str, v: str, num_tokens: int, dim: int, seed: int = 0, position: int = 0) -> SealedSegment:
+    return SealedSegment(
         encoded(named(k, dim), num_tokens, dim, seed, position),
         encoded(named(v, dim), num_tokens, dim, seed + 1, position),
     )
 
 
-def raw(num_tokens: int, dim: int, seed: int, dtype: mx.Dtype = mx.float32, start: int = 3) -> RawPart:
+def raw(num_tokens: int, dim: int, seed: int, dtype: mx.Dtype = mx.float32, start: int = 3) -> RawSegment:
     k, v = (keys(1, KV_HEADS, start + num_tokens + 5, dim, seed=seed + i, dtype=dtype) for i in (0, 1))
-    return RawPart(k, v, num_tokens, start)
+    return RawSegment(k, v, num_tokens, start)
 
 
 def queries(num_rows: int, group: int, dim: int, seed: int = 9) -> mx.array:
@@ -78,19 +78,19 @@ def stock(q: mx.array, rows: Rows, sinks: mx.array | None = None) -> mx.array:
     """In float32, by the path that a Mac has without the kernel."""
     with backends.as_on_metal():
         found = [
-            decode_over_parts(q[i : i + 1].astype(mx.float32), tuple(map(widened, parts)), q.shape[3] ** -0.5, sinks)
+            decode_over_segments(q[i : i + 1].astype(mx.float32), tuple(map(widened, parts)), q.shape[3] ** -0.5, sinks)
             for i, parts in enumerate(rows)
         ]
         return mx.concatenate(found)
 
 
-def widened(part: Part) -> Part:
+def widened(part: Segment) -> Segment:
     """Raw vectors in float32: of 16-bit ones MLX's operations round the sum of each part."""
-    if isinstance(part, RawPart):
+    if isinstance(part, RawSegment):
         k, v = (x.astype(mx.float32) for x in (part.k_buffer, part.v_buffer))
-        return RawPart(k, v, part.num_tokens, part.start)
-    if isinstance(part, SealedPart) and isinstance(part.v.codec, RawCodec):
-        return SealedPart(part.k, part.v.codec.adopt(part.v.arrays["values"].astype(mx.float32)))
+        return RawSegment(k, v, part.num_tokens, part.start)
+    if isinstance(part, SealedSegment) and isinstance(part.v.codec, RawCodec):
+        return SealedSegment(part.k, part.v.codec.adopt(part.v.arrays["values"].astype(mx.float32)))
     return part
 
 
@@ -121,11 +121,11 @@ def test_head_sizes_and_groups_of_queries(k_dim: int, v_dim: int, group: int) ->
     """Groups that no tile of queries divides; keys and values of different size; one row has a sink's share."""
     rows: Rows = []
     for i, (k, v) in enumerate((("planes:8 halves", "planes:4"), ("planes:4 neighbours", "planes:2"))):
-        part = SealedPart(
+        part = SealedSegment(
             encoded(named(k, k_dim), 290, k_dim, i, 17 * i), encoded(named(v, v_dim), 290, v_dim, i + 5, 17 * i)
         )
         own_k, own_v = (keys(1, KV_HEADS, 12, dim, seed=20 + i) for dim in (k_dim, v_dim))
-        rows.append((CutPart(part, 5, 281), RawPart(own_k, own_v, 11)))
+        rows.append((SegmentSlice(part, 5, 281), RawSegment(own_k, own_v, 11)))
     sinks = mx.arange(KV_HEADS * group).astype(mx.float32) * 3
     check(queries(2, group, k_dim), rows, sinks)
 
@@ -135,7 +135,7 @@ def test_head_sizes_and_groups_of_queries(k_dim: int, v_dim: int, group: int) ->
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_sixteen_bits_are_read_exactly_and_results_rounded_once(dtype: mx.Dtype) -> None:
     dim = 64
-    part = SealedPart(
+    part = SealedSegment(
         encoded(parse("planes:8"), 100, dim, 1, dtype=dtype), RawCodec().encode(keys(KV_HEADS, 100, dim, dtype=dtype))
     )
     rows: Rows = [(raw(70, dim, 1, dtype),), (part, raw(30, dim, 3, dtype))]
@@ -161,7 +161,7 @@ def test_lanes_in_another_order_find_the_same() -> None:
 @needs_compiler
 def test_every_shape_of_launch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of them here, beside the one that the others use: raw rows alone, and planes of fewer bits."""
-    dim, shapes = 64, (Slots(0, 0, 8), Slots(8, 8, 10))
+    dim, shapes = 64, (ArrayCounts(0, 0, 8), ArrayCounts(8, 8, 10))
     monkeypatch.setattr(metal_launch_plan, "SHAPES", shapes)
     metal_launch_plan.plan.cache_clear()
     run = Plain()
@@ -183,11 +183,11 @@ class Spec:
     position: int
     cut: tuple[int, int]
 
-    def part(self, seed: int) -> Part:
+    def part(self, seed: int) -> Segment:
         if self.k == self.v == "raw":
             return raw(self.num_tokens, 64, seed, start=self.cut[0])
         whole = sealed(self.k, self.v, self.num_tokens + sum(self.cut), 64, seed, self.position)
-        return CutPart(whole, self.cut[0], self.cut[0] + self.num_tokens) if sum(self.cut) else whole
+        return SegmentSlice(whole, self.cut[0], self.cut[0] + self.num_tokens) if sum(self.cut) else whole
 
 
 PRECISIONS = st.sampled_from(["raw", *BITS])
@@ -232,7 +232,7 @@ def test_parts_that_were_joined_inside_a_group_of_tokens() -> None:
         codec = named(name, dim)
         first, second = encoded(codec, 100, dim, 1, 30), encoded(codec, 300, dim, 2, 130)
         sides.append(codec.join(first, second))
-    check(queries(1, 2, dim), [(SealedPart(*sides), raw(5, dim, 7))])
+    check(queries(1, 2, dim), [(SealedSegment(*sides), raw(5, dim, 7))])
 
 
 @needs_compiler
@@ -251,9 +251,9 @@ def test_many_pieces_make_one_split(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parts_that_the_kernel_does_not_read() -> None:
     """They go to MLX's own operations."""
 
-    def of(codec: Codec, dim: int, num_tokens: int = 20) -> metal_decode.Read | None:
+    def of(codec: Codec, dim: int, num_tokens: int = 20) -> metal_decode.SegmentRead | None:
         planes = encoded(codec, num_tokens, dim, 0)
-        return SealedPart(planes, planes).read()
+        return SealedSegment(planes, planes).read()
 
     assert of(PlanesCodec(8), 64) is not None
     assert of(parse("affine:8"), 64) is None
@@ -272,24 +272,24 @@ def test_parts_that_the_kernel_does_not_read() -> None:
         assert (metal_decode.step_of(queries(num_rows, 2, 64), rows, 1.0, None, "plain") is not None) == fits
 
 
-def loads_of(rows: Rows) -> list[metal_launch_plan.Load]:
+def loads_of(rows: Rows) -> list[metal_launch_plan.LaunchContents]:
     numbers, arrays = [], []
     for row, parts in enumerate(rows):
         for part in parts:
             read = part.read()
             assert read is not None
-            numbers.append(metal_launch_plan.Numbers(row, *read[:4]))
+            numbers.append(metal_launch_plan.NumberedRead(row, *read[:4]))
             arrays += read.arrays
     ids = [id(array) for array in arrays]
-    return metal_launch_plan.loads_of(numbers, [ids.index(each) for each in ids])
+    return metal_launch_plan.contents_of(numbers, [ids.index(each) for each in ids])
 
 
 def test_rows_that_read_the_same_arrays_pass_them_once() -> None:
     shared = sealed("planes:8", "planes:8", 90, 64)
-    rows: Rows = [(CutPart(shared, 0, 20 + i), raw(9, 64, i)) for i in range(8)]
+    rows: Rows = [(SegmentSlice(shared, 0, 20 + i), raw(9, 64, i)) for i in range(8)]
     (load,) = loads_of(rows)
-    assert load.shape == Slots(6, 4, 16)
-    assert [part.row for part, _ in load.parts] == sorted(2 * [*range(8)])
+    assert load.shape == ArrayCounts(6, 4, 16)
+    assert [part.row for part, _ in load.segments] == sorted(2 * [*range(8)])
 
 
 def test_eight_rows_are_few_launches() -> None:
@@ -305,9 +305,9 @@ def test_eight_rows_are_few_launches() -> None:
 def test_every_token_of_every_row_is_in_one_piece_of_one_launch(specs: list[list[Spec]]) -> None:
     rows: Rows = [tuple(spec.part(10 * i + 2 * j) for j, spec in enumerate(row)) for i, row in enumerate(specs)]
     seen = [0] * len(rows)
-    asked = metal_launch_plan.Asked(len(rows), 2 * KV_HEADS, 64, 1.0, mx.float32, None, "plain")
+    asked = metal_launch_plan.StepShape(len(rows), 2 * KV_HEADS, 64, 1.0, mx.float32, None, "plain")
     for load in loads_of(rows):
-        found = metal_launch_plan.table_of(load, asked, metal_launch_plan.Cut(64, 2))
+        found = metal_launch_plan.table_of(load, asked, metal_launch_plan.SplitSizes(64, 2))
         table = np.array(found.numbers)
         for row, (first, count) in enumerate(found.ranges):
             for split in range(first, first + count):

@@ -13,13 +13,13 @@ from kvstrata.attention.dispatch import attend, decode, kernels
 from kvstrata.attention.metal import decode as metal_decode
 from kvstrata.attention.metal import launch_plan as metal_launch_plan
 from kvstrata.attention.metal import trials as metal_trials
-from kvstrata.attention.metal.trials import Kind
-from kvstrata.attention.segments import Parts
-from kvstrata.attention.stock import decode_by_row
+from kvstrata.attention.metal.trials import DecodeKind
+from kvstrata.attention.segments import SegmentedKV
+from kvstrata.attention.stock import decode_row_by_row
 from kvstrata.bench import selftest
 from kvstrata.codecs import backends
 from kvstrata.codecs.backends import Trial
-from kvstrata.codecs.metal.kernel_text import Launch
+from kvstrata.codecs.metal.kernel_text import KernelLaunch
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.kv.attention_rows import AttentionRows
 from kvstrata.kv.full_layer import FullLayer
@@ -29,7 +29,7 @@ from tests.attention.test_portable import KV_HEADS, ONE_SHAPE, needs_compiler, q
 from tests.codecs.arrays import keys
 
 DIM, GROUP = 64, 2
-KIND = Kind(mx.float32, DIM, DIM, GROUP)
+KIND = DecodeKind(mx.float32, DIM, DIM, GROUP)
 
 
 @pytest.fixture(autouse=True)
@@ -83,30 +83,32 @@ def test_a_row_with_one_buffer_and_parts_of_other_codecs_stay_with_mlx() -> None
     with metal_trials.as_if_tried("plain", run):
         for rows in (((raw(9, DIM, 1),),), ((sealed("affine:8", "affine:8", 9, DIM), raw(9, DIM, 1)),)):
             q = queries(1, GROUP, DIM)
-            assert mx.allclose(decode(q, Parts(rows), 0.1, None), decode_by_row(q, Parts(rows), 0.1, None))
+            assert mx.allclose(
+                decode(q, SegmentedKV(rows), 0.1, None), decode_row_by_row(q, SegmentedKV(rows), 0.1, None)
+            )
     assert not run.launches
 
 
 @needs_compiler
 def test_more_launches_than_one_can_combine_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metal_launch_plan, "PARTIAL_COUNTS", (1,))
-    run, rows = Plain(), Parts(tuple((raw(9 + i, DIM, i),) for i in range(5)))
+    run, rows = Plain(), SegmentedKV(tuple((raw(9 + i, DIM, i),) for i in range(5)))
     q = queries(5, GROUP, DIM)
     with metal_trials.as_if_tried("plain", run):
         found = decode(q, rows, 0.1, None)
-    assert mx.abs(found - decode_by_row(q, rows, 0.1, None)).max() < 1e-4
+    assert mx.abs(found - decode_row_by_row(q, rows, 0.1, None)).max() < 1e-4
     assert len(run.launches) == 2 * 2
 
 
 def test_whatever_goes_wrong_in_a_step_rows_attend_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
-    def fails(_: Launch) -> list[mx.array]:
+    def fails(_: KernelLaunch) -> list[mx.array]:
         raise RuntimeError("no such kernel")
 
-    rows = Parts(tuple((raw(9 + i, DIM, i),) for i in range(2)))
+    rows = SegmentedKV(tuple((raw(9 + i, DIM, i),) for i in range(2)))
     q = queries(2, GROUP, DIM)
     with metal_trials.as_if_tried("plain", fails), caplog.at_level(logging.WARNING):
         found = [decode(q, rows, 0.1, None) for _ in range(3)]
-    assert mx.allclose(found[0], decode_by_row(q, rows, 0.1, None))
+    assert mx.allclose(found[0], decode_row_by_row(q, rows, 0.1, None))
     assert caplog.text.count("no such kernel") == 1
 
 
@@ -135,14 +137,14 @@ def test_a_trial_finds_what_is_right_and_faster(
 @needs_compiler
 def test_a_trial_finds_what_is_wrong_or_fails() -> None:
     class Wrong(Plain):
-        def __call__(self, launch: Launch) -> list[mx.array]:
+        def __call__(self, launch: KernelLaunch) -> list[mx.array]:
             return [made * 1.01 for made in super().__call__(launch)]
 
     class NotANumber(Plain):
-        def __call__(self, launch: Launch) -> list[mx.array]:
+        def __call__(self, launch: KernelLaunch) -> list[mx.array]:
             return [made * float("nan") for made in super().__call__(launch)]
 
-    def fails(_: Launch) -> list[mx.array]:
+    def fails(_: KernelLaunch) -> list[mx.array]:
         raise ValueError("cannot be compiled")
 
     for run, said in ((Wrong(), "is off by"), (NotANumber(), "is off by nan"), (fails, "cannot be compiled")):
@@ -176,7 +178,7 @@ def test_a_trial_runs_every_kernel_that_a_step_can_need(monkeypatch: pytest.Monk
         assert step is not None
         shapes |= {len(launch.arrays) for launch in step.plan.launches}
         shapes |= {launch.text.inputs for launch in step.plan.launches}
-        counts.add(step.plan.last.num_partials)
+        counts.add(step.plan.combine.num_partials)
     assert {("q", "table", "angles", *shape.names) for shape in metal_launch_plan.SHAPES} <= shapes
     assert counts == {*metal_launch_plan.PARTIAL_COUNTS}
 

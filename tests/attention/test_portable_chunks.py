@@ -9,12 +9,12 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.attention.dispatch import attend
-from kvstrata.attention.segments import CutPart, Part, Parts
+from kvstrata.attention.segments import Segment, SegmentedKV, SegmentSlice
 from kvstrata.codecs import backends, trials
 from kvstrata.codecs.backends import Trial
 from kvstrata.codecs.metal import planes as metal_planes
-from kvstrata.codecs.metal.planes import Stretch
-from kvstrata.codecs.trials import Kind, What
+from kvstrata.codecs.metal.planes import TokenRange
+from kvstrata.codecs.trials import VectorKind, What
 from tests.attention.plain_kernels import Plain
 from tests.attention.test_portable import KV_HEADS, needs_compiler, raw, sealed
 from tests.codecs.arrays import keys
@@ -28,19 +28,19 @@ def as_on_metal() -> Iterator[None]:
         yield
 
 
-def chat() -> tuple[Part, ...]:
+def chat() -> tuple[Segment, ...]:
     """Turns that were stored at several times, one of them cut, and what the sequence has computed itself."""
     turns = [
-        CutPart(sealed("planes:8 halves", "planes:4", 300, DIM), 0, 280),
+        SegmentSlice(sealed("planes:8 halves", "planes:4", 300, DIM), 0, 280),
         sealed("planes:4 halves", "planes:2", 120, DIM, seed=2, position=280),
         sealed("raw", "planes:8", 40, DIM, seed=4, position=400),
     ]
     return (*turns, raw(20 + CHUNK, DIM, 7, start=0))
 
 
-def attended(parts: tuple[Part, ...]) -> mx.array:
+def attended(parts: tuple[Segment, ...]) -> mx.array:
     q = keys(1, KV_HEADS * GROUP, CHUNK, DIM, seed=9) * 0.15
-    held = Parts((parts,))
+    held = SegmentedKV((parts,))
     return attend(q, held, held, None, DIM**-0.5, "causal")
 
 
@@ -71,9 +71,9 @@ def test_what_was_tried_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which the kernel is right and faster, and one on which it is not."""
     parts, asked = chat(), []
     wanted = attended(parts)
-    kind = Kind(mx.float32, DIM)
+    kind = VectorKind(mx.float32, DIM)
 
-    def joined(stretches: Sequence[Stretch], dtype: mx.Dtype) -> mx.array:
+    def joined(stretches: Sequence[TokenRange], dtype: mx.Dtype) -> mx.array:
         asked.append(len(stretches))
         return metal_planes.join(stretches, dtype, "plain", Plain())
 

@@ -16,11 +16,11 @@ from clang import cindex
 
 from kvstrata.attention.metal import decode as metal_decode
 from kvstrata.attention.metal import launch_plan as metal_launch_plan
-from kvstrata.attention.segments import Part
+from kvstrata.attention.segments import Segment
 from kvstrata.codecs.metal import kernel_text as metal_kernel_text
 from kvstrata.codecs.metal import planes as metal_planes
-from kvstrata.codecs.metal.kernel_text import Launch
-from kvstrata.codecs.metal.planes import Stretch
+from kvstrata.codecs.metal.kernel_text import KernelLaunch
+from kvstrata.codecs.metal.planes import TokenRange
 from kvstrata.codecs.planes import PlanesCodec
 from tests.attention.test_portable import KV_HEADS, queries, raw, sealed
 from tests.codecs.arrays import a_turn, keys
@@ -42,7 +42,7 @@ DIM = 64
 # A variable of a function cannot be in another space of memory for clang's C++, but for a static one.
 SHARED_ARRAY = "(type, name, size) threadgroup type name[size]"
 
-Rows = list[tuple[Part, ...]]
+Rows = list[tuple[Segment, ...]]
 
 
 def recorded(function: Callable[[mx.array], mx.array | list[mx.array]], argument: mx.array) -> list[str]:
@@ -89,10 +89,10 @@ def codec_texts(bits: int) -> list[str]:
     codec = PlanesCodec(bits, a_turn("halves", DIM))
     x = keys(KV_HEADS, 300, DIM, dtype=mx.bfloat16)
     planes = codec.encode(x, 100)
-    encoding = recorded(lambda each: list(metal_planes.encode(each, bits, 100, codec.turn, "metal").values()), x)
+    encoding = recorded(lambda each: list(metal_planes.encode(each, bits, 100, codec.rotation, "metal").values()), x)
     decoding = recorded(lambda _: metal_planes.decode(planes, mx.bfloat16, "metal"), x)
-    stored = [Stretch(planes, 3, 200), Stretch(planes, 0, 300)]
-    joining = recorded(lambda each: metal_planes.join([*stored, Stretch(each, 0, 90)], mx.bfloat16, "metal"), x)
+    stored = [TokenRange(planes, 3, 200), TokenRange(planes, 0, 300)]
+    joining = recorded(lambda each: metal_planes.join([*stored, TokenRange(each, 0, 90)], mx.bfloat16, "metal"), x)
     return [*encoding, *decoding, *joining]
 
 
@@ -114,7 +114,7 @@ def test_no_launch_takes_more_buffers_than_metal_has() -> None:
 
 def test_shapes_of_launches_keep_to_the_limit() -> None:
     for slots in metal_launch_plan.SHAPES:
-        text = metal_kernel_text.attend_text("metal", metal_kernel_text.Sizes(DIM, DIM, 2), slots, (mx.bfloat16,))
+        text = metal_kernel_text.attend_text("metal", metal_kernel_text.HeadSizes(DIM, DIM, 2), slots, (mx.bfloat16,))
         assert (
             len(text.inputs) + len(text.outputs)
             == sum(slots) + metal_launch_plan.OTHER_BUFFERS
@@ -195,9 +195,9 @@ def test_clang_takes_the_text_as_cudas_language(tmp_path: Path) -> None:
         (sealed("planes:4", "planes:2", 40, DIM), raw(20, DIM, 3, mx.bfloat16)),
     ]
     q, sinks = queries(2, 2, DIM).astype(mx.bfloat16), mx.zeros((4,), mx.bfloat16)
-    launches: list[Launch] = []
+    launches: list[KernelLaunch] = []
 
-    def see(launch: Launch) -> list[mx.array]:
+    def see(launch: KernelLaunch) -> list[mx.array]:
         launches.append(launch)
         return [mx.zeros(shape, dtype) for shape, dtype in zip(launch.shapes, launch.dtypes, strict=True)]
 
@@ -210,7 +210,7 @@ def test_clang_takes_the_text_as_cudas_language(tmp_path: Path) -> None:
         metal_planes.encode(keys(KV_HEADS, 40, DIM, dtype=mx.bfloat16), bits, 0, None, "cuda", see)
         planes = codec.encode(keys(KV_HEADS, 40, DIM))
         metal_planes.decode(planes, mx.bfloat16, "cuda", see)
-        metal_planes.join([Stretch(planes, 0, 40)] * 2, mx.bfloat16, "cuda", see)
+        metal_planes.join([TokenRange(planes, 0, 40)] * 2, mx.bfloat16, "cuda", see)
     for i, launch in enumerate(launches):
         text = launch.text
         inputs = [f"const {CUDA_TYPES[x.dtype]}* {name}" for name, x in zip(text.inputs, launch.inputs, strict=True)]

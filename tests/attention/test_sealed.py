@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.attention.dispatch import attend
-from kvstrata.attention.segments import Parts, SealedPart
+from kvstrata.attention.segments import SealedSegment, SegmentedKV
 from kvstrata.codecs.registry import parse_for
 from kvstrata.kv.batch_cache import BatchCache
 from kvstrata.kv.buffers import round_up
@@ -51,11 +51,11 @@ def test_attention_over_sealed_parts_is_attention_over_what_they_decode_to(name:
     layer.append(random_tokens(2, 300, dim), random_tokens(2, 300, dim))
     assert layer.own.encode_past_at_once(codec, codec, RawWindow(4, 20)) == 276
     layer.append(random_tokens(2, queries, dim), random_tokens(2, queries, dim))
-    parts = Parts((layer.parts(),))
+    parts = SegmentedKV((layer.segments(),))
     # The first tokens, the encoded ones and the tail; neighbours under the same codec are joined.
     assert len(parts.rows[0]) == (2 if name == "raw" else 3)
     q = random_tokens(4, queries, dim)
-    k, v = parts.joined(q)
+    k, v = parts.to_arrays(q)
     mask = "causal" if queries > 1 else None
     wanted = mx.fast.scaled_dot_product_attention(q, k, v, scale=dim**-0.5, mask=mask)
     assert distance(attend(q, parts, parts, None, dim**-0.5, mask), wanted) < 1e-4
@@ -67,7 +67,7 @@ def test_sealing_keeps_the_first_and_the_newest_tokens_as_they_were() -> None:
     layer.append(k, v)
     codec = parse_for("planes:4", 64)
     layer.own.encode_past_at_once(codec, codec, RawWindow(4, 128))
-    after_k, after_v = Parts((layer.parts(),)).joined(k)
+    after_k, after_v = SegmentedKV((layer.segments(),)).to_arrays(k)
     for before, after in ((k, after_k), (v, after_v)):
         assert distance(after[:, :, :4], before[:, :, :4]) == 0
         assert distance(after[:, :, -128:], before[:, :, -128:]) == 0
@@ -111,7 +111,7 @@ def test_a_long_prompt_that_is_sealed_as_it_comes_moves_no_room(raw_tokens: int 
         assert layer.own.buffers.capacity - (layer.offset - layer.own.sealed_tokens) == round_up(20_000 - at - 256)
         assert layer.nbytes - layer.own.sealed_bytes <= round_up(128 + 512) * 2 * 2 * 64 * 4
     assert layer.own.num_to_encode(RawWindow(4, 128)) == 0
-    after_k, after_v = Parts((layer.parts(),)).joined(k)
+    after_k, after_v = SegmentedKV((layer.segments(),)).to_arrays(k)
     for before, after in ((k, after_k), (v, after_v)):
         assert after.shape[2] == 19_968
         assert distance(after, mx.tile(before, (1, 1, 78, 1))) < 1
@@ -125,7 +125,7 @@ def test_room_that_was_promised_is_there_though_nothing_is_sealed() -> None:
         layer.append(k[:, :, at : at + 100], v[:, :, at : at + 100])
     layer.grow(50)
     assert layer.own.buffers.capacity >= 2050
-    assert mx.array_equal(Parts((layer.parts(),)).joined(k)[0], k)
+    assert mx.array_equal(SegmentedKV((layer.segments(),)).to_arrays(k)[0], k)
 
 
 def test_sealing_frees_what_it_says() -> None:
@@ -178,7 +178,7 @@ def test_sequences_share_a_sealed_part_and_hold_it_once() -> None:
     owner.append(random_tokens(2, 8192, 64), random_tokens(2, 8192, 64))
     codec = parse_for("planes:8", 64)
     owner.own.encode_past_at_once(codec, codec, RawWindow(0, 0))
-    shared: tuple[SealedPart, ...] = owner.own.sealed
+    shared: tuple[SealedSegment, ...] = owner.own.sealed
     mx.clear_cache()
     before = mx.get_active_memory()
     rows = [FullLayer(16, shared) for _ in range(8)]

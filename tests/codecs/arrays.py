@@ -8,7 +8,7 @@ import numpy as np
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.registry import parse
-from kvstrata.codecs.rope import Turn, make_turn
+from kvstrata.codecs.rope import RopeRotation, make_rotation
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 AFFINE = tuple(f"affine:{bits}{group}" for bits in (8, 6, 5, 4, 3, 2) for group in ("", ":g32", ":g128"))
@@ -19,11 +19,11 @@ TURNING = tuple(f"planes:{bits} {kind}" for bits in (8, 4, 2) for kind in ("halv
 TURNS = ("halves", "neighbours", "last")
 
 
-def a_turn(kind: str, dim: int, base: float = 10_000.0) -> Turn:
+def a_turn(kind: str, dim: int, base: float = 10_000.0) -> RopeRotation:
     num_pairs = dim // 4 if kind == "last" else dim // 2
     frequencies = base ** (-np.arange(num_pairs) / num_pairs)
     first = dim - 2 * num_pairs if kind == "last" else 0
-    return make_turn(frequencies, first=first, is_interleaved=kind == "neighbours")
+    return make_rotation(frequencies, first=first, is_interleaved=kind == "neighbours")
 
 
 def named(name: str, dim: int) -> Codec:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.codecs.base import Codec, MismatchedPlanes, Planes, UnsupportedCodec
+from kvstrata.codecs.base import Codec, EncodedArray, MismatchedArrays, UnsupportedCodec
 from kvstrata.codecs.registry import from_spec, parse, planes_from
 from tests.codecs.arrays import HEAD_DIMS, NAMES, TURNING, allocated, keys, named, relative_error, same_bits
 
@@ -44,12 +44,12 @@ def bound(codec: Codec) -> float:
     return ERROR[codec.spec()["codec"]][codec.spec().get("bits", 16)]
 
 
-def reload(planes: Planes) -> Planes:
+def reload(planes: EncodedArray) -> EncodedArray:
     spec, where = json.loads(json.dumps([planes.spec, planes.where()]))
     return planes_from(spec, where, planes.arrays)
 
 
-def assert_same(a: Planes, b: Planes) -> None:
+def assert_same(a: EncodedArray, b: EncodedArray) -> None:
     assert (a.codec, a.where()) == (b.codec, b.where())
     for name, array in a.arrays.items():
         assert same_bits(array, b.arrays[name]), name
@@ -206,21 +206,21 @@ def test_sizes_that_strain_float16(codec: Codec, size: float) -> None:
 def test_what_does_not_fit_is_refused(codec: Codec) -> None:
     planes = codec.encode(keys(2, 20, 128))
     for start, end in ((-1, 5), (3, 3), (5, 4), (0, 21)):
-        with pytest.raises(MismatchedPlanes, match="cannot be cut"):
+        with pytest.raises(MismatchedArrays, match="cannot be cut"):
             planes.cut(start, end)
-    with pytest.raises(MismatchedPlanes, match="do not follow"):
+    with pytest.raises(MismatchedArrays, match="do not follow"):
         codec.join(planes, planes)
-    with pytest.raises(MismatchedPlanes, match="cannot be joined"):
+    with pytest.raises(MismatchedArrays, match="cannot be joined"):
         codec.join(planes, codec.encode(keys(3, 20, 128), 20))
-    with pytest.raises(MismatchedPlanes, match="needs an array of shape"):
+    with pytest.raises(MismatchedArrays, match="needs an array of shape"):
         codec.scores(keys(2, 1, 64), planes)
-    with pytest.raises(MismatchedPlanes, match="needs an array of shape"):
+    with pytest.raises(MismatchedArrays, match="needs an array of shape"):
         codec.mix(keys(3, 1, 20), planes)
-    with pytest.raises(MismatchedPlanes, match="at least one token"):
+    with pytest.raises(MismatchedArrays, match="at least one token"):
         codec.encode(mx.zeros((2, 0, 128)))
-    with pytest.raises(MismatchedPlanes, match=r"not mlx\.core\.int32"):
+    with pytest.raises(MismatchedArrays, match=r"not mlx\.core\.int32"):
         codec.encode(mx.zeros((2, 4, 128), mx.int32))
-    with pytest.raises(MismatchedPlanes, match="position"):
+    with pytest.raises(MismatchedArrays, match="position"):
         codec.encode(mx.zeros((2, 4, 128)), -1)
 
 
@@ -229,13 +229,13 @@ def test_planes_that_are_damaged_are_refused(codec: Codec) -> None:
     planes = codec.encode(keys(2, 20, 128))
     for name, array in planes.arrays.items():
         others = {other: kept for other, kept in planes.arrays.items() if other != name}
-        with pytest.raises(MismatchedPlanes, match="has the planes"):
+        with pytest.raises(MismatchedArrays, match="has the planes"):
             planes_from(planes.spec, planes.where(), others)
-        with pytest.raises(MismatchedPlanes, match=name):
+        with pytest.raises(MismatchedArrays, match=name):
             planes_from(planes.spec, planes.where(), {**others, name: array[..., :-1]})
-        with pytest.raises(MismatchedPlanes, match=name):
+        with pytest.raises(MismatchedArrays, match=name):
             planes_from(planes.spec, planes.where(), {**others, name: array.astype(mx.int64)})
-    with pytest.raises(MismatchedPlanes):
+    with pytest.raises(MismatchedArrays):
         planes_from(planes.spec, {**planes.where(), "num_tokens": 21}, planes.arrays)
-    with pytest.raises(MismatchedPlanes, match="num_tokens"):
+    with pytest.raises(MismatchedArrays, match="num_tokens"):
         planes_from(planes.spec, {}, planes.arrays)

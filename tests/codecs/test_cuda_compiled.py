@@ -13,7 +13,7 @@ from kvstrata.backend import nvrtc
 from kvstrata.codecs.cuda import compile as cuda_compile
 from kvstrata.codecs.cuda import kernels as cuda_kernels
 from kvstrata.codecs.cuda import planes as cuda_planes
-from kvstrata.codecs.cuda.compile import Array, Size, text_of
+from kvstrata.codecs.cuda.compile import ArrayArgument, SizeArgument, text_of
 from kvstrata.codecs.planes import PlanesCodec
 from tests.attention import cuda_emulated
 from tests.codecs.arrays import keys
@@ -35,9 +35,9 @@ def untried() -> Iterator[None]:
 
 def test_sizes_are_parameters_after_the_arrays() -> None:
     source = "  y[0] = b_shape[1] + a_b_shape[0] * b_shape[0] + b_shape[1];"
-    inputs = [Array("b", mx.float16), Array("a_b", mx.uint64)]
-    name, text, *_, sizes = text_of("sum", "// before\n", source, inputs, [Array("y", mx.int32)])
-    assert sizes == (Size(0, 1), Size(1, 0), Size(0, 0))
+    inputs = [ArrayArgument("b", mx.float16), ArrayArgument("a_b", mx.uint64)]
+    name, text, *_, sizes = text_of("sum", "// before\n", source, inputs, [ArrayArgument("y", mx.int32)])
+    assert sizes == (SizeArgument(0, 1), SizeArgument(1, 0), SizeArgument(0, 0))
     assert "y[0] = b_size1 + a_b_size0 * b_size0 + b_size1;" in text
     arrays, sizes = "const __half* b, const unsigned long long* a_b, int* y", ("b_size1", "a_b_size0", "b_size0")
     parameters = ", ".join([arrays, *(f"const int {number}" for number in (*sizes, "is_launch"))])
@@ -48,7 +48,7 @@ def test_sizes_are_parameters_after_the_arrays() -> None:
 
 def test_no_two_kernels_have_the_same_name() -> None:
     """MLX knows them by their names alone."""
-    y, half, single = [Array("y", mx.int32)], [Array("x", mx.float16)], [Array("x", mx.float32)]
+    y, half, single = [ArrayArgument("y", mx.int32)], [ArrayArgument("x", mx.float16)], [ArrayArgument("x", mx.float32)]
     texts = [
         *(text_of("one", "", "y[0] = 1;", inputs, y) for inputs in (half, single)),
         text_of("one", "", "y[0] = 2;", half, y),
@@ -105,7 +105,7 @@ def test_machine_code_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return run(compiled_source=compiled_source, **launch)
 
     monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", counted)
-    text = text_of("once", "", "y[0] = x[0];", [Array("x", mx.int32)], [Array("y", mx.int32)])
+    text = text_of("once", "", "y[0] = x[0];", [ArrayArgument("x", mx.int32)], [ArrayArgument("y", mx.int32)])
     kernel = cuda_compile.Compiled(text, views=False)
     for number in (3, 4):
         (y,) = kernel([mx.array([number])], [(1,)], [mx.int32], grid=(1, 1, 1), threadgroup=(1, 1, 1))

@@ -9,10 +9,10 @@ import pytest
 from kvstrata.codecs import backends
 from kvstrata.codecs.base import UnsupportedCodec
 from kvstrata.codecs.cpu import planes as cpu_planes
-from kvstrata.codecs.mean_runs import segments_of
+from kvstrata.codecs.mean_runs import runs_of
 from kvstrata.codecs.planes import HELD, PlanesCodec, step_down
 from kvstrata.codecs.registry import parse
-from kvstrata.codecs.rope import Means
+from kvstrata.codecs.rope import RopeMeans
 from tests.codecs.arrays import HEAD_DIMS, allocated, keys, relative_error, same_bits
 
 pytestmark = pytest.mark.usefixtures("no_garbage")
@@ -73,8 +73,8 @@ def test_packed_products_need_groups_of_32() -> None:
         PlanesCodec(8).scores_packed(keys(2, 1, 80), planes)
 
 
-def plain_means(arrays: dict[str, mx.array], position: int, num_tokens: int) -> Means:
-    return Means(arrays["means"].astype(mx.float32), segments_of(position, num_tokens), position, None)
+def plain_means(arrays: dict[str, mx.array], position: int, num_tokens: int) -> RopeMeans:
+    return RopeMeans(arrays["means"].astype(mx.float32), runs_of(position, num_tokens), position, None)
 
 
 @needs_kernels
@@ -117,16 +117,16 @@ def test_a_range_of_a_buffer_is_read_where_it_lies() -> None:
 def test_a_piece_keeps_the_mean_of_its_group() -> None:
     codec = PlanesCodec(4)
     planes = codec.encode(keys(2, 700, 64), position=200)
-    assert planes.segments == (56, 256, 256, 132)
+    assert planes.mean_runs == (56, 256, 256, 132)
     piece = planes.cut(100, 320)
-    assert piece.segments == (212, 8)
+    assert piece.mean_runs == (212, 8)
     assert same_bits(piece.arrays["means"], planes.arrays["means"][:, 1:3])
 
 
 def test_pieces_that_were_encoded_apart_keep_their_means() -> None:
     codec = PlanesCodec(4)
     joined = codec.join(codec.encode(keys(2, 100, 64)), codec.encode(keys(2, 200, 64, seed=1), 100))
-    assert joined.segments == (100, 156, 44)
+    assert joined.mean_runs == (100, 156, 44)
 
 
 def test_golden_planes_decode_to_what_they_always_did() -> None:

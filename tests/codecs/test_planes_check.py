@@ -13,14 +13,14 @@ import pytest
 from kvstrata.codecs import backends
 from kvstrata.codecs import trials as codec_trials
 from kvstrata.codecs.backends import Trial
-from kvstrata.codecs.metal.kernel_text import Launch
+from kvstrata.codecs.metal.kernel_text import KernelLaunch
 from kvstrata.codecs.planes import PlanesCodec
-from kvstrata.codecs.trials import Kind, What
+from kvstrata.codecs.trials import VectorKind, What
 from tests.attention.plain_kernels import COMPILER, Plain
 from tests.codecs.arrays import a_turn, keys
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
-KIND = Kind(mx.float32, 64)
+KIND = VectorKind(mx.float32, 64)
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def test_a_codec_encodes_and_decodes_by_the_kernels() -> None:
 
 
 def test_whatever_goes_wrong_mlx_does_it(caplog: pytest.LogCaptureFixture) -> None:
-    def fails(_: Launch) -> list[mx.array]:
+    def fails(_: KernelLaunch) -> list[mx.array]:
         raise RuntimeError("no such device")
 
     codec, x = PlanesCodec(8), keys(2, 20, 64)
@@ -65,10 +65,10 @@ def _tried(run: object) -> dict[What, Trial]:
 @needs_compiler
 def test_a_trial_finds_what_is_right_wrong_slow_or_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(Plain):
-        def __call__(self, launch: Launch) -> list[mx.array]:
+        def __call__(self, launch: KernelLaunch) -> list[mx.array]:
             return [made * 1.02 if made.dtype != mx.uint32 else made for made in super().__call__(launch)]
 
-    def fails(_: Launch) -> list[mx.array]:
+    def fails(_: KernelLaunch) -> list[mx.array]:
         raise ValueError("cannot be compiled")
 
     for run, said in ((Wrong(), "is off by"), (fails, "cannot be compiled")):
@@ -84,7 +84,7 @@ def test_a_trial_finds_what_is_right_wrong_slow_or_fails(monkeypatch: pytest.Mon
         assert all(trial.is_used == is_used for trial in trials.values()), trials
         assert {entry["what"] for entry in codec_trials.report()} == {"encode", "decode", "join"}
         assert codec_trials._is_used("encode", KIND, PlanesCodec(8)) == is_used
-        (said,) = codec_trials.kernels([KIND, Kind(mx.float16, 64)])
+        (said,) = codec_trials.kernels([KIND, VectorKind(mx.float16, 64)])
         assert said.count("own (" if is_used else "MLX (") == 3
 
 

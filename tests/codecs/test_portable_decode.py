@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.codecs import backends
-from kvstrata.codecs.base import Planes
+from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.metal import planes as metal_planes
-from kvstrata.codecs.metal.planes import Stretch
+from kvstrata.codecs.metal.planes import TokenRange
 from kvstrata.codecs.planes import PlanesCodec
 from tests.attention.plain_kernels import COMPILER, Plain
 from tests.codecs.arrays import TURNS, a_turn, keys
@@ -23,17 +23,19 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 HEADS = 2
 
 
-def planes(bits: int, num_tokens: int, seed: int, position: int = 0, turn: str | None = None, dim: int = 64) -> Planes:
+def planes(
+    bits: int, num_tokens: int, seed: int, position: int = 0, turn: str | None = None, dim: int = 64
+) -> EncodedArray:
     with backends.as_on_metal():
         codec = PlanesCodec(bits, a_turn(turn, dim) if turn else None)
         return codec.encode(keys(HEADS, num_tokens, dim, seed=seed), position)
 
 
-def stock(stretches: Sequence[Stretch], dtype: mx.Dtype = mx.float32) -> np.ndarray:
+def stock(stretches: Sequence[TokenRange], dtype: mx.Dtype = mx.float32) -> np.ndarray:
     """One by one, by MLX's operations."""
     found = []
     for held, start, end in stretches:
-        if isinstance(held, Planes):
+        if isinstance(held, EncodedArray):
             assert isinstance(held.codec, PlanesCodec)
             with backends.as_on_metal():
                 found.append(held.codec.decode_by_mlx(held.view(start, end), dtype))
@@ -42,9 +44,9 @@ def stock(stretches: Sequence[Stretch], dtype: mx.Dtype = mx.float32) -> np.ndar
     return np.array(mx.concatenate(found, axis=1).astype(mx.float32))
 
 
-def check(stretches: Sequence[Stretch], dtype: mx.Dtype = mx.float32, num_launches: int = 1) -> None:
+def check(stretches: Sequence[TokenRange], dtype: mx.Dtype = mx.float32, num_launches: int = 1) -> None:
     run = Plain()
-    assert metal_planes.takes_stretches(stretches, dtype)
+    assert metal_planes.takes_ranges(stretches, dtype)
     found = metal_planes.join(stretches, dtype, "plain", run)
     assert found.dtype == dtype
     wanted = stock(stretches, dtype)
@@ -57,10 +59,10 @@ def test_five_turns_of_a_chat_and_what_follows_are_one_launch() -> None:
     """Whole and cut, of all bits, with means that turn and plain ones: an older part has those."""
     cases = ((8, "halves"), (4, "halves"), (2, None), (8, None), (8, "halves"))
     coded = [
-        Stretch(planes(bits, 300 - 17 * i, i, 90 * i, turn), 5 * i, 300 - 20 * i)
+        TokenRange(planes(bits, 300 - 17 * i, i, 90 * i, turn), 5 * i, 300 - 20 * i)
         for i, (bits, turn) in enumerate(cases)
     ]
-    own = Stretch(keys(HEADS, 80, 64, seed=20), 0, 71)
+    own = TokenRange(keys(HEADS, 80, 64, seed=20), 0, 71)
     check([*coded, own])
     check(coded)
     check([coded[0], own])
@@ -68,8 +70,8 @@ def test_five_turns_of_a_chat_and_what_follows_are_one_launch() -> None:
 
 def test_more_parts_than_a_launch_has_places_for() -> None:
     """Then raw ones are not copied by a launch first."""
-    coded = [Stretch(planes(8, 40 + i, i), 0, 40) for i in range(7)]
-    raw = [Stretch(keys(HEADS, 20 + i, 64, seed=i), 2, 9 + i) for i in range(4)]
+    coded = [TokenRange(planes(8, 40 + i, i), 0, 40) for i in range(7)]
+    raw = [TokenRange(keys(HEADS, 20 + i, 64, seed=i), 2, 9 + i) for i in range(4)]
     check([*coded, raw[0]], num_launches=2)
     check([coded[0], *raw], num_launches=1)
     check([coded[0], raw[0], *coded[1:], raw[1]], num_launches=3)
@@ -77,8 +79,8 @@ def test_more_parts_than_a_launch_has_places_for() -> None:
 
 def test_a_kernel_is_compiled_for_a_shape_and_a_type_alone() -> None:
     """Whatever fills the places that are left."""
-    own, run = Stretch(keys(HEADS, 20, 64), 0, 20), Plain()
-    for stretches in ([Stretch(planes(2, 20, 1), 0, 20)], [Stretch(planes(8, 20, 1), 0, 20), own]):
+    own, run = TokenRange(keys(HEADS, 20, 64), 0, 20), Plain()
+    for stretches in ([TokenRange(planes(2, 20, 1), 0, 20)], [TokenRange(planes(8, 20, 1), 0, 20), own]):
         metal_planes.join(stretches, mx.float32, "plain", run)
     assert len({(launch.text, tuple(array.dtype for array in launch.inputs)) for launch in run.launches}) == 1
 
@@ -86,15 +88,15 @@ def test_a_kernel_is_compiled_for_a_shape_and_a_type_alone() -> None:
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_sixteen_bits(dtype: mx.Dtype) -> None:
     """Raw vectors come through as they are."""
-    own = Stretch(keys(HEADS, 70, 64, seed=3, dtype=dtype), 3, 65)
-    check([Stretch(planes(4, 100, 1, turn="neighbours"), 0, 100), own], dtype)
-    joined = metal_planes.join([Stretch(planes(2, 8, 1), 0, 8), own], dtype, "plain", Plain())
+    own = TokenRange(keys(HEADS, 70, 64, seed=3, dtype=dtype), 3, 65)
+    check([TokenRange(planes(4, 100, 1, turn="neighbours"), 0, 100), own], dtype)
+    joined = metal_planes.join([TokenRange(planes(2, 8, 1), 0, 8), own], dtype, "plain", Plain())
     assert mx.array_equal(joined[:, 8:], own.held[:, 3:65])  # pyright: ignore[reportIndexIssue]
 
 
 @pytest.mark.parametrize(("dim", "turn"), [(80, "last"), (192, "halves"), (256, "neighbours")])
 def test_head_sizes(dim: int, turn: str) -> None:
-    check([Stretch(planes(8, 90, 1, 200, turn, dim), 1, 88), Stretch(keys(HEADS, 12, dim), 0, 12)])
+    check([TokenRange(planes(8, 90, 1, 200, turn, dim), 1, 88), TokenRange(keys(HEADS, 12, dim), 0, 12)])
 
 
 STRETCHES = st.tuples(
@@ -109,26 +111,26 @@ def test_any_stretches(cases: list[tuple[int, int, int, int, int]], turn: str | 
     for seed, (bits, num_tokens, position, before, after) in enumerate(cases):
         size = before + num_tokens + after
         held = planes(bits, size, seed, position, turn) if bits else keys(HEADS, size, 64, seed=seed)
-        stretches.append(Stretch(held, before, before + num_tokens))
+        stretches.append(TokenRange(held, before, before + num_tokens))
     found = metal_planes.join(stretches, mx.float32, "plain", Plain())
     np.testing.assert_allclose(np.array(found), stock(stretches), rtol=0, atol=1e-4)
 
 
 def test_lanes_in_another_order_find_the_same() -> None:
-    stretches = [Stretch(planes(8, 100, 1, turn="halves"), 3, 90), Stretch(keys(HEADS, 30, 64), 0, 30)]
+    stretches = [TokenRange(planes(8, 100, 1, turn="halves"), 3, 90), TokenRange(keys(HEADS, 30, 64), 0, 30)]
     forth, back = (metal_planes.join(stretches, mx.float32, "plain", Plain(backwards=way)) for way in (False, True))
     assert mx.array_equal(forth, back)
 
 
 def test_what_is_not_taken() -> None:
-    coded, raw = Stretch(planes(4, 20, 1, turn="halves"), 0, 20), Stretch(keys(HEADS, 20, 64), 0, 20)
-    assert metal_planes.takes_stretches([coded, raw], mx.float32)
+    coded, raw = TokenRange(planes(4, 20, 1, turn="halves"), 0, 20), TokenRange(keys(HEADS, 20, 64), 0, 20)
+    assert metal_planes.takes_ranges([coded, raw], mx.float32)
     # Raw vectors of another type or size; keys that turn in two ways; what the kernel does not know.
-    assert not metal_planes.takes_stretches([coded, raw], mx.bfloat16)
-    assert not metal_planes.takes_stretches([coded, Stretch(keys(HEADS, 20, 80), 0, 20)], mx.float32)
-    assert not metal_planes.takes_stretches([coded, Stretch(planes(4, 20, 1, turn="last"), 0, 20)], mx.float32)
-    assert not metal_planes.takes_stretches([Stretch(keys(HEADS, 20, 288), 0, 20)], mx.float32)
-    assert not metal_planes.takes_stretches([Stretch(keys(HEADS, 20, 72), 0, 20)], mx.float32)
+    assert not metal_planes.takes_ranges([coded, raw], mx.bfloat16)
+    assert not metal_planes.takes_ranges([coded, TokenRange(keys(HEADS, 20, 80), 0, 20)], mx.float32)
+    assert not metal_planes.takes_ranges([coded, TokenRange(planes(4, 20, 1, turn="last"), 0, 20)], mx.float32)
+    assert not metal_planes.takes_ranges([TokenRange(keys(HEADS, 20, 288), 0, 20)], mx.float32)
+    assert not metal_planes.takes_ranges([TokenRange(keys(HEADS, 20, 72), 0, 20)], mx.float32)
     with backends.as_on_metal():
         few = PlanesCodec(4).encode(keys(1, 4, 64))
-    assert not metal_planes.takes_stretches([Stretch(few, 0, 4)], mx.float32)
+    assert not metal_planes.takes_ranges([TokenRange(few, 0, 4)], mx.float32)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from kvstrata.codecs import backends
-from kvstrata.codecs.base import Planes
-from kvstrata.codecs.mean_runs import segments_of
+from kvstrata.codecs.base import EncodedArray
+from kvstrata.codecs.mean_runs import runs_of
 from kvstrata.codecs.metal import planes as metal_planes
 from kvstrata.codecs.planes import CODE_PLANES, HELD, PlanesCodec, unpack
 from tests.attention.plain_kernels import COMPILER, Plain
@@ -24,12 +24,12 @@ def _codec(dim: int, bits: int, turn: str | None) -> PlanesCodec:
     return PlanesCodec(bits, a_turn(turn, dim) if turn else None)
 
 
-def _encoded(x: mx.array, codec: PlanesCodec, position: int = POSITION) -> Planes:
-    arrays = metal_planes.encode(x, codec.bits, position, codec.turn, "plain", Plain())
-    return Planes(codec, arrays, x.shape[-2], position, x.shape[-1], segments_of(position, x.shape[-2]))
+def _encoded(x: mx.array, codec: PlanesCodec, position: int = POSITION) -> EncodedArray:
+    arrays = metal_planes.encode(x, codec.bits, position, codec.rotation, "plain", Plain())
+    return EncodedArray(codec, arrays, x.shape[-2], position, x.shape[-1], runs_of(position, x.shape[-2]))
 
 
-def _code(planes: Planes) -> np.ndarray:
+def _code(planes: EncodedArray) -> np.ndarray:
     """All planes as one number for each value."""
     code = np.zeros(1, np.int64)
     for name in HELD[planes.codec.bits]:  # pyright: ignore[reportAttributeAccessIssue]
@@ -96,7 +96,7 @@ def test_lanes_in_another_order_find_the_same() -> None:
     codec = _codec(64, 4, "halves")
     x = keys(HEADS, TOKENS, 64)
     forth, back = (
-        metal_planes.encode(x, 4, POSITION, codec.turn, "plain", Plain(backwards=way)) for way in (False, True)
+        metal_planes.encode(x, 4, POSITION, codec.rotation, "plain", Plain(backwards=way)) for way in (False, True)
     )
     assert all(mx.array_equal(forth[name], back[name]) for name in forth)
 

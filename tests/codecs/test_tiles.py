@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.codecs import base
-from kvstrata.codecs.mean_runs import segments_of, spread, sums
+from kvstrata.codecs.mean_runs import runs_of, spread, sums
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.registry import parse
 from tests.codecs.arrays import keys, relative_error, same_bits
@@ -28,7 +28,7 @@ def test_tiles_make_what_one_piece_makes(precision: str, position: int, monkeypa
     decoded = codec.decode(tiled, mx.bfloat16)
     monkeypatch.setattr(base, "MOST_TILES", 1)
     whole = codec.encode(x, position)
-    assert tiled.segments == whole.segments
+    assert tiled.mean_runs == whole.mean_runs
     assert all(same_bits(tiled.arrays[name], whole.arrays[name]) for name in whole.arrays)
     assert same_bits(decoded, codec.decode(whole, mx.bfloat16))
 
@@ -73,7 +73,7 @@ def test_a_view_is_read_as_a_cut_is(bits: int) -> None:
     q = mx.random.normal((2, 3, 64), key=mx.random.key(1))
     for start, end in ((0, 800), (10, 700), (299, 301), (512, 513)):
         view, cut = planes.view(start, end), planes.cut(start, end)
-        assert view.segments == cut.segments
+        assert view.mean_runs == cut.mean_runs
         assert relative_error(codec.scores(q, view), codec.scores(q, cut)) < 1e-6
         p = mx.softmax(codec.scores(q, cut), axis=-1)
         assert relative_error(codec.mix(p, view), codec.mix(p, cut)) < 1e-6
@@ -81,4 +81,4 @@ def test_a_view_is_read_as_a_cut_is(bits: int) -> None:
 
 
 def test_segments_of_a_long_prompt_are_regular() -> None:
-    assert segments_of(100, 700) == (156, 256, 256, 32)
+    assert runs_of(100, 700) == (156, 256, 256, 32)

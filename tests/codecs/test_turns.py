@@ -14,12 +14,12 @@ from mlx import nn
 from kvstrata.codecs import backends
 from kvstrata.codecs.planes import HELD, PlanesCodec, step_down
 from kvstrata.codecs.registry import planes_from
-from kvstrata.codecs.rope import Turn, make_turn, turn_from
+from kvstrata.codecs.rope import RopeRotation, make_rotation, rotation_from
 from tests.codecs.arrays import TURNS, a_turn, keys, relative_error, same_bits
 
 
 def turned_keys(
-    turn: Turn, num_tokens: int, position: int, dim: int = 64, bias: float = 30.0, seed: int = 0
+    turn: RopeRotation, num_tokens: int, position: int, dim: int = 64, bias: float = 30.0, seed: int = 0
 ) -> mx.array:
     """[2, tokens, dim]: noise around a large constant, after RoPE as MLX does it."""
     rng = np.random.default_rng(seed)
@@ -66,16 +66,16 @@ def test_positions_turn_as_the_models_own_rope_turns_them(kind: str) -> None:
 
 
 @st.composite
-def any_turn(draw: st.DrawFn, dim: int = 64) -> Turn:
+def any_turn(draw: st.DrawFn, dim: int = 64) -> RopeRotation:
     num_pairs = draw(st.integers(1, dim // 2))
     frequencies = draw(st.lists(st.floats(0, 3, width=32), min_size=num_pairs, max_size=num_pairs))
     first = draw(st.integers(0, dim - 2 * num_pairs))
-    return make_turn(np.array(frequencies, np.float32), first=first, is_interleaved=draw(st.booleans()))
+    return make_rotation(np.array(frequencies, np.float32), first=first, is_interleaved=draw(st.booleans()))
 
 
 @settings(max_examples=60)
 @given(turn=any_turn(), num_tokens=st.integers(1, 700), position=st.integers(0, 2000), bits=st.sampled_from([8, 4, 2]))
-def test_kernels_and_stock_operations_agree(turn: Turn, num_tokens: int, position: int, bits: int) -> None:
+def test_kernels_and_stock_operations_agree(turn: RopeRotation, num_tokens: int, position: int, bits: int) -> None:
     codec, x = PlanesCodec(bits, turn), keys(2, num_tokens, 64)
     q = mx.random.normal((2, 3, 64), key=mx.random.key(1))
     planes = codec.encode(x, position)
@@ -91,7 +91,9 @@ def test_kernels_and_stock_operations_agree(turn: Turn, num_tokens: int, positio
 
 @settings(max_examples=40)
 @given(turn=any_turn(), position=st.integers(0, 600), cuts=st.lists(st.integers(1, 699), max_size=4, unique=True))
-def test_pieces_encoded_apart_are_joined_and_cut_at_any_token(turn: Turn, position: int, cuts: list[int]) -> None:
+def test_pieces_encoded_apart_are_joined_and_cut_at_any_token(
+    turn: RopeRotation, position: int, cuts: list[int]
+) -> None:
     codec, x = PlanesCodec(4, turn), keys(2, 700, 64)
     q = mx.random.normal((2, 3, 64), key=mx.random.key(1))
     bounds = [0, *sorted(cuts), 700]
@@ -136,8 +138,8 @@ def test_an_odd_vector_moves_no_other(odd: float, metal: bool, request: pytest.F
 
 
 def test_specs_come_back() -> None:
-    for turn in (a_turn("halves", 64), a_turn("last", 128), make_turn(np.array([0.0, 1.0]), is_interleaved=True)):
-        assert turn_from(turn.spec()) == turn
+    for turn in (a_turn("halves", 64), a_turn("last", 128), make_rotation(np.array([0.0, 1.0]), is_interleaved=True)):
+        assert rotation_from(turn.spec()) == turn
 
 
 @pytest.mark.parametrize(
@@ -155,7 +157,7 @@ def test_specs_come_back() -> None:
 )
 def test_other_specs_are_refused(change: dict[str, object], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        turn_from({**a_turn("halves", 64).spec(), **change})
+        rotation_from({**a_turn("halves", 64).spec(), **change})
 
 
 def test_golden_planes_of_version_2_decode_to_what_they_always_did() -> None:
@@ -176,7 +178,7 @@ def test_a_turn_is_that_of_mlx() -> None:
     """nn.RoPE with the frequencies that its base gives."""
     x = mx.random.normal((1, 1, 9, 32), key=mx.random.key(0))
     rope = nn.RoPE(32, base=500.0)
-    turn = make_turn(500.0 ** (-np.arange(16) / 16))
+    turn = make_rotation(500.0 ** (-np.arange(16) / 16))
     angles = turn.angles(np.arange(9))
     a, b = np.asarray(x[0, 0, :, :16]), np.asarray(x[0, 0, :, 16:])
     expected = np.concatenate([a * np.cos(angles) - b * np.sin(angles), a * np.sin(angles) + b * np.cos(angles)], -1)

@@ -110,7 +110,7 @@ def test_forecast_agrees_with_the_engine(
     assert exact.token_bytes == props["kv_bytes_per_token"]
     assert exact.sequence_bytes == props["kv_bytes_per_sequence"]
     assert model.layout.count_by_kind() == props["layers"]
-    assert model.layout.path == props["attention"]["path"]
+    assert model.layout.batching == props["attention"]["path"]
     assert exact.precisions[0].kv_bytes == props["kv_budget_bytes"]
     expected = forecast(model, LIMIT_BYTES, precisions=[names])
     assert expected.precisions[0].kv_bytes == pytest.approx(props["kv_budget_bytes"], rel=NEAR)

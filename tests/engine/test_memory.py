@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.attention.segments import RawPart
+from kvstrata.attention.segments import RawSegment
 from kvstrata.backend import MlxBackend
 from kvstrata.codecs import backends
 from kvstrata.codecs.metal import planes as metal_planes
-from kvstrata.codecs.metal.kernel_text import Launch
+from kvstrata.codecs.metal.kernel_text import KernelLaunch
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.registry import parse
 from kvstrata.engine import profiling
@@ -83,10 +83,10 @@ def test_context_sources_on_metal_have_more_segments_than_a_launch_decodes(num_t
     with backends.as_on_metal():
         sources = profiling.context_sources(spec, pair, num_tokens)
         assert sum(source.num_tokens for source in sources) == num_tokens
-        stretches = [part.stretches()[0] for source in sources for part in source.parts()]
-    launches: list[Launch] = []
+        stretches = [part.stretches()[0] for source in sources for part in source.segments()]
+    launches: list[KernelLaunch] = []
 
-    def see(launch: Launch) -> list[mx.array]:
+    def see(launch: KernelLaunch) -> list[mx.array]:
         launches.append(launch)
         return [mx.zeros(shape, dtype) for shape, dtype in zip(launch.shapes, launch.dtypes, strict=True)]
 
@@ -105,7 +105,7 @@ def test_context_sources_on_cuda_include_tokens_of_another_sequence(monkeypatch:
     monkeypatch.setattr(profiling, "backends", SimpleNamespace(active=lambda: "cuda"))
     first, second = profiling.context_sources(layout.flat()[0], pairs[0], 700)
     assert (first.num_tokens, second.num_tokens) == (350, 350)
-    assert isinstance(second.parts()[0], RawPart)
+    assert isinstance(second.segments()[0], RawSegment)
     assert measure_scratch(runner, PassShape(2, VOCAB, 700, 32, pairs)).bytes_for(700, 1, 700) > 0
 
 

@@ -61,7 +61,7 @@ def test_changed_model_or_shape_is_measured_again(starts: Starts) -> None:
 
 def test_changed_kernels_are_measured_again(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trial of speed chooses the kernels, so the choice may differ from start to start."""
-    kind = trials.Kind(mx.float32, 64)
+    kind = trials.VectorKind(mx.float32, 64)
     for ours_ms in (1.0, 3.0, 1.5):
         monkeypatch.setattr(trials, "_tried", {(kind, "join"): Trial("join", 0.0, 1.0, ours_ms, 2.0)})
         starts.start()

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvstrata.attention.segments import SealedPart
+from kvstrata.attention.segments import SealedSegment
 from kvstrata.codecs.registry import parse
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.request import Sampling
@@ -257,7 +257,7 @@ def test_prefill_chunk_keeps_the_decoded_kv_of_one_layer(num_layers: int) -> Non
     num_tokens = 4096
     k, v = (mx.random.normal((2, num_tokens, 32), key=mx.random.key(i)) for i in range(2))
     codec = parse("planes:4")
-    part = SealedPart(codec.encode(k), codec.encode(v))
+    part = SealedSegment(codec.encode(k), codec.encode(v))
     prefix = Prefix(num_tokens, ((part,),) * num_layers, (None,) * num_layers)
     cache = SequenceCache(layout, model, 16, prefix)
     mx.eval(cache.arrays())

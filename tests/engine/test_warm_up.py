@@ -11,7 +11,7 @@ import pytest
 from kvstrata.codecs import backends, trials
 from kvstrata.codecs.backends import Trial
 from kvstrata.codecs.planes import PlanesCodec
-from kvstrata.codecs.trials import Kind, What
+from kvstrata.codecs.trials import VectorKind, What
 from kvstrata.engine import profiling
 from kvstrata.kv.layout import LayerSpec, Layout
 
@@ -46,9 +46,9 @@ def test_warm_up_on_metal_tries_each_vector_with_its_decoded_dtypes(monkeypatch:
             LayerSpec("full", kv_heads=2, k_dim=72, v_dim=128, dtype=mx.float16),  # the kernels do not support 72
         )
     )
-    tried: set[tuple[What, Kind]] = set()
+    tried: set[tuple[What, VectorKind]] = set()
 
-    def trial(what: What, kind: Kind, _: PlanesCodec) -> Trial:
+    def trial(what: What, kind: VectorKind, _: PlanesCodec) -> Trial:
         tried.add((what, kind))
         return Trial(what, 0.0, 1.0)
 
@@ -58,5 +58,5 @@ def test_warm_up_on_metal_tries_each_vector_with_its_decoded_dtypes(monkeypatch:
         assert profiling.warm_up_kernels(layout) == 0  # this machine has no Apple GPU
         monkeypatch.setattr(trials, "dialect", lambda: "metal")
         assert profiling.warm_up_kernels(layout) == 3
-    halves = {(what, Kind(mx.float16, dim)) for what in get_args(What) for dim in (64, 128)}
-    assert tried == halves | {("decode", Kind(mx.float32, 64))}
+    halves = {(what, VectorKind(mx.float16, dim)) for what in get_args(What) for dim in (64, 128)}
+    assert tried == halves | {("decode", VectorKind(mx.float32, 64))}

@@ -23,14 +23,14 @@ import numpy as np
 
 from kvstrata.attention.metal import decode as metal_decode
 from kvstrata.attention.metal import launch_plan as metal_launch_plan
-from kvstrata.attention.segments import CutPart, Part, Parts, RawPart, SealedPart
-from kvstrata.attention.stock import decode_by_row
-from kvstrata.codecs.base import Planes
+from kvstrata.attention.segments import RawSegment, SealedSegment, Segment, SegmentedKV, SegmentSlice
+from kvstrata.attention.stock import decode_row_by_row
+from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.cuda import planes as cuda_planes
 from kvstrata.codecs.metal import planes as metal_planes
-from kvstrata.codecs.metal.planes import Stretch
+from kvstrata.codecs.metal.planes import TokenRange
 from kvstrata.codecs.planes import PlanesCodec
-from kvstrata.codecs.rope import Turn, make_turn
+from kvstrata.codecs.rope import RopeRotation, make_rotation
 
 ALLOWED = {mx.float32: 1e-3, mx.float16: 2e-3, mx.bfloat16: 1.2e-2}
 CACHE_BYTES = 120 << 20  # twice what the GPU's cache holds
@@ -39,7 +39,7 @@ SCALE = 0.1
 
 GROUPS = (1024, 2048, 4096)
 
-Rows = tuple[tuple[Part, ...], ...]
+Rows = tuple[tuple[Segment, ...], ...]
 Work = Callable[[], mx.array | list[mx.array]]
 
 
@@ -70,22 +70,22 @@ def normal(shape: tuple[int, ...], seed: int, dtype: mx.Dtype, offset: float = 0
     return x
 
 
-def a_turn(dim: int) -> Turn:
-    return make_turn(10_000.0 ** (-np.arange(dim // 2) / (dim // 2)))
+def a_turn(dim: int) -> RopeRotation:
+    return make_rotation(10_000.0 ** (-np.arange(dim // 2) / (dim // 2)))
 
 
-def sealed(k_bits: int, v_bits: int, heads: int, tokens: int, dims: tuple[int, int], seed: int = 0) -> SealedPart:
+def sealed(k_bits: int, v_bits: int, heads: int, tokens: int, dims: tuple[int, int], seed: int = 0) -> SealedSegment:
     turn = a_turn(dims[0]) if seed % 2 == 0 else None
     k = PlanesCodec(k_bits, turn).encode(normal((heads, tokens, dims[0]), seed, mx.float32, 1.0), 7 * seed)
     v = PlanesCodec(v_bits).encode(normal((heads, tokens, dims[1]), seed + 1, mx.float32), 7 * seed)
-    return SealedPart(k, v)
+    return SealedSegment(k, v)
 
 
-def raw(heads: int, tokens: int, dims: tuple[int, int], dtype: mx.Dtype, seed: int = 0) -> RawPart:
+def raw(heads: int, tokens: int, dims: tuple[int, int], dtype: mx.Dtype, seed: int = 0) -> RawSegment:
     """Long buffers as MLX's own attention likes them, short ones with more around the tokens that are read."""
     start = 0 if tokens % 256 == 0 else 2
     k, v = (normal((1, heads, tokens + 2 * start, dim), seed + i, dtype) for i, dim in enumerate(dims))
-    return RawPart(k, v, tokens, start)
+    return RawSegment(k, v, tokens, start)
 
 
 def ours(q: mx.array, rows: Rows, sinks: mx.array | None = None) -> mx.array:
@@ -126,7 +126,7 @@ def right() -> Iterator[Right]:
         rows: Rows = (
             (raw(heads, 300, dims, dtype, 1),),
             (sealed(8, 8, heads, 700, dims), raw(heads, 20, dims, dtype, 3)),
-            (sealed(4, 2, heads, 500, dims, 1), CutPart(sealed(2, 8, heads, 900, dims, 2), 30, 700)),
+            (sealed(4, 2, heads, 500, dims, 1), SegmentSlice(sealed(2, 8, heads, 900, dims, 2), 30, 700)),
             (sealed(8, 4, heads, 270, dims, 3), raw(heads, 1, dims, dtype, 5), raw(heads, 33, dims, dtype, 7)),
         )
         q = normal((len(rows), heads * group, 1, dims[0]), 9, dtype)
@@ -155,7 +155,7 @@ def codecs_right() -> Iterator[Right]:
             began_s = time.perf_counter()
             arrays = metal_planes.encode(x, bits, 100, turn, "cuda")
             theirs = codec.encode(x, 100)
-            planes = Planes(codec, arrays, 700, 100, dim, theirs.segments)
+            planes = EncodedArray(codec, arrays, 700, 100, dim, theirs.mean_runs)
             found, wanted = (wide(codec.decode(each, mx.float32)) for each in (planes, theirs))
             first_s = time.perf_counter() - began_s
             name = f"{codec.name}, heads of {dim}, {dtype}, {'turning' if turn else 'plain'} means"
@@ -166,7 +166,7 @@ def codecs_right() -> Iterator[Right]:
             yield Right(f"decode {name}", float(np.abs(decoded - wanted).max() / np.abs(wanted).max()), 1e-4, first_s)
             began_s = time.perf_counter()
             own = normal((2, 90, dim), 2, mx.float32)
-            stretches = [Stretch(theirs, 40, 650), Stretch(theirs, 0, 700), Stretch(own, 3, 80)]
+            stretches = [TokenRange(theirs, 40, 650), TokenRange(theirs, 0, 700), TokenRange(own, 3, 80)]
             joined = wide(metal_planes.join(stretches, mx.float32, "cuda"))
             first_s = time.perf_counter() - began_s
             whole = np.concatenate([wanted[:, 40:650], wanted, wide(own)[:, 3:80]], axis=1)
@@ -184,8 +184,8 @@ def codecs_speed(copy: float) -> Iterator[Speed]:
                 lambda planes=planes: metal_planes.decode(planes, mx.bfloat16, "cuda"),
             ],
             "encode": [
-                lambda codec=codec, bits=bits: list(cuda_planes.encode_planes(x, bits, 0, codec.turn).values()),
-                lambda codec=codec, bits=bits: list(metal_planes.encode(x, bits, 0, codec.turn, "cuda").values()),
+                lambda codec=codec, bits=bits: list(cuda_planes.encode_planes(x, bits, 0, codec.rotation).values()),
+                lambda codec=codec, bits=bits: list(metal_planes.encode(x, bits, 0, codec.rotation, "cuda").values()),
             ],
         }
         for what, both in works.items():
@@ -242,7 +242,7 @@ def cases(group: int) -> Iterator[tuple[str, list[Rows]]]:
 def stored(rows: Rows) -> int:
     total = 0
     for part in (part for parts in rows for part in parts):
-        total += part.k.nbytes + part.v.nbytes if isinstance(part, RawPart) else part.nbytes  # pyright: ignore
+        total += part.k.nbytes + part.v.nbytes if isinstance(part, RawSegment) else part.nbytes  # pyright: ignore
     return total
 
 
@@ -255,7 +255,9 @@ def speed(group: int) -> Iterator[Speed]:
         q = normal((num_rows, kv_heads * group, 1, 128), 9, mx.bfloat16)
         repeats = max(1, 32 // len(made))
         names = ["by row (CUDA's own, MLX for raw)"]
-        works: list[Work] = [lambda q=q, made=made: [decode_by_row(q, Parts(rows), SCALE, None) for rows in made]]
+        works: list[Work] = [
+            lambda q=q, made=made: [decode_row_by_row(q, SegmentedKV(rows), SCALE, None) for rows in made]
+        ]
         for enough in GROUPS:
             steps = planned(enough, q, made)
             names.append(f"portable, {enough} groups")
@@ -266,7 +268,7 @@ def speed(group: int) -> Iterator[Speed]:
             yield Speed(case, path, 1e6 * each, rate / 1e9, rate / copy)
 
 
-def planned(enough: int, q: mx.array, made: list[Rows]) -> list[metal_decode.Step]:
+def planned(enough: int, q: mx.array, made: list[Rows]) -> list[metal_decode.MetalStep]:
     """With so many groups for a launch to be enough."""
     metal_launch_plan.ENOUGH_GROUPS = enough
     metal_launch_plan.plan.cache_clear()

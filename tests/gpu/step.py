@@ -162,7 +162,7 @@ class Decoding:
 def compiled_right() -> Cases:
     model = random_model(QWEN3_0_6B | {"num_hidden_layers": 6}).module
     layout = probe(model)
-    say(f"probed: path {layout.path}, mixes {layout.mixes}, compiles {layout.compiles}")
+    say(f"probed: path {layout.batching}, mixes {layout.mixes}, compiles {layout.compiles}")
     compiled = CompiledStep(model)
     for names in (["raw", "raw", "raw"], ["planes:8", "raw", "planes:4", "planes:8"]):
 

@@ -10,15 +10,15 @@ import mlx.core as mx
 import numpy as np
 
 from kvstrata.attention.cuda import step as cuda_step
-from kvstrata.attention.cuda.ranges import PlanesRange, Range, RawRange
-from kvstrata.attention.cuda.step import Slot
-from kvstrata.codecs.base import Planes
-from kvstrata.codecs.cuda.addresses import Whereabouts
+from kvstrata.attention.cuda.ranges import EncodedRange, Range, RawRange
+from kvstrata.attention.cuda.step import KvSlot
+from kvstrata.codecs.base import EncodedArray
+from kvstrata.codecs.cuda.addresses import KernelViews
 from kvstrata.codecs.cuda.planes import RAW_BITS
-from kvstrata.codecs.mean_runs import segments_of
+from kvstrata.codecs.mean_runs import runs_of
 from kvstrata.codecs.planes import HELD, PlanesCodec
 from kvstrata.codecs.raw import RawCodec
-from kvstrata.codecs.rope import Turn, make_turn
+from kvstrata.codecs.rope import RopeRotation, make_rotation
 
 ALLOWED = {mx.float16: 2e-3, mx.bfloat16: 1.2e-2}
 
@@ -75,26 +75,26 @@ class Rows:
         turn = a_turn(case.k_dim) if case.turns else None
         planes = [self._planes(turn) for _ in range(max(1, case.most_runs * case.num_rows // 2))]
         raws = [self._raw(int(self.rng.integers(3, 300))) for _ in range(3)]
-        self.dense: dict[Whereabouts, list[np.ndarray]] = {}
+        self.dense: dict[KernelViews, list[np.ndarray]] = {}
         self.before = [
             [self._range((planes, raws)[int(self.rng.integers(0, 4)) == 0]) for _ in range(self._num_runs(row))]
             for row in range(case.num_rows)
         ]
-        self.slots: list[Slot] = []
+        self.slots: list[KvSlot] = []
         for row in range(case.num_rows):
             size = int(self.rng.choice([64, 256, 700, 2048]))
             k, v = (self._normal(1, case.kv_heads, size, dim) for dim in (case.k_dim, case.v_dim))
             at = int(self.rng.integers(2, size - 4))
-            where = Whereabouts()
+            where = KernelViews()
             # Every third row is a ring that is full: its new token lies among older ones.
-            self.slots.append(Slot(k, v, size, at, size if row % 3 == 2 else at + 1, where))
+            self.slots.append(KvSlot(k, v, size, at, size if row % 3 == 2 else at + 1, where))
             self.dense[where] = [wide(k)[0], wide(v)[0]]
         if case.num_rows > 1 and case.most_runs:
             # What the first row wrote before: what it writes in the step no other row may read in it.
             k, v, _, at, _, where = self.slots[0]
             self.before[-1].append(RawRange(k, v, 1, at, where))
         self.counters = mx.zeros((case.num_rows * case.kv_heads,), mx.uint32)
-        self.known = cuda_step.Known()
+        self.known = cuda_step.LatestReads()
 
     def step(self) -> float:
         """One step, and how far it is from what it should give."""
@@ -109,15 +109,15 @@ class Rows:
         mx.eval(out, cuda_step.held_by(self.before, self.slots))
         worst = 0.0
         for row, slot in enumerate(self.slots):
-            for dense, new in zip(self.dense[slot.where], (k, v), strict=True):
+            for dense, new in zip(self.dense[slot.addresses], (k, v), strict=True):
                 dense[:, slot.at] = wide(new)[row, :, 0]
         for row, slot in enumerate(self.slots):
             parts = [[x[:, part.start : part.end] for x in self._dense(part)] for part in self.before[row]]
-            parts.append([x[:, : slot.num_tokens] for x in self.dense[slot.where]])
+            parts.append([x[:, : slot.num_tokens] for x in self.dense[slot.addresses]])
             wanted = attention_of(wide(q)[row, :, 0], parts, 0.09, sinks)
             worst = max(worst, float(np.abs(wide(out)[row, :, 0] - wanted).max() / np.abs(wanted).max()))
         for slot in self.slots:
-            same = [np.array_equal(wide(x)[0], y) for x, y in zip(slot[:2], self.dense[slot.where], strict=True)]
+            same = [np.array_equal(wide(x)[0], y) for x, y in zip(slot[:2], self.dense[slot.addresses], strict=True)]
             if not all(same):
                 raise AssertionError("the new tokens are not where they should be")
         if mx.any(self.counters).item():
@@ -138,7 +138,7 @@ class Rows:
         k, v = (self._normal(1, self.case.kv_heads, num_tokens, dim) for dim in (self.case.k_dim, self.case.v_dim))
         return RawRange(k, v, 0, num_tokens)
 
-    def _planes(self, turn: Turn | None) -> PlanesRange:
+    def _planes(self, turn: RopeRotation | None) -> EncodedRange:
         num_tokens, position = int(self.rng.integers(5, 900)), int(self.rng.integers(0, 600))
         k_bits, v_bits = self.rng.choice([RAW_BITS, 8, 4, 2], size=2).tolist()
         if k_bits == v_bits == RAW_BITS:
@@ -147,7 +147,7 @@ class Rows:
             encoded(self._normal(self.case.kv_heads, num_tokens, dim) + 0.5, bits, t, position)
             for dim, bits, t in ((self.case.k_dim, k_bits, turn), (self.case.v_dim, v_bits, None))
         )
-        return PlanesRange(k, v, 0, num_tokens)
+        return EncodedRange(k, v, 0, num_tokens)
 
     def _range(self, among: Sequence[Range]) -> Range:
         whole = among[int(self.rng.integers(0, len(among)))]
@@ -164,23 +164,23 @@ class Rows:
         return self.dense[part.where]
 
 
-def a_turn(dim: int) -> Turn:
-    turn = make_turn(100.0 ** (-np.arange(dim // 2) / dim))
+def a_turn(dim: int) -> RopeRotation:
+    turn = make_rotation(100.0 ** (-np.arange(dim // 2) / dim))
     assert turn is not None
     return turn
 
 
-def encoded(x: mx.array, bits: int, turn: Turn | None, position: int) -> Planes:
+def encoded(x: mx.array, bits: int, turn: RopeRotation | None, position: int) -> EncodedArray:
     """With stock operations, which compile nothing."""
     if bits == RAW_BITS:
         return RawCodec().adopt(x, position)
     codec = PlanesCodec(bits, turn)
     arrays = codec.encode_stock(x, position)
     held = {name: arrays[name] for name in (*HELD[codec.bits], "scales", "means")}
-    return Planes(codec, held, x.shape[1], position, x.shape[2], segments_of(position, x.shape[1]))
+    return EncodedArray(codec, held, x.shape[1], position, x.shape[2], runs_of(position, x.shape[1]))
 
 
-def decoded(planes: Planes) -> np.ndarray:
+def decoded(planes: EncodedArray) -> np.ndarray:
     codec = planes.codec
     return wide(codec.decode_stock(planes) if isinstance(codec, PlanesCodec) else planes.arrays["values"])
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvstrata.attention.segments import SealedPart
+from kvstrata.attention.segments import SealedSegment
 from kvstrata.codecs.registry import parse
 from kvstrata.kv.full_layer import FullLayer
 from kvstrata.kv.layout import LayerSpec, Layout
@@ -114,7 +114,7 @@ def stored(num_tokens: int, name: str = "raw", *, position: int = 0, seed: int =
     """A span of one layer that owns its memory."""
     k, v = (array[0] for array in random_kv(num_tokens, seed))
     codecs = make_plan(LAYOUT, parse(name), parse(name)).pairs[0]
-    part = SealedPart(codecs[0].encode(k, position), codecs[1].encode(v, position))
+    part = SealedSegment(codecs[0].encode(k, position), codecs[1].encode(v, position))
     return Span(LAYOUT, position, num_tokens, {0: (part,)})
 
 

@@ -92,7 +92,7 @@ def test_its_layers_are_chunked_and_full() -> None:
     _, layout = tiny_llama4()
     assert layout.count_by_kind() == {"chunked": 3, "full": 1}
     # It makes masks from whole-number offsets, so sequences run one after the other.
-    assert layout.path == "rows"
+    assert layout.batching == "per_sequence"
     assert layout.fixed_bytes == 3 * CHUNK * 2 * 2 * 16 * 4
 
 

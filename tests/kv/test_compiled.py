@@ -88,14 +88,14 @@ def test_a_planned_step_gives_the_logits_of_one_that_asks_layer_by_layer(archite
 def test_a_model_is_tried_before_its_steps_are_compiled(
     architecture: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvstrata.models.probe.can_compile", lambda layout: layout.path == "parts")
+    monkeypatch.setattr("kvstrata.models.probe.can_compile", lambda layout: layout.batching == "batched")
     model = tiny_module(architecture)
     assert probe(model).compiles
     run = CompiledStep.run
     monkeypatch.setattr(CompiledStep, "run", lambda step, tokens, batch: run(step, tokens * 0, batch))
     with caplog.at_level("WARNING"):
         layout = probe(model)
-    assert layout.path == "parts"
+    assert layout.batching == "batched"
     assert not layout.compiles
     assert "not compiled" in caplog.text
 
@@ -338,5 +338,5 @@ class _Live:
     def version(self) -> int:
         return self._layer.own.buffers.version
 
-    def parts(self) -> tuple[Any, ...]:
+    def segments(self) -> tuple[Any, ...]:
         return self._layer.own.segments(0, self.num_tokens)

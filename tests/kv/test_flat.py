@@ -88,7 +88,7 @@ def test_a_chunk_of_any_length_leaves_a_ring_of_its_size(num_tokens: int) -> Non
 
 def run_model(model: Any, layout: Layout, caches: list[SequenceCache], num_steps: int) -> None:
     rng = random.Random(1)
-    batch = BatchCache(caches) if layout.path == "parts" and len(caches) > 1 else None
+    batch = BatchCache(caches) if layout.batching == "batched" and len(caches) > 1 else None
     for _ in range(num_steps):
         tokens = mx.array([[rng.randrange(VOCAB)] for _ in caches])
         if batch is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from kvstrata.attention.segments import SealedPart
+from kvstrata.attention.segments import SealedSegment
 from kvstrata.codecs.registry import parse
 from kvstrata.kv import gather
 from kvstrata.kv.gather import gather_some, has_to_gather, num_arrays
@@ -25,7 +25,7 @@ def stored(k: str = "planes:8", v: str = "planes:4", **edges: object) -> Span:
     held = {}
     for layer, (k_codec, v_codec) in enumerate(plan.pairs):
         arrays = keys(HEADS, TOKENS, DIM, seed=layer), keys(HEADS, TOKENS, DIM, seed=layer + 100)
-        held[layer] = (SealedPart(k_codec.encode(arrays[0]), v_codec.encode(arrays[1])),)
+        held[layer] = (SealedSegment(k_codec.encode(arrays[0]), v_codec.encode(arrays[1])),)
     return Span(LAYOUT, 0, TOKENS, held)
 
 

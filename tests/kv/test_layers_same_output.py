@@ -79,7 +79,7 @@ def prefilled(model: Any, layout: Layout, sequence: Forced, piece: int) -> Seque
 def forward(
     model: Any, layout: Layout, batch: BatchCache | None, caches: list[SequenceCache], tokens: list[int]
 ) -> Any:
-    if layout.path == "parts" and len(caches) > 1:
+    if layout.batching == "batched" and len(caches) > 1:
         assert batch is not None
         logits = model(mx.array(tokens)[:, None], cache=batch.begin_step())[:, -1]
         batch.end_step()
@@ -111,7 +111,7 @@ def test_each_of_eight_has_the_output_it_has_alone(architecture: str, num_steps:
             if batch is not None:
                 batch.release()
             caches = {i: caches.get(i) or prefilled(model, layout, sequences[i], piece=100) for i in active}
-            batch = BatchCache(list(caches.values())) if layout.path == "parts" and len(caches) > 1 else None
+            batch = BatchCache(list(caches.values())) if layout.batching == "batched" and len(caches) > 1 else None
         for cache in caches.values():
             if not cache.free_tokens:
                 cache.grow(300)

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvstrata.attention.segments import SealedPart
+from kvstrata.attention.segments import SealedSegment
 from kvstrata.codecs.registry import parse
 from kvstrata.kv.batch_cache import BatchCache
 from kvstrata.kv.checkpoints import take_checkpoint
@@ -144,7 +144,7 @@ def span_of(model: Any, position: int, name: str) -> Span:
     held: dict[int, Any] = {}
     for layer, (k_codec, v_codec) in enumerate(plan.pairs):
         k, v = (array.squeeze(0) for array in random_kv(600, seed=position + layer))
-        held[layer] = (SealedPart(k_codec.encode(k, position), v_codec.encode(v, position)),)
+        held[layer] = (SealedSegment(k_codec.encode(k, position), v_codec.encode(v, position)),)
     return Span(layout, position, 600, held)
 
 
@@ -174,7 +174,7 @@ def test_pieces_become_one_part() -> None:
     layer = filled(100, capacity=100)
     layer.grow(200)
     layer.append(*random_kv(50, seed=1))
-    before = [array for part in layer.parts() for array in (part.dense(random_kv(1)[0]))]
+    before = [array for part in layer.segments() for array in (part.dense(random_kv(1)[0]))]
     span = live(layer)
     transcode_layer(span, 0, RAW)
     k, v = span.sealed(0)[0].dense(random_kv(1)[0])
@@ -261,7 +261,7 @@ def test_a_join_frees_what_it_was_made_of() -> None:
     assert first.kv_bytes <= held
 
 
-@pytest.mark.parametrize("act", [FullLayer.parts, lambda layer: layer.own.segments(10, 20)])
+@pytest.mark.parametrize("act", [FullLayer.segments, lambda layer: layer.own.segments(10, 20)])
 def test_a_reader_that_lets_go_leaves_the_buffer_to_its_owner(act: Callable[[FullLayer], object]) -> None:
     """A view that were kept would make the owner's next write a copy of everything."""
     layer = filled(10_000, capacity=10_010)

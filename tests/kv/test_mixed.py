@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvstrata.attention.segments import Parts
+from kvstrata.attention.segments import SegmentedKV
 from kvstrata.kv.batch_cache import BatchCache
 from kvstrata.kv.full_layer import FullLayer
 from kvstrata.kv.layout import Layout
@@ -127,7 +127,7 @@ class Reader:
     def version(self) -> Hashable:
         return self._layer.own.buffers.version
 
-    def parts(self) -> tuple[Any, ...]:
+    def segments(self) -> tuple[Any, ...]:
         return self._layer.own.segments(0, self.num_tokens)
 
 
@@ -179,6 +179,6 @@ def test_keys_of_a_mixed_layer_are_those_that_were_written() -> None:
     keys, _ = first.update_and_fetch(mx.zeros((5, 2, 1, 16)), mx.zeros((5, 2, 1, 16)))
     assert first.keys_and_values() == (keys, keys)
     (chunk,) = keys.chunks
-    assert isinstance(chunk.parts, Parts)
+    assert isinstance(chunk.parts, SegmentedKV)
     with pytest.raises(ValueError, match="single tokens"):
         first.make_mask(2)

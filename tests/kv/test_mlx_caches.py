@@ -10,8 +10,8 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
-from kvstrata.attention.segments import SealedPart
-from kvstrata.codecs.base import MismatchedPlanes
+from kvstrata.attention.segments import SealedSegment
+from kvstrata.codecs.base import MismatchedArrays
 from kvstrata.codecs.registry import parse
 from kvstrata.kv.checkpoints import needs_checkpoints, take_checkpoint
 from kvstrata.kv.layout import LayerSpec, Layout
@@ -169,7 +169,7 @@ def test_a_quantized_cache_comes_back_bit_for_bit(bits: int) -> None:
 class Rounded(KVCache):
     """The values of a part, then new tokens as a quantized cache would have them: all in full precision."""
 
-    def __init__(self, part: SealedPart, like: Any, num_tokens: int) -> None:
+    def __init__(self, part: SealedSegment, like: Any, num_tokens: int) -> None:
         super().__init__()
         self._options = {"group_size": like.group_size, "bits": like.bits}
         k, v = part.dense(mx.zeros(()))
@@ -280,7 +280,7 @@ def test_bounded_sequences_go_back_and_forth(keep: int, num_tokens: int) -> None
     text = text_for("llama")
     layout = probe(text.model, max_kv_size=24)
     if keep == 0:
-        layout = Layout(tuple(LayerSpec(**{**vars(spec), "keep": 0}) for spec in layout.layers), layout.path)
+        layout = Layout(tuple(LayerSpec(**{**vars(spec), "keep": 0}) for spec in layout.layers), layout.batching)
     theirs: list[Any] = [RotatingKVCache(24, keep=keep) for _ in layout.layers]
     for token in text.ids[:num_tokens]:
         mlx_forward(text.model, theirs, (token,))
@@ -305,12 +305,12 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
         ([RotatingKVCache(8), *caches[1:]], 10, "no RotatingKVCache"),
         ([KVCache(), *caches[1:]], 10, "holds 0 tokens"),
     ):
-        with pytest.raises(MismatchedPlanes, match=match):
+        with pytest.raises(MismatchedArrays, match=match):
             adopt_mlx_lm(text.layout, bad, num_tokens)
     other = text_for("qwen3", num_tokens=280, head_dim=64)
-    with pytest.raises(MismatchedPlanes, match="another model's"):
+    with pytest.raises(MismatchedArrays, match="another model's"):
         adopt_mlx_lm(other.layout, caches, 10)
     for cache in caches:
         cache.keys, cache.values = (mx.concatenate([array, array]) for array in (cache.keys, cache.values))
-    with pytest.raises(MismatchedPlanes, match="one at a time"):
+    with pytest.raises(MismatchedArrays, match="one at a time"):
         adopt_mlx_lm(text.layout, caches, 10)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
-from kvstrata.attention.segments import Parts
-from kvstrata.codecs.base import Planes
+from kvstrata.attention.segments import SegmentedKV
+from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.registry import parse
 from kvstrata.kv.precision_plan import RAW, make_plan
 from kvstrata.kv.raw_window import RawWindow
@@ -30,7 +30,7 @@ def steps(span: Span, name: str, *, upward: bool = False) -> Iterator[None]:
 
 
 def dense(span: Span) -> tuple[mx.array, mx.array]:
-    return Parts((span.segments(0, span.position, span.end),)).joined(random_kv(1)[0])
+    return SegmentedKV((span.segments(0, span.position, span.end),)).to_arrays(random_kv(1)[0])
 
 
 def long_span() -> Span:
@@ -98,7 +98,7 @@ def test_a_span_that_is_cut_or_joined_meanwhile_is_whole_in_the_end() -> None:
     shrink(span, 0)
     after = live(filled(500, capacity=500, seed=3))
     transcode_layer(after, 0, RAW)
-    shifted = [Planes(p.codec, p.arrays, 500, end, p.dim) for p in (after.sealed(0)[0].k, after.sealed(0)[0].v)]
+    shifted = [EncodedArray(p.codec, p.arrays, 500, end, p.dim) for p in (after.sealed(0)[0].k, after.sealed(0)[0].v)]
     after.replace(0, [type(after.sealed(0)[0])(*shifted)])
     after.position = end
     span.append(after)
@@ -141,7 +141,7 @@ def test_a_running_sequence_is_sealed_in_pieces_while_it_writes() -> None:
     assert count == -(-(NUM_TOKENS - 128) // GRAIN.slice_tokens)
     assert layer.own.sealed_tokens == NUM_TOKENS - 128
     assert layer.offset == NUM_TOKENS + 3
-    k = Parts((layer.parts(),)).joined(random_kv(1)[0])[0]
+    k = SegmentedKV((layer.segments(),)).to_arrays(random_kv(1)[0])[0]
     wanted = mx.concatenate([random_kv(NUM_TOKENS)[0], *(random_kv(1, seed=i)[0] for i in (1, 2, 3))], axis=2)
     assert mx.array_equal(k[:, :, -131:], wanted[:, :, -131:])
     assert float(mx.abs(k - wanted).max().item()) < 0.1  # pyright: ignore[reportArgumentType]

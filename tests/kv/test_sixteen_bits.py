@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvstrata.attention.segments import SealedPart
+from kvstrata.attention.segments import SealedSegment
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.registry import parse
 from kvstrata.kv.checkpoints import Checkpoint, LayerState, RecurrentState, needs_checkpoints, take_checkpoint
@@ -104,12 +104,12 @@ def decoded(layout: Layout, span: Span, mark: Checkpoint | None, dtype: mx.Dtype
     return plain, mark and replace(mark, states=tuple(_decoded_state(state, dtype) for state in mark.states))
 
 
-def _raw(k: mx.array, v: mx.array, position: int) -> SealedPart:
-    return SealedPart(RawCodec().adopt(k, position), RawCodec().adopt(v, position))
+def _raw(k: mx.array, v: mx.array, position: int) -> SealedSegment:
+    return SealedSegment(RawCodec().adopt(k, position), RawCodec().adopt(v, position))
 
 
 def _decoded_state(state: LayerState, dtype: mx.Dtype) -> LayerState:
-    if isinstance(state, SealedPart):
+    if isinstance(state, SealedSegment):
         k, v = (array.squeeze(0) for array in state.dense(mx.zeros(1, dtype)))
         return _raw(k, v, state.k.position)
     if isinstance(state, RecurrentState):

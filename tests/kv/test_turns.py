@@ -8,7 +8,7 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from kvstrata.attention.segments import Parts
+from kvstrata.attention.segments import SegmentedKV
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.registry import parse
 from kvstrata.kv.layout import Layout
@@ -86,8 +86,8 @@ def test_blocks_of_both_versions_are_read_and_lie_side_by_side() -> None:
     joined = run_to_end(join_blocks(TURNING, parts, 0, 600))
     assert [part.k.codec for part in joined.sealed(0)] == [PlanesCodec(8), PlanesCodec(8, TURN)]
     like = mx.zeros(())
-    found = Parts((joined.segments(0, 0, 600),)).joined(like)
-    wanted = [Parts((span.segments(0, span.position, span.end),)).joined(like) for span in (old, new)]
+    found = SegmentedKV((joined.segments(0, 0, 600),)).to_arrays(like)
+    wanted = [SegmentedKV((span.segments(0, span.position, span.end),)).to_arrays(like) for span in (old, new)]
     for side in (0, 1):
         assert distance(found[side], mx.concatenate([pair[side] for pair in wanted], axis=2)) == 0
 
@@ -104,8 +104,8 @@ def test_a_model_resumes_from_planes_as_well_as_from_raw(architecture: str) -> N
         transcode_layer(span, layer, plan.pairs[layer])
     parts = [span.sealed(layer)[0] for layer in span.layers]
     codecs = {planes.codec for part in parts for planes in (part.k, part.v)}
-    assert any(isinstance(codec, PlanesCodec) and codec.turn is not None for codec in codecs)
-    if text.layout.path == "parts" and architecture == "llama":
+    assert any(isinstance(codec, PlanesCodec) and codec.rotation is not None for codec in codecs)
+    if text.layout.batching == "batched" and architecture == "llama":
         reader = SequenceCache(text.layout, text.model, 40, prefix_of(text.layout, [SpanRange(span, 0, 100)], None))
         logits = text.model(mx.array([text.ids[100:130]]), cache=reader.caches())[0]
         wanted = text.wanted[100:130]

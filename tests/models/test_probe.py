@@ -28,7 +28,7 @@ def module_in(architecture: str, dtype: mx.Dtype) -> Any:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_path_does_not_depend_on_the_dtype(architecture: str, dtype: mx.Dtype) -> None:
     wide, narrow = probe(steady_module(architecture)), probe(module_in(architecture, dtype))
-    assert (narrow.path, narrow.mixes) == (wide.path, wide.mixes)
+    assert (narrow.batching, narrow.mixes) == (wide.batching, wide.mixes)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
@@ -40,7 +40,7 @@ def test_rows_at_a_wrong_position_are_found_out(
     monkeypatch.setattr(AttentionRows, "begin_step", lambda self, offsets: begin(self, mx.zeros_like(offsets)))
     with caplog.at_level(logging.WARNING):
         layout = probe(module_in(architecture, dtype))
-    assert layout.path == "rows"
+    assert layout.batching == "per_sequence"
     assert "passes of its own" in caplog.text
 
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstrata.attention.segments import CutPart, Part, RawPart, SealedPart
+from kvstrata.attention.segments import RawSegment, SealedSegment, Segment, SegmentSlice
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.registry import parse
@@ -71,7 +71,7 @@ def compute(cache: SequenceCache, tokens: Sequence[int], num_tokens: int) -> Non
     mx.eval(cache.arrays())
 
 
-def check(parts: Iterable[Part], tokens: Sequence[int], layer: int, at_least: int = 8) -> int:
+def check(parts: Iterable[Segment], tokens: Sequence[int], layer: int, at_least: int = 8) -> int:
     """Check that segments from the first token on hold the expected values. Returns the number of tokens.
 
     `at_least`: the bits that all of them once had. Lost precision does not come back with more bits.
@@ -98,11 +98,11 @@ def check(parts: Iterable[Part], tokens: Sequence[int], layer: int, at_least: in
     return at
 
 
-def _tolerance(part: Part, side: int) -> float:
-    whole = part.whole if isinstance(part, CutPart) else part
-    if isinstance(whole, RawPart):
+def _tolerance(part: Segment, side: int) -> float:
+    whole = part.whole if isinstance(part, SegmentSlice) else part
+    if isinstance(whole, RawSegment):
         return 0.0
-    assert isinstance(whole, SealedPart)
+    assert isinstance(whole, SealedSegment)
     codec = (whole.k, whole.v)[side].codec
     if isinstance(codec, RawCodec):
         return 0.0
@@ -118,7 +118,7 @@ def check_lease(lease: Lease, tokens: Sequence[int], at_least: int = 8) -> None:
         if state is not None:
             assert np.array_equal(np.asarray(state[0]), expected_state(tokens, lease.num_tokens))
             continue
-        parts = [part for source in sources for part in source.parts()]
+        parts = [part for source in sources for part in source.segments()]
         assert check(parts, tokens, layer, at_least) == lease.num_tokens
 
 
@@ -237,7 +237,7 @@ class Run:
                 if self.num_computed:
                     assert np.array_equal(np.asarray(layer.cache[0]), expected_state(self.tokens, self.num_computed))
                 continue
-            assert check(layer.parts(), self.tokens, i, at_least) == self.num_computed
+            assert check(layer.segments(), self.tokens, i, at_least) == self.num_computed
 
 
 def store_tokens(cache: PrefixCache, tokens: Sequence[int], salt: str = "", *, session: str = "") -> int:

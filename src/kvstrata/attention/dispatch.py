@@ -20,18 +20,18 @@ from kvstrata.attention.cuda import prefill as cuda_prefill
 from kvstrata.attention.cuda import rows as cuda_rows
 from kvstrata.attention.metal import trials as metal_trials
 from kvstrata.attention.metal.rows import decode_together
-from kvstrata.attention.segments import Parts
-from kvstrata.attention.stock import decode_by_row
+from kvstrata.attention.segments import SegmentedKV
+from kvstrata.attention.stock import decode_row_by_row
 from kvstrata.backend.rebinding import rebind
 from kvstrata.codecs import backends, trials
 
-Keys = Parts | cpu_step.Step | cuda_rows.Step | cuda_rows.Prepared
+Keys = SegmentedKV | cpu_step.CpuStep | cuda_rows.CudaStep | cuda_rows.PreparedStep
 
 
 class ChunkKeys(NamedTuple):
     """Keys of one chunk of a prompt."""
 
-    parts: Parts
+    kv: SegmentedKV
     num_tokens: int
     mask: mx.array | str | None
 
@@ -60,16 +60,16 @@ def attend(
 ) -> mx.array:
     if isinstance(keys, MixedKeys):
         return _mixed(queries, keys, scale, sinks)
-    if isinstance(keys, cpu_step.Step | cuda_rows.Step | cuda_rows.Prepared):
+    if isinstance(keys, cpu_step.CpuStep | cuda_rows.CudaStep | cuda_rows.PreparedStep):
         if mask is None and keys.takes(queries):
             return keys.attend(queries, scale, sinks)
-        keys = Parts(tuple(row.parts() for row in keys.write()))
-    if not isinstance(keys, Parts):
+        keys = SegmentedKV(tuple(row.segments() for row in keys.write()))
+    if not isinstance(keys, SegmentedKV):
         return base.scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
     if queries.shape[2] == 1 and mask is None:
         return decode(queries, keys, scale, sinks)
     # Prefill of one row. The joined arrays are scratch of one layer, freed before the next layer makes its own.
-    k, v = keys.joined(queries)
+    k, v = keys.to_arrays(queries)
     if mask == "causal" and sinks is None and cpu_step.fits(queries, k, v):
         return cpu_step.prefill(queries, k, v, scale)
     if backends.active() == "cuda" and cuda_prefill.takes(queries, k, v, mask, sinks):
@@ -95,10 +95,10 @@ def _mixed(queries: mx.array, keys: MixedKeys, scale: float, sinks: mx.array | N
     return mx.concatenate(out)
 
 
-def decode(queries: mx.array, keys: Parts, scale: float, sinks: mx.array | None) -> mx.array:
+def decode(queries: mx.array, keys: SegmentedKV, scale: float, sinks: mx.array | None) -> mx.array:
     """Attend with one query for each row over all parts of the row."""
     together = decode_together(queries, keys, scale, sinks)
-    return decode_by_row(queries, keys, scale, sinks) if together is None else together
+    return decode_row_by_row(queries, keys, scale, sinks) if together is None else together
 
 
 def kernels(kinds: Collection[cuda_rows.HeadKind]) -> str:
@@ -106,7 +106,7 @@ def kernels(kinds: Collection[cuda_rows.HeadKind]) -> str:
     if backends.active() == "cuda":
         return cuda_rows.kernels(kinds)
     if backends.active() == "metal":
-        vectors = {trials.Kind(dtype, dim) for dtype, *dims in kinds for dim in dims}
+        vectors = {trials.VectorKind(dtype, dim) for dtype, *dims in kinds for dim in dims}
         return "; ".join([metal_trials.kernels(kinds), *trials.kernels(vectors)])
     return cpu_step.kernels()
 

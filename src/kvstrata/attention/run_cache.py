@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstrata.attention.cpu import step as cpu_step
-from kvstrata.attention.segments import Part, RawPart
+from kvstrata.attention.segments import RawSegment, Segment
 
 
 class RunCache:
     def __init__(self) -> None:
-        self._known: dict[Part, cpu_step.Run | None] = {}
+        self._known: dict[Segment, cpu_step.TokenRun | None] = {}
 
-    def covers(self, parts: Sequence[Part]) -> bool:
+    def covers(self, parts: Sequence[Segment]) -> bool:
         return all(run is not None for run in self._look_up(parts))
 
-    def of(self, parts: Sequence[Part]) -> list[cpu_step.Run]:
+    def of(self, parts: Sequence[Segment]) -> list[cpu_step.TokenRun]:
         return [run for run in self._look_up(parts) if run is not None]
 
-    def keep_only(self, parts: Sequence[Part]) -> None:
+    def keep_only(self, parts: Sequence[Segment]) -> None:
         self._known = {part: self._known[part] for part in parts if part in self._known}
 
-    def _look_up(self, parts: Sequence[Part]) -> list[cpu_step.Run | None]:
+    def _look_up(self, parts: Sequence[Segment]) -> list[cpu_step.TokenRun | None]:
         runs = [self._known[part] if part in self._known else cpu_step.run_of(part) for part in parts]
         # Earlier parts are dropped. A raw part is looked up each time: its owner still writes and may move the buffer.
-        self._known = {part: run for part, run in zip(parts, runs, strict=True) if not isinstance(part, RawPart)}
+        self._known = {part: run for part, run in zip(parts, runs, strict=True) if not isinstance(part, RawSegment)}
         return runs

@@ -18,13 +18,13 @@ from kvstrata.attention.cuda import ranges as cuda_ranges
 from kvstrata.attention.cuda.trials import joined_works
 from kvstrata.attention.metal import decode as metal_decode
 from kvstrata.codecs import backends, trials
-from kvstrata.codecs.base import Planes
-from kvstrata.codecs.cuda.addresses import Whereabouts
-from kvstrata.codecs.metal.planes import Stretch
+from kvstrata.codecs.base import EncodedArray
+from kvstrata.codecs.cuda.addresses import KernelViews
+from kvstrata.codecs.metal.planes import TokenRange
 from kvstrata.codecs.raw import RawCodec, exact_mix, exact_scores
 
 
-class Part(Protocol):
+class Segment(Protocol):
     @property
     def num_tokens(self) -> int: ...
 
@@ -47,16 +47,16 @@ class Part(Protocol):
         """The range that CUDA's kernels read, if it `fits` them."""
         ...
 
-    def read(self) -> metal_decode.Read | None:
+    def read(self) -> metal_decode.SegmentRead | None:
         """The `Read` of the portable kernel; None: the kernel does not read this part."""
         ...
 
-    def stretches(self) -> tuple[Stretch, Stretch]:
+    def stretches(self) -> tuple[TokenRange, TokenRange]:
         """Keys and values, for the kernel that joins parts."""
         ...
 
 
-class Source(Protocol):
+class SegmentSource(Protocol):
     """Tokens that another object holds. The codec of the tokens may change between two steps, never within a step."""
 
     @property
@@ -67,18 +67,18 @@ class Source(Protocol):
         """A value that changes whenever the parts or their addresses change."""
         ...
 
-    def parts(self) -> tuple[Part, ...]: ...
+    def segments(self) -> tuple[Segment, ...]: ...
 
 
 @dataclass(frozen=True)
-class RawPart:
+class RawSegment:
     """Tokens of a buffer: `num_tokens` from `start` on."""
 
     k_buffer: mx.array  # [1, kv_heads, size, k_dim]
     v_buffer: mx.array  # [1, kv_heads, size, v_dim]
     num_tokens: int
     start: int = 0
-    where: Whereabouts = field(default_factory=Whereabouts, compare=False)  # of the buffer
+    addresses: KernelViews = field(default_factory=KernelViews, compare=False)  # of the buffer
 
     @property
     def num_heads(self) -> int:
@@ -102,22 +102,24 @@ class RawPart:
         return self.k, self.v
 
     def cuda_range(self) -> cuda_ranges.RawRange:
-        return cuda_ranges.RawRange(self.k_buffer, self.v_buffer, self.start, self.start + self.num_tokens, self.where)
+        return cuda_ranges.RawRange(
+            self.k_buffer, self.v_buffer, self.start, self.start + self.num_tokens, self.addresses
+        )
 
-    def read(self) -> metal_decode.Read | None:
+    def read(self) -> metal_decode.SegmentRead | None:
         return metal_decode.read_buffers(self.k_buffer, self.v_buffer, self.start, self.start + self.num_tokens)
 
-    def stretches(self) -> tuple[Stretch, Stretch]:
+    def stretches(self) -> tuple[TokenRange, TokenRange]:
         start, end = self.start, self.start + self.num_tokens
-        return Stretch(self.k_buffer.squeeze(0), start, end), Stretch(self.v_buffer.squeeze(0), start, end)
+        return TokenRange(self.k_buffer.squeeze(0), start, end), TokenRange(self.v_buffer.squeeze(0), start, end)
 
 
 @dataclass(frozen=True)
-class SealedPart:
+class SealedSegment:
     """Tokens that do not change any more. Immutable, so any number of sequences may share a part."""
 
-    k: Planes  # [kv_heads, tokens, k_dim]
-    v: Planes
+    k: EncodedArray  # [kv_heads, tokens, k_dim]
+    v: EncodedArray
 
     @property
     def num_tokens(self) -> int:
@@ -142,7 +144,7 @@ class SealedPart:
     def version(self) -> Hashable:
         return 0
 
-    def parts(self) -> tuple[Part, ...]:
+    def segments(self) -> tuple[Segment, ...]:
         """Return the part itself: a part that never changes is its own source."""
         return (self,)
 
@@ -155,17 +157,17 @@ class SealedPart:
         if self.is_raw:
             k, v = (mx.contiguous(planes.arrays["values"])[None] for planes in (self.k, self.v))
             return cuda_ranges.RawRange(k, v, 0, self.num_tokens)
-        return cuda_ranges.PlanesRange(self.k, self.v, 0, self.num_tokens)
+        return cuda_ranges.EncodedRange(self.k, self.v, 0, self.num_tokens)
 
-    def read(self) -> metal_decode.Read | None:
+    def read(self) -> metal_decode.SegmentRead | None:
         return self._read
 
     @cached_property
-    def _read(self) -> metal_decode.Read | None:
+    def _read(self) -> metal_decode.SegmentRead | None:
         return metal_decode.read_planes(self.k, self.v, 0, self.num_tokens)
 
-    def stretches(self) -> tuple[Stretch, Stretch]:
-        k, v = (Stretch(each.arrays.get("values", each), 0, self.num_tokens) for each in (self.k, self.v))
+    def stretches(self) -> tuple[TokenRange, TokenRange]:
+        k, v = (TokenRange(each.arrays.get("values", each), 0, self.num_tokens) for each in (self.k, self.v))
         return k, v
 
     def scores(self, q: mx.array, scale: float) -> mx.array:
@@ -181,10 +183,10 @@ class SealedPart:
 
 
 @dataclass(frozen=True)
-class CutPart:
+class SegmentSlice:
     """Tokens [start, end) of a sealed part, read in place: other sequences may read more of the part."""
 
-    whole: SealedPart
+    whole: SealedSegment
     start: int
     end: int
 
@@ -197,8 +199,8 @@ class CutPart:
         return self.whole.num_heads
 
     @cached_property
-    def _view(self) -> SealedPart:
-        return SealedPart(self.whole.k.view(self.start, self.end), self.whole.v.view(self.start, self.end))
+    def _view(self) -> SealedSegment:
+        return SealedSegment(self.whole.k.view(self.start, self.end), self.whole.v.view(self.start, self.end))
 
     def scores(self, q: mx.array, scale: float) -> mx.array:
         return self._view.scores(q, scale)
@@ -217,28 +219,28 @@ class CutPart:
         """Range over the arrays of the whole part, which all readers share."""
         return replace(self.whole.cuda_range(), start=self.start, end=self.end)
 
-    def read(self) -> metal_decode.Read | None:
+    def read(self) -> metal_decode.SegmentRead | None:
         whole = self.whole.read()
         return None if whole is None else whole._replace(start=self.start, end=self.end)
 
-    def stretches(self) -> tuple[Stretch, Stretch]:
+    def stretches(self) -> tuple[TokenRange, TokenRange]:
         k, v = (whole._replace(start=self.start, end=self.end) for whole in self.whole.stretches())
         return k, v
 
 
 @dataclass(frozen=True)
-class Parts:
+class SegmentedKV:
     """Parts of each row of the batch, oldest first. Replaces both keys and values."""
 
-    rows: tuple[tuple[Part, ...], ...]
+    rows: tuple[tuple[Segment, ...], ...]
 
     @property
     def has_codes(self) -> bool:
         """Whether any part has to be decoded to become a plain array."""
-        wholes = [part.whole if isinstance(part, CutPart) else part for row in self.rows for part in row]
-        return any(isinstance(part, SealedPart) and not part.is_raw for part in wholes)
+        wholes = [part.whole if isinstance(part, SegmentSlice) else part for row in self.rows for part in row]
+        return any(isinstance(part, SealedSegment) and not part.is_raw for part in wholes)
 
-    def joined(self, like: mx.array) -> tuple[mx.array, mx.array]:
+    def to_arrays(self, like: mx.array) -> tuple[mx.array, mx.array]:
         """The only row's keys and values as plain arrays."""
         (row,) = self.rows
         on_gpu = {"cuda": _joined_on_cuda, "metal": _joined_on_metal}.get(backends.active())
@@ -250,21 +252,21 @@ class Parts:
         return mx.concatenate([k for k, _ in dense], axis=2), mx.concatenate([v for _, v in dense], axis=2)
 
 
-def _joined_on_cuda(row: Sequence[Part], dtype: mx.Dtype) -> tuple[mx.array, mx.array] | None:
+def _joined_on_cuda(row: Sequence[Segment], dtype: mx.Dtype) -> tuple[mx.array, mx.array] | None:
     """Join parts, some of them encoded, by CUDA kernels. None: decode part by part."""
     *before, last = row
-    own = last.cuda_range() if isinstance(last, RawPart) else None
+    own = last.cuda_range() if isinstance(last, RawSegment) else None
     stored = row if own is None else before
     # A raw part may only be the last one, the sequence's own tokens: another sequence's may not be written yet.
-    if any(isinstance(part, RawPart) for part in stored):
+    if any(isinstance(part, RawSegment) for part in stored):
         return None
-    parts = cuda_join.joining([part.cuda_range() for part in stored], own, dtype)
+    parts = cuda_join.join_input([part.cuda_range() for part in stored], own, dtype)
     if parts is None or not joined_works(dtype, parts):
         return None
     return cuda_join.join(parts, dtype)
 
 
-def _joined_on_metal(row: Sequence[Part], dtype: mx.Dtype) -> tuple[mx.array, mx.array] | None:
+def _joined_on_metal(row: Sequence[Segment], dtype: mx.Dtype) -> tuple[mx.array, mx.array] | None:
     """Join parts, some of them encoded, by the portable kernel. None: decode part by part."""
     keys, values = zip(*(part.stretches() for part in row), strict=True)
     k = _joined_side(keys, dtype)
@@ -272,15 +274,15 @@ def _joined_on_metal(row: Sequence[Part], dtype: mx.Dtype) -> tuple[mx.array, mx
     return None if k is None or v is None else (k[None], v[None])
 
 
-def _joined_side(stretches: Sequence[Stretch], dtype: mx.Dtype) -> mx.array | None:
+def _joined_side(stretches: Sequence[TokenRange], dtype: mx.Dtype) -> mx.array | None:
     """Keys or values alone, [heads, tokens, dim]"""
-    if any(isinstance(held, Planes) for held, _, _ in stretches):
+    if any(isinstance(held, EncodedArray) for held, _, _ in stretches):
         return trials.join(stretches, dtype)
     raw = [held[:, start:end] for held, start, end in stretches if isinstance(held, mx.array)]
     return raw[0] if len(raw) == 1 else mx.concatenate(raw, axis=1)
 
 
-def cut_parts(parts: Iterable[Part], start: int, end: int) -> Iterator[Part]:
+def cut_segments(parts: Iterable[Segment], start: int, end: int) -> Iterator[Segment]:
     """Yield tokens [start, end) of consecutive parts. No memory moves."""
     first = 0
     for part in parts:
@@ -290,13 +292,13 @@ def cut_parts(parts: Iterable[Part], start: int, end: int) -> Iterator[Part]:
         first += part.num_tokens
 
 
-def _cut(part: Part, start: int, end: int) -> Part:
-    if isinstance(part, RawPart):
-        return RawPart(part.k_buffer, part.v_buffer, end - start, part.start + start, part.where)
-    if isinstance(part, CutPart):
-        return CutPart(part.whole, part.start + start, part.start + end)
-    assert isinstance(part, SealedPart)
-    return CutPart(part, start, end)
+def _cut(part: Segment, start: int, end: int) -> Segment:
+    if isinstance(part, RawSegment):
+        return RawSegment(part.k_buffer, part.v_buffer, end - start, part.start + start, part.addresses)
+    if isinstance(part, SegmentSlice):
+        return SegmentSlice(part.whole, part.start + start, part.start + end)
+    assert isinstance(part, SealedSegment)
+    return SegmentSlice(part, start, end)
 
 
 def _range(buffer: mx.array, start: int, num_tokens: int) -> mx.array:

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from kvstrata.attention.dispatch import attend
 from kvstrata.attention.metal import trials as metal_trials
-from kvstrata.attention.segments import CutPart, Part, Parts, RawPart, SealedPart
+from kvstrata.attention.segments import RawSegment, SealedSegment, Segment, SegmentedKV, SegmentSlice
 from kvstrata.bench.driver import MIB, Figure, lay_out
 from kvstrata.codecs import backends
 from kvstrata.codecs.base import Codec
@@ -115,7 +115,7 @@ def table(rows: Sequence[GraphFigure]) -> str:
     )
 
 
-Rows = tuple[tuple[Part, ...], ...]
+Rows = tuple[tuple[Segment, ...], ...]
 
 
 def _cases(num_tokens: int, dtype: mx.Dtype) -> Iterator[tuple[str, Rows]]:
@@ -124,34 +124,34 @@ def _cases(num_tokens: int, dtype: mx.Dtype) -> Iterator[tuple[str, Rows]]:
         yield name, ((_sealed(name, num_tokens, dtype), own),)
     for name in ("raw", "planes:4"):
         longer = _sealed(name, CUT_OF * num_tokens, dtype)
-        yield f"cut of {name}", ((CutPart(longer, 0, num_tokens), own),)
+        yield f"cut of {name}", ((SegmentSlice(longer, 0, num_tokens), own),)
 
 
 def _kernel_cases(num_tokens: int, dtype: mx.Dtype) -> Iterator[tuple[str, Rows]]:
     yield "raw, kernel", ((_sealed("raw", num_tokens, dtype), _own(dtype)),)
     buffers = ((_zeros(num_tokens, dtype)[None], _zeros(num_tokens, dtype)[None]) for _ in range(ROWS))
-    yield f"{ROWS} rows, raw, kernel", tuple((RawPart(k, v, num_tokens),) for k, v in buffers)
+    yield f"{ROWS} rows, raw, kernel", tuple((RawSegment(k, v, num_tokens),) for k, v in buffers)
     for name in ("planes:8", "planes:4"):
         one = _sealed(name, num_tokens, dtype)
         yield f"{name}, kernel", ((one, _own(dtype)),)
         yield f"{ROWS} rows, {name}, kernel", tuple((_copied(one), _own(dtype)) for _ in range(ROWS))
 
 
-def _own(dtype: mx.Dtype) -> RawPart:
-    return RawPart(_zeros(OWN_TOKENS, dtype)[None], _zeros(OWN_TOKENS, dtype)[None], OWN_TOKENS)
+def _own(dtype: mx.Dtype) -> RawSegment:
+    return RawSegment(_zeros(OWN_TOKENS, dtype)[None], _zeros(OWN_TOKENS, dtype)[None], OWN_TOKENS)
 
 
-def _sealed(name: str, num_tokens: int, dtype: mx.Dtype) -> SealedPart:
+def _sealed(name: str, num_tokens: int, dtype: mx.Dtype) -> SealedSegment:
     codec: Codec = parse(name)
     k, v = _zeros(num_tokens, dtype), _zeros(num_tokens, dtype)
     if isinstance(codec, RawCodec):
-        return SealedPart(codec.adopt(k), codec.adopt(v))
-    return SealedPart(codec.encode(k), codec.encode(v))
+        return SealedSegment(codec.adopt(k), codec.adopt(v))
+    return SealedSegment(codec.encode(k), codec.encode(v))
 
 
-def _copied(part: SealedPart) -> SealedPart:
+def _copied(part: SealedSegment) -> SealedSegment:
     """Of another sequence."""
-    return SealedPart(part.k.cut(0, part.num_tokens), part.v.cut(0, part.num_tokens))
+    return SealedSegment(part.k.cut(0, part.num_tokens), part.v.cut(0, part.num_tokens))
 
 
 def _zeros(num_tokens: int, dtype: mx.Dtype) -> mx.array:
@@ -161,17 +161,17 @@ def _zeros(num_tokens: int, dtype: mx.Dtype) -> mx.array:
 
 
 def _figure(case: str, num_tokens: int, rows: Rows, dtype: mx.Dtype) -> GraphFigure:
-    keys = Parts(rows)
+    keys = SegmentedKV(rows)
     q = mx.zeros((len(rows), HEADS, 1, DIM), dtype)
     graph = graph_of(lambda queries: attend(queries, keys, keys, None, DIM**-0.5, None), q)
     part_bytes = sum(_stored_bytes(part) for parts in rows for part in parts)
     return GraphFigure(case, num_tokens, graph.primitives, graph.nbytes, part_bytes)
 
 
-def _stored_bytes(part: Part) -> int:
-    if isinstance(part, RawPart):
+def _stored_bytes(part: Segment) -> int:
+    if isinstance(part, RawSegment):
         return part.k.nbytes + part.v.nbytes
-    if isinstance(part, CutPart):
-        part = SealedPart(part.whole.k.view(part.start, part.end), part.whole.v.view(part.start, part.end))
-    assert isinstance(part, SealedPart)
+    if isinstance(part, SegmentSlice):
+        part = SealedSegment(part.whole.k.view(part.start, part.end), part.whole.v.view(part.start, part.end))
+    assert isinstance(part, SealedSegment)
     return part.nbytes

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from kvstrata.bench.driver import MIB, Figure, lay_out, seconds
-from kvstrata.codecs.base import Codec, Planes
+from kvstrata.codecs.base import Codec, EncodedArray
 from kvstrata.codecs.registry import parse_for
 
 CODECS = ("raw", "affine:8", "planes:8", "affine:4", "planes:4", "planes:2")
@@ -38,7 +38,7 @@ class CodecFigures(Figure):
 
 @dataclass(frozen=True)
 class _Timed:
-    planes: Planes
+    planes: EncodedArray
     allocated_bytes: int
     encode_s: float
     decode_s: float

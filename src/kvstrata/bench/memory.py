@@ -239,7 +239,7 @@ def _append_rows(caches: Sequence[Any], rows: int) -> None:
     new = mx.zeros((rows, HEADS, 1, HEAD_DIM))
     for cache in caches:
         keys, _ = cache.update_and_fetch(new, new)
-        if isinstance(keys, cpu_step.Step | cuda_rows.Step):
+        if isinstance(keys, cpu_step.CpuStep | cuda_rows.CudaStep):
             keys.write()
     mx.eval([array for cache in caches for array in _arrays(cache)])
 

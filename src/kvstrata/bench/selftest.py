@@ -17,7 +17,7 @@ import numpy as np
 from kvstrata.attention.dispatch import attend
 from kvstrata.attention.dispatch import kernels as attention_kernels
 from kvstrata.attention.metal import trials as metal_trials
-from kvstrata.attention.segments import CutPart, Part, Parts, RawPart, SealedPart
+from kvstrata.attention.segments import RawSegment, SealedSegment, Segment, SegmentedKV, SegmentSlice
 from kvstrata.codecs import backends
 from kvstrata.codecs import trials as codec_trials
 from kvstrata.codecs.base import Codec
@@ -92,7 +92,7 @@ def kernels() -> dict[str, Any]:
     """What computes here."""
     halves = dict(_halves())
     kinds = [(dtype, DIM, DIM) for dtype in DTYPES.values()]
-    trials = metal_trials.report([metal_trials.Kind(*kind, HEADS // KV_HEADS) for kind in kinds])
+    trials = metal_trials.report([metal_trials.DecodeKind(*kind, HEADS // KV_HEADS) for kind in kinds])
     return {
         "path": backends.active(),
         "decode_step_trials": trials,
@@ -137,7 +137,7 @@ def _attention_error(precision: str, dtype: mx.Dtype, own_tokens: int = OWN_TOKE
     parts = _parts(parse(precision), dtype, own_tokens, is_cut=is_cut)
     # Queries with some of the keys' offset: scores near 100, which differ by a few.
     q = _normal((1, HEADS, 1, DIM), 6, OFFSET / 4).astype(dtype)
-    keys = Parts((parts,))
+    keys = SegmentedKV((parts,))
     found = _wide(attend(q, keys, keys, None, DIM**-0.5, None))
     dense = [part.dense(mx.zeros(1, mx.float32)) for part in parts]
     k, v = (np.concatenate([_wide(pair[i]) for pair in dense], axis=2) for i in range(2))
@@ -145,15 +145,15 @@ def _attention_error(precision: str, dtype: mx.Dtype, own_tokens: int = OWN_TOKE
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
-def _parts(codec: Codec, dtype: mx.Dtype, own_tokens: int, *, is_cut: bool) -> tuple[Part, ...]:
+def _parts(codec: Codec, dtype: mx.Dtype, own_tokens: int, *, is_cut: bool) -> tuple[Segment, ...]:
     k, v = (_normal((KV_HEADS, TOKENS, DIM), seed, offset).astype(dtype) for seed, offset in ((4, OFFSET), (5, 0.0)))
     if isinstance(codec, RawCodec):
-        sealed = SealedPart(codec.adopt(k), codec.adopt(v))
+        sealed = SealedSegment(codec.adopt(k), codec.adopt(v))
     else:
-        sealed = SealedPart(codec.encode(k), codec.encode(v))
+        sealed = SealedSegment(codec.encode(k), codec.encode(v))
     own_k, own_v = (_normal((1, KV_HEADS, own_tokens, DIM), seed, offset) for seed, offset in ((7, OFFSET), (8, 0.0)))
-    own = RawPart(own_k.astype(dtype), own_v.astype(dtype), own_tokens)
-    return (CutPart(sealed, 0, CUT) if is_cut else sealed, own)
+    own = RawSegment(own_k.astype(dtype), own_v.astype(dtype), own_tokens)
+    return (SegmentSlice(sealed, 0, CUT) if is_cut else sealed, own)
 
 
 def _attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -190,11 +190,11 @@ def _attention_timings() -> Iterator[Timing]:
     q = _normal((1, 4 * TIMED_KV_HEADS, 1, DIM), 2).astype(mx.bfloat16)
     k = _normal((TIMED_KV_HEADS, TIMED_TOKENS, DIM), 1).astype(mx.bfloat16)
     mx.eval(q, k)
-    own = RawPart(k[None, :, :OWN_TOKENS], k[None, :, :OWN_TOKENS], OWN_TOKENS)
+    own = RawSegment(k[None, :, :OWN_TOKENS], k[None, :, :OWN_TOKENS], OWN_TOKENS)
     for precision in ("raw", "planes:8", "planes:4"):
         codec = parse(precision)
         planes = codec.adopt(k) if isinstance(codec, RawCodec) else codec.encode(k)
-        keys = Parts(((SealedPart(planes, planes), own),))
+        keys = SegmentedKV(((SealedSegment(planes, planes), own),))
         seconds = _seconds(lambda keys=keys: mx.eval(attend(q, keys, keys, None, DIM**-0.5, None)))
         what = f"attention over {precision}, {TIMED_TOKENS} tokens"
         yield Timing(what, 1e3 * seconds, 2 * planes.nbytes / seconds / 1e9)

@@ -15,10 +15,10 @@ from kvstrata.codecs import backends
 from kvstrata.codecs.base import (
     FLOATS,
     WORDS,
+    EncodedArray,
     Extent,
-    MismatchedPlanes,
+    MismatchedArrays,
     Plane,
-    Planes,
     UnsupportedCodec,
     check_input,
     check_queries,
@@ -71,7 +71,7 @@ class AffineCodec:
     def bits_per_value(self, dim: int) -> float:  # noqa: ARG002
         return self.bits + 32 / self.group
 
-    def encode(self, x: mx.array, position: int = 0) -> Planes:
+    def encode(self, x: mx.array, position: int = 0) -> EncodedArray:
         check_input(self, x, position)
         # Scales are computed in float32, then rounded: bfloat16 scales would cost more than the last two of eight bits.
         return own(self, encode_tiles(x, position, self._encode_tile), x, position)
@@ -80,55 +80,55 @@ class AffineCodec:
         packed, scales, biases = mx.quantize(finite(x), group_size=self.group, bits=self.bits)
         return {"packed": packed, "scales": scales.astype(mx.float16), "biases": biases.astype(mx.float16)}
 
-    def adopt(self, packed: mx.array, scales: mx.array, biases: mx.array, position: int = 0) -> Planes:
+    def adopt(self, packed: mx.array, scales: mx.array, biases: mx.array, position: int = 0) -> EncodedArray:
         """Take a tuple of mlx-lm without a copy. The caller ensures that the arrays are not slices of larger ones."""
         arrays = {"packed": packed, "scales": scales, "biases": biases}
         if any(array.ndim < 2 for array in arrays.values()):
-            raise MismatchedPlanes("Packed values, scales and biases are [..., tokens, width].")
-        return Planes(self, arrays, packed.shape[-2], position, scales.shape[-1] * self.group)
+            raise MismatchedArrays("Packed values, scales and biases are [..., tokens, width].")
+        return EncodedArray(self, arrays, packed.shape[-2], position, scales.shape[-1] * self.group)
 
-    def yield_tuple(self, planes: Planes) -> tuple[mx.array, mx.array, mx.array]:
+    def yield_tuple(self, planes: EncodedArray) -> tuple[mx.array, mx.array, mx.array]:
         """Return the arrays as mlx-lm's QuantizedKVCache holds them."""
         return planes.arrays["packed"], planes.arrays["scales"], planes.arrays["biases"]
 
-    def decode(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
+    def decode(self, planes: EncodedArray, dtype: mx.Dtype) -> mx.array:
         if backends.active() == "cpu":
             # With scales in float32: MLX takes four times as long with float16 on a CPU.
             return self._decode_tile(planes, mx.float32).astype(dtype)
         return decode_tiles(planes, lambda tile: self._decode_tile(tile, dtype))
 
-    def _decode_tile(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
+    def _decode_tile(self, planes: EncodedArray, dtype: mx.Dtype) -> mx.array:
         packed, scales, biases = self._read(planes, dtype)
         return mx.dequantize(packed, scales, biases, group_size=self.group, bits=self.bits)
 
-    def scores(self, q: mx.array, planes: Planes) -> mx.array:
+    def scores(self, q: mx.array, planes: EncodedArray) -> mx.array:
         check_queries(q, planes, planes.dim)
         if backends.active() == "metal":
             return self.scores_packed(q, planes)
         return q.astype(mx.float32) @ self.decode(planes, mx.float32).swapaxes(-1, -2)
 
-    def mix(self, p: mx.array, planes: Planes) -> mx.array:
+    def mix(self, p: mx.array, planes: EncodedArray) -> mx.array:
         check_queries(p, planes, planes.num_tokens)
         if backends.active() == "metal":
             return self.mix_packed(p, planes)
         return p.astype(mx.float32) @ self.decode(planes, mx.float32)
 
-    def scores_packed(self, q: mx.array, planes: Planes) -> mx.array:
+    def scores_packed(self, q: mx.array, planes: EncodedArray) -> mx.array:
         packed, scales, biases = self._read(planes, mx.float32)
         return mx.quantized_matmul(
             q.astype(mx.float32), packed, scales, biases, transpose=True, group_size=self.group, bits=self.bits
         )
 
-    def mix_packed(self, p: mx.array, planes: Planes) -> mx.array:
+    def mix_packed(self, p: mx.array, planes: EncodedArray) -> mx.array:
         packed, scales, biases = self._read(planes, mx.float32)
         return mx.quantized_matmul(
             p.astype(mx.float32), packed, scales, biases, transpose=False, group_size=self.group, bits=self.bits
         )
 
-    def join(self, a: Planes, b: Planes) -> Planes:
+    def join(self, a: EncodedArray, b: EncodedArray) -> EncodedArray:
         return join_plain(a, b)
 
-    def _read(self, planes: Planes, dtype: mx.Dtype) -> tuple[mx.array, mx.array, mx.array]:
+    def _read(self, planes: EncodedArray, dtype: mx.Dtype) -> tuple[mx.array, mx.array, mx.array]:
         packed, scales, biases = self.yield_tuple(planes)
         return packed, scales.astype(dtype), biases.astype(dtype)
 

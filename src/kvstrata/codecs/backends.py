@@ -100,25 +100,25 @@ def largest(errors: Iterable[float]) -> float:
     return max(errors, key=lambda error: error if error == error else float("inf"))
 
 
-class Stand(NamedTuple):
+class StandIn(NamedTuple):
     """Dialect and runner that replace this machine's, without a trial."""
 
     dialect: Dialect
     run: Run
 
 
-class Stands:
+class StandIns:
     """Dialect and runner of the portable kernels: this machine's, or a stand-in."""
 
     def __init__(self) -> None:
-        self._stands: list[Stand] = []
+        self._stands: list[StandIn] = []
 
     def __bool__(self) -> bool:
         return bool(self._stands)
 
     @contextmanager
     def use(self, dialect: Dialect, run: Run) -> Iterator[None]:
-        self._stands.append(Stand(dialect, run))
+        self._stands.append(StandIn(dialect, run))
         try:
             yield
         finally:

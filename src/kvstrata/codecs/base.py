@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 
 from kvstrata.codecs import backends
-from kvstrata.codecs.mean_runs import GROUP_TOKENS, Segments, cut_segments
+from kvstrata.codecs.mean_runs import GROUP_TOKENS, MeanRuns, cut_runs
 from kvstrata.errors import ConfigError
 
 # More tiles save little memory: input and output then take more than the scratch of a tile.
@@ -31,7 +31,7 @@ def encode_tiles(
     return {name: _joined([tile[name] for tile in tiles]) for name in tiles[0]}
 
 
-def decode_tiles(planes: Planes, decode: Callable[[Planes], mx.array]) -> mx.array:
+def decode_tiles(planes: EncodedArray, decode: Callable[[EncodedArray], mx.array]) -> mx.array:
     """Decode in tiles; on CUDA in one piece and lazily, so that a prefill does not stop at each layer."""
     if backends.active() == "cuda":
         return decode(planes)
@@ -74,14 +74,14 @@ class UnsupportedCodec(ConfigError):
     """A codec, a version, a number of bits or a head_dim that this build cannot store."""
 
 
-class MismatchedPlanes(ConfigError):
+class MismatchedArrays(ConfigError):
     """Arrays that do not match each other, or do not match their codec."""
 
 
 class Extent(NamedTuple):
     dim: int
     num_tokens: int
-    num_segments: int
+    num_mean_runs: int
 
 
 class Plane(NamedTuple):
@@ -93,7 +93,7 @@ class Plane(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Planes:
+class EncodedArray:
     """Encoded consecutive tokens. `Planes` own their memory, unless they are a view."""
 
     codec: Codec
@@ -101,21 +101,21 @@ class Planes:
     num_tokens: int
     position: int  # of the first token, in its sequence
     dim: int
-    segments: Segments = ()  # tokens under each mean, for a codec that has means
+    mean_runs: MeanRuns = ()  # tokens under each mean, for a codec that has means
     gathered: object | None = None  # planes with the same object hold rows of shared arrays; None: nothing is shared
 
     def __post_init__(self) -> None:
-        expected = self.codec.layout(Extent(self.dim, self.num_tokens, len(self.segments)))
+        expected = self.codec.layout(Extent(self.dim, self.num_tokens, len(self.mean_runs)))
         if expected.keys() != self.arrays.keys():
-            raise MismatchedPlanes(
+            raise MismatchedArrays(
                 f"{self.name} has the planes {', '.join(expected)}, not {', '.join(self.arrays) or 'none'}."
             )
         for name, plane in expected.items():
             _check_plane(f"Plane {name!r} of {self.name}", self.arrays[name], plane)
         if len({array.shape[:-2] for array in self.arrays.values()}) > 1:
-            raise MismatchedPlanes(f"The planes of {self.name} differ in their leading axes.")
-        if self.segments and (min(self.segments) < 1 or sum(self.segments) != self.num_tokens):
-            raise MismatchedPlanes(f"Segments {self.segments} are not {self.num_tokens} tokens.")
+            raise MismatchedArrays(f"The planes of {self.name} differ in their leading axes.")
+        if self.mean_runs and (min(self.mean_runs) < 1 or sum(self.mean_runs) != self.num_tokens):
+            raise MismatchedArrays(f"Segments {self.mean_runs} are not {self.num_tokens} tokens.")
 
     @property
     def name(self) -> str:
@@ -145,28 +145,28 @@ class Planes:
         """Allocated bytes: every array owns its memory and has no gaps."""
         return sum(array.nbytes for array in self.arrays.values())
 
-    def view(self, start: int, end: int) -> Planes:
+    def view(self, start: int, end: int) -> EncodedArray:
         """Return tokens [start, end), counted from the first, without encoding or copying anything: the view is valid
         while these planes live."""
         ranges, segments = self._ranges(start, end)
         arrays = {name: array[..., slice(*ranges[name]), :] for name, array in self.arrays.items()}
-        return Planes(self.codec, arrays, end - start, self.position + start, self.dim, segments)
+        return EncodedArray(self.codec, arrays, end - start, self.position + start, self.dim, segments)
 
-    def cut(self, start: int, end: int) -> Planes:
+    def cut(self, start: int, end: int) -> EncodedArray:
         """Return tokens [start, end), counted from the first, in memory of their own."""
         ranges, segments = self._ranges(start, end)
         arrays = {name: copy_rows(array, *ranges[name]) for name, array in self.arrays.items()}
         mx.eval(list(arrays.values()))
-        return Planes(self.codec, arrays, end - start, self.position + start, self.dim, segments)
+        return EncodedArray(self.codec, arrays, end - start, self.position + start, self.dim, segments)
 
-    def _ranges(self, start: int, end: int) -> tuple[dict[str, tuple[int, int]], Segments]:
+    def _ranges(self, start: int, end: int) -> tuple[dict[str, tuple[int, int]], MeanRuns]:
         """Return the rows of each array that tokens [start, end) need, and the mean runs of these tokens."""
         if not 0 <= start < end <= self.num_tokens:
-            raise MismatchedPlanes(f"Tokens {start} to {end} cannot be cut out of {self.num_tokens}.")
+            raise MismatchedArrays(f"Tokens {start} to {end} cannot be cut out of {self.num_tokens}.")
         ranges = dict.fromkeys(self.arrays, (start, end))
-        if not self.segments:
+        if not self.mean_runs:
             return ranges, ()
-        segments, first, last = cut_segments(self.segments, start, end)
+        segments, first, last = cut_runs(self.mean_runs, start, end)
         return ranges | {"means": (first, last)}, segments
 
     def where(self) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class Planes:
             "position": self.position,
             "num_tokens": self.num_tokens,
             "dim": self.dim,
-            "segments": list(self.segments),
+            "segments": list(self.mean_runs),
         }
 
 
@@ -199,39 +199,39 @@ class Codec(Protocol):
         """Return the bits per value of long arrays, overhead included; `Planes.nbytes` is exact for given planes."""
         ...
 
-    def encode(self, x: mx.array, position: int = 0) -> Planes: ...
+    def encode(self, x: mx.array, position: int = 0) -> EncodedArray: ...
 
-    def decode(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
+    def decode(self, planes: EncodedArray, dtype: mx.Dtype) -> mx.array:
         """-> [..., tokens, dim]"""
         ...
 
-    def scores(self, q: mx.array, planes: Planes) -> mx.array:
+    def scores(self, q: mx.array, planes: EncodedArray) -> mx.array:
         """q [..., queries, dim] against keys -> float32 [..., queries, tokens]"""
         ...
 
-    def mix(self, p: mx.array, planes: Planes) -> mx.array:
+    def mix(self, p: mx.array, planes: EncodedArray) -> mx.array:
         """p [..., queries, tokens] with values -> float32 [..., queries, dim]"""
         ...
 
-    def join(self, a: Planes, b: Planes) -> Planes:
+    def join(self, a: EncodedArray, b: EncodedArray) -> EncodedArray:
         """Join `a` and `b`, which follows it. Nothing is encoded anew."""
         ...
 
 
 def check_input(codec: Codec, x: mx.array, position: int) -> None:
     if x.dtype not in FLOATS:
-        raise MismatchedPlanes(f"{codec.name} encodes float32, float16 and bfloat16, not {x.dtype}.")
+        raise MismatchedArrays(f"{codec.name} encodes float32, float16 and bfloat16, not {x.dtype}.")
     if x.ndim < 2 or x.shape[-2] < 1:
-        raise MismatchedPlanes(f"{codec.name} encodes [..., tokens, dim] with at least one token, not {x.shape}.")
+        raise MismatchedArrays(f"{codec.name} encodes [..., tokens, dim] with at least one token, not {x.shape}.")
     if position < 0:
-        raise MismatchedPlanes(f"A position is 0 or more, not {position}.")
+        raise MismatchedArrays(f"A position is 0 or more, not {position}.")
     codec.check(x.shape[-1])
 
 
-def check_queries(q: mx.array, planes: Planes, width: int) -> None:
+def check_queries(q: mx.array, planes: EncodedArray, width: int) -> None:
     if q.ndim < 2 or q.shape[:-2] != planes.leading or q.shape[-1] != width:
         wanted = (*planes.leading, "any", width)
-        raise MismatchedPlanes(f"{planes.name} needs an array of shape {wanted} here, not {q.shape}.")
+        raise MismatchedArrays(f"{planes.name} needs an array of shape {wanted} here, not {q.shape}.")
 
 
 def finite(x: mx.array) -> mx.array:
@@ -244,10 +244,10 @@ def half(x: mx.array) -> mx.array:
     return mx.minimum(x, LARGEST).astype(mx.float16)
 
 
-def own(codec: Codec, arrays: dict[str, mx.array], x: mx.array, position: int, segments: Segments = ()) -> Planes:
+def own(codec: Codec, arrays: dict[str, mx.array], x: mx.array, position: int, segments: MeanRuns = ()) -> EncodedArray:
     """Make planes of arrays that are evaluated now, so that nothing keeps `x` alive."""
     mx.eval(list(arrays.values()))
-    return Planes(codec, arrays, x.shape[-2], position, x.shape[-1], segments)
+    return EncodedArray(codec, arrays, x.shape[-2], position, x.shape[-1], segments)
 
 
 def copy_rows(array: mx.array, start: int, end: int) -> mx.array:
@@ -259,29 +259,29 @@ def copy_rows(array: mx.array, start: int, end: int) -> mx.array:
     return (bits[..., start:end, :] | 0).view(array.dtype)
 
 
-def check_neighbours(a: Planes, b: Planes) -> None:
+def check_neighbours(a: EncodedArray, b: EncodedArray) -> None:
     if a.codec != b.codec:
-        raise MismatchedPlanes(f"{a.name} and {b.name} cannot be joined: step the higher one down first.")
+        raise MismatchedArrays(f"{a.name} and {b.name} cannot be joined: step the higher one down first.")
     if a.end != b.position:
-        raise MismatchedPlanes(f"Tokens from {b.position} on do not follow those that end at {a.end}.")
+        raise MismatchedArrays(f"Tokens from {b.position} on do not follow those that end at {a.end}.")
     for name, array in a.arrays.items():
         other = b.arrays[name]
         if (array.shape[:-2], array.shape[-1], array.dtype) != (other.shape[:-2], other.shape[-1], other.dtype):
-            raise MismatchedPlanes(
+            raise MismatchedArrays(
                 f"Plane {name!r} of {a.name} cannot be joined: "
                 f"{array.shape} {array.dtype} and {other.shape} {other.dtype}."
             )
 
 
-def join_plain(a: Planes, b: Planes) -> Planes:
+def join_plain(a: EncodedArray, b: EncodedArray) -> EncodedArray:
     check_neighbours(a, b)
     arrays = {name: mx.concatenate([array, b.arrays[name]], axis=-2) for name, array in a.arrays.items()}
     mx.eval(list(arrays.values()))
-    return Planes(a.codec, arrays, a.num_tokens + b.num_tokens, a.position, a.dim)
+    return EncodedArray(a.codec, arrays, a.num_tokens + b.num_tokens, a.position, a.dim)
 
 
 def _check_plane(what: str, array: mx.array, plane: Plane) -> None:
     if array.ndim < 2 or array.shape[-2:] != (plane.rows, plane.width):
-        raise MismatchedPlanes(f"{what} is [..., {plane.rows}, {plane.width}], not {array.shape}.")
+        raise MismatchedArrays(f"{what} is [..., {plane.rows}, {plane.width}], not {array.shape}.")
     if array.dtype not in plane.dtypes:
-        raise MismatchedPlanes(f"{what} is {' or '.join(map(str, plane.dtypes))}, not {array.dtype}.")
+        raise MismatchedArrays(f"{what} is {' or '.join(map(str, plane.dtypes))}, not {array.dtype}.")

@@ -16,21 +16,21 @@ GROUP_TOKENS = 256
 
 MAX_TABLES = 128  # of joined planes; with ten thousand tokens each they take 10 MB in all
 
-Segments = tuple[int, ...]
+MeanRuns = tuple[int, ...]
 
 
-def segments_of(position: int, num_tokens: int) -> Segments:
+def runs_of(position: int, num_tokens: int) -> MeanRuns:
     first = min(num_tokens, GROUP_TOKENS - position % GROUP_TOKENS)
     whole, last = divmod(num_tokens - first, GROUP_TOKENS)
     return (first, *([GROUP_TOKENS] * whole), *([last] if last else []))
 
 
-def ids(segments: Segments) -> np.ndarray:
+def ids(segments: MeanRuns) -> np.ndarray:
     """int32 [tokens]: each token's mean run."""
     return np.repeat(np.arange(len(segments), dtype=np.int32), segments)
 
 
-def means_of(x: mx.array, segments: Segments) -> mx.array:
+def means_of(x: mx.array, segments: MeanRuns) -> mx.array:
     """float32 [..., tokens, dim] -> [..., segments, dim]"""
     first, end = segments[0], sum(segments)
     whole = (end - first) // GROUP_TOKENS * GROUP_TOKENS
@@ -43,7 +43,7 @@ def means_of(x: mx.array, segments: Segments) -> mx.array:
     return mx.concatenate(means, axis=-2)
 
 
-def spread(by_segment: mx.array, segments: Segments, axis: int) -> mx.array:
+def spread(by_segment: mx.array, segments: MeanRuns, axis: int) -> mx.array:
     """Expand one entry for each mean run to one for each token."""
     if len(segments) == 1:
         return by_segment  # broadcasts
@@ -54,7 +54,7 @@ def spread(by_segment: mx.array, segments: Segments, axis: int) -> mx.array:
     return mx.split(groups, [start, start + sum(segments)], axis=axis)[1]
 
 
-def sums(p: mx.array, segments: Segments) -> mx.array:
+def sums(p: mx.array, segments: MeanRuns) -> mx.array:
     """[..., tokens] -> [..., segments]"""
     if len(segments) == 1:
         return mx.sum(p, axis=-1, keepdims=True)
@@ -67,19 +67,19 @@ def sums(p: mx.array, segments: Segments) -> mx.array:
     return mx.sum(mx.take(padded, _tokens_of_segment(segments), axis=-1), axis=-1)
 
 
-def _is_regular(segments: Segments) -> bool:
+def _is_regular(segments: MeanRuns) -> bool:
     """Whether nothing was joined inside a group since encoding. No table is needed then."""
     return all(size == GROUP_TOKENS for size in segments[1:-1])
 
 
 # Every layer uses the same tables at every step.
 @lru_cache(maxsize=MAX_TABLES)
-def _segment_of_token(segments: Segments) -> mx.array:
+def _segment_of_token(segments: MeanRuns) -> mx.array:
     return mx.array(ids(segments))
 
 
 @lru_cache(maxsize=MAX_TABLES)
-def _tokens_of_segment(segments: Segments) -> mx.array:
+def _tokens_of_segment(segments: MeanRuns) -> mx.array:
     """int32 [segments, most tokens]: short rows are filled with the number of tokens, where `sums` appends a zero."""
     starts, sizes = np.cumsum((0, *segments[:-1])), np.array(segments)
     offsets = np.arange(sizes.max())
@@ -87,7 +87,7 @@ def _tokens_of_segment(segments: Segments) -> mx.array:
     return mx.array(table.astype(np.int32))
 
 
-def cut_segments(segments: Segments, start: int, end: int) -> tuple[Segments, int, int]:
+def cut_runs(segments: MeanRuns, start: int, end: int) -> tuple[MeanRuns, int, int]:
     """Return the mean runs that tokens [start, end) keep, and the range [first, last) of these among all."""
     bounds = np.cumsum((0, *segments)).tolist()
     kept = [(i, min(bounds[i + 1], end) - max(bounds[i], start)) for i in range(len(segments))]

@@ -25,9 +25,9 @@ from kvstrata.codecs.base import (
     HALF,
     LARGEST,
     WORDS,
+    EncodedArray,
     Extent,
     Plane,
-    Planes,
     UnsupportedCodec,
     check_input,
     check_neighbours,
@@ -41,8 +41,8 @@ from kvstrata.codecs.base import (
 from kvstrata.codecs.cpu import planes as cpu_planes
 from kvstrata.codecs.cuda import planes as cuda_planes
 from kvstrata.codecs.hadamard import check_dim, rotate, rotate_back
-from kvstrata.codecs.mean_runs import GROUP_TOKENS, segments_of, sums
-from kvstrata.codecs.rope import Turn
+from kvstrata.codecs.mean_runs import GROUP_TOKENS, runs_of, sums
+from kvstrata.codecs.rope import RopeRotation
 
 
 class CodePlane(NamedTuple):
@@ -77,7 +77,7 @@ class _Affine(NamedTuple):
 @dataclass(frozen=True)
 class PlanesCodec:
     bits: int
-    turn: Turn | None = None  # RoPE rotation of the means; None: they are not rotated
+    rotation: RopeRotation | None = None  # RoPE rotation of the means; None: they are not rotated
 
     def __post_init__(self) -> None:
         if self.bits not in HELD:
@@ -90,12 +90,12 @@ class PlanesCodec:
     def spec(self) -> dict[str, Any]:
         """Return the spec. Version 2 is version 1 with a RoPE rotation."""
         spec = {"codec": "planes", "version": 1, "bits": self.bits}
-        return spec if self.turn is None else {**spec, "version": 2, "turn": self.turn.spec()}
+        return spec if self.rotation is None else {**spec, "version": 2, "turn": self.rotation.spec()}
 
     def check(self, dim: int) -> None:
         check_dim(self.name, dim)
-        if self.turn is not None and self.turn.end > dim:
-            raise UnsupportedCodec(f"{self.name} cannot turn {self.turn.end} dims of vectors that have {dim}.")
+        if self.rotation is not None and self.rotation.end > dim:
+            raise UnsupportedCodec(f"{self.name} cannot turn {self.rotation.end} dims of vectors that have {dim}.")
 
     def layout(self, extent: Extent) -> dict[str, Plane]:
         dim, num_tokens, num_segments = extent
@@ -105,13 +105,13 @@ class PlanesCodec:
     def bits_per_value(self, dim: int) -> float:
         return self.bits + 16 / dim + 16 / GROUP_TOKENS
 
-    def encode(self, x: mx.array, position: int = 0) -> Planes:
+    def encode(self, x: mx.array, position: int = 0) -> EncodedArray:
         check_input(self, x, position)
-        segments = segments_of(position, x.shape[-2])
+        segments = runs_of(position, x.shape[-2])
         if backends.active() == "cuda" and x.shape[-1] <= cuda_planes.MAX_DIM:
-            return own(self, cuda_planes.encode_planes(x, self.bits, position, self.turn), x, position, segments)
+            return own(self, cuda_planes.encode_planes(x, self.bits, position, self.rotation), x, position, segments)
         if backends.active() == "cpu":
-            arrays = cpu_planes.encode_planes(x.astype(mx.float32), position, self.turn)
+            arrays = cpu_planes.encode_planes(x.astype(mx.float32), position, self.rotation)
         else:
             arrays = trials.encode(x, position, self) or self.encode_by_mlx(x, position)
         return own(self, {name: arrays[name] for name in (*HELD[self.bits], "scales", "means")}, x, position, segments)
@@ -123,11 +123,11 @@ class PlanesCodec:
 
     def encode_stock(self, x: mx.array, position: int) -> dict[str, mx.array]:
         """Encode to all planes, whatever the bits."""
-        x, segments = x.astype(mx.float32), segments_of(position, x.shape[-2])
+        x, segments = x.astype(mx.float32), runs_of(position, x.shape[-2])
         # NaN, infinities and values beyond float16's range must not move the mean.
         usual = mx.where(mx.abs(x) <= LARGEST, x, 0.0)
-        means = rope.means_of(usual, position, self.turn).astype(mx.float16)
-        centres = rope.Means(means.astype(mx.float32), segments, position, self.turn).centres()
+        means = rope.means_of(usual, position, self.rotation).astype(mx.float16)
+        centres = rope.RopeMeans(means.astype(mx.float32), segments, position, self.rotation).centres()
         y = rotate(finite(x) - centres)
         scales = half(mx.max(mx.abs(y), axis=-1, keepdims=True))
         # Codes are computed from the stored scale, so the rounding of the scale costs nothing.
@@ -136,7 +136,7 @@ class PlanesCodec:
         codes = {"top": pack(code >> 6, 2), "next": pack((code >> 4) & 3, 2), "low": pack(code & 15, 4)}
         return {**codes, "scales": scales, "means": means}
 
-    def decode(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
+    def decode(self, planes: EncodedArray, dtype: mx.Dtype) -> mx.array:
         if backends.active() == "cpu":
             return cpu_planes.decode_planes(planes.arrays, self.bits, self._means(planes)).astype(dtype)
         if backends.active() == "cuda" and planes.dim <= cuda_planes.MAX_DIM:
@@ -144,11 +144,11 @@ class PlanesCodec:
         decoded = trials.decode(planes, dtype, self)
         return self.decode_by_mlx(planes, dtype) if decoded is None else decoded
 
-    def decode_by_mlx(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
+    def decode_by_mlx(self, planes: EncodedArray, dtype: mx.Dtype) -> mx.array:
         """Decode with MLX's operations, in tiles."""
         return decode_tiles(planes, lambda tile: self.decode_stock(tile).astype(dtype))
 
-    def scores(self, q: mx.array, planes: Planes) -> mx.array:
+    def scores(self, q: mx.array, planes: EncodedArray) -> mx.array:
         check_queries(q, planes, planes.dim)
         if backends.active() == "cpu" and q.shape[-2] <= cpu_planes.FUSED_QUERIES:
             return cpu_planes.score_planes(q.astype(mx.float32), planes.arrays, self.bits) + self._means(planes).shares(
@@ -160,32 +160,32 @@ class PlanesCodec:
             return self.scores_packed(q, planes)
         return q.astype(mx.float32) @ self._decoded(planes).swapaxes(-1, -2)
 
-    def mix(self, p: mx.array, planes: Planes) -> mx.array:
+    def mix(self, p: mx.array, planes: EncodedArray) -> mx.array:
         check_queries(p, planes, planes.num_tokens)
-        if self.turn is not None:
+        if self.rotation is not None:
             # Values have no RoPE rotation, except in models that store keys there and fetch them as plain arrays.
             return p.astype(mx.float32) @ self._decoded(planes)
         if backends.active() == "cpu" and p.shape[-2] <= cpu_planes.FUSED_QUERIES:
-            return cpu_planes.mix_planes(p.astype(mx.float32), planes.arrays, self.bits, planes.segments)
+            return cpu_planes.mix_planes(p.astype(mx.float32), planes.arrays, self.bits, planes.mean_runs)
         if backends.active() == "cuda" and cuda_planes.pays(p.shape[-2], planes.dim):
             return cuda_planes.mix_planes(p, planes)
         if backends.active() == "metal" and _product_group(planes.dim):
             return self.mix_packed(p, planes)
         return p.astype(mx.float32) @ self._decoded(planes)
 
-    def _decoded(self, planes: Planes) -> mx.array:
+    def _decoded(self, planes: EncodedArray) -> mx.array:
         """Decode for a product. MLX's operations use no tiles here: evaluating tiles would stop a step halfway."""
         stops = backends.active() in ("cpu", "cuda")
         return self.decode(planes, mx.float32) if stops else self.decode_stock(planes)
 
-    def decode_stock(self, planes: Planes) -> mx.array:
+    def decode_stock(self, planes: EncodedArray) -> mx.array:
         if _product_group(planes.dim):
             first, *others = (_dequantized(plane) * step for step, plane in self._affine(planes))
         else:
             first, *others = (_unpacked(planes, name) for name in HELD[self.bits])
         return rotate_back(sum(others, start=first)) + self._means(planes).centres()
 
-    def scores_packed(self, q: mx.array, planes: Planes) -> mx.array:
+    def scores_packed(self, q: mx.array, planes: EncodedArray) -> mx.array:
         q = q.astype(mx.float32)
         rotated = rotate(q)
         products = [
@@ -194,19 +194,19 @@ class PlanesCodec:
         ]
         return sum(products, start=self._means(planes).shares(q))
 
-    def mix_packed(self, p: mx.array, planes: Planes) -> mx.array:
+    def mix_packed(self, p: mx.array, planes: EncodedArray) -> mx.array:
         p = p.astype(mx.float32)
         first, *others = (
             mx.quantized_matmul(p, *plane[:3], transpose=False, group_size=plane.group, bits=plane.bits) * step
             for step, plane in self._affine(planes)
         )
-        return rotate_back(sum(others, start=first)) + sums(p, planes.segments) @ self._means(planes).values
+        return rotate_back(sum(others, start=first)) + sums(p, planes.mean_runs) @ self._means(planes).values
 
-    def _means(self, planes: Planes) -> rope.Means:
+    def _means(self, planes: EncodedArray) -> rope.RopeMeans:
         values = planes.arrays["means"].astype(mx.float32)
-        return rope.Means(values, planes.segments, planes.position, self.turn)
+        return rope.RopeMeans(values, planes.mean_runs, planes.position, self.rotation)
 
-    def _affine(self, planes: Planes) -> Iterator[tuple[float, _Affine]]:
+    def _affine(self, planes: EncodedArray) -> Iterator[tuple[float, _Affine]]:
         """Yield each plane as an affine array in units of its step: planes then share scales, and share biases that
         are the same number of steps."""
         group = _product_group(planes.dim)
@@ -223,19 +223,19 @@ class PlanesCodec:
                 biases[in_steps] = scales * in_steps
             yield step, _Affine(planes.arrays[name], scales, biases[in_steps], group, bits)
 
-    def join(self, a: Planes, b: Planes) -> Planes:
+    def join(self, a: EncodedArray, b: EncodedArray) -> EncodedArray:
         check_neighbours(a, b)
         arrays = {name: mx.concatenate([array, b.arrays[name]], axis=-2) for name, array in a.arrays.items()}
-        segments = (*a.segments, *b.segments)
+        segments = (*a.mean_runs, *b.mean_runs)
         if _one_group(a, b):
-            boundary = len(a.segments)
+            boundary = len(a.mean_runs)
             arrays["means"] = mx.concatenate([a.arrays["means"], b.arrays["means"][..., 1:, :]], axis=-2)
-            segments = (*a.segments[:-1], a.segments[-1] + b.segments[0], *segments[boundary + 1 :])
+            segments = (*a.mean_runs[:-1], a.mean_runs[-1] + b.mean_runs[0], *segments[boundary + 1 :])
         mx.eval(list(arrays.values()))
-        return Planes(self, arrays, a.num_tokens + b.num_tokens, a.position, a.dim, segments)
+        return EncodedArray(self, arrays, a.num_tokens + b.num_tokens, a.position, a.dim, segments)
 
 
-def step_down(planes: Planes, bits: int) -> Planes:
+def step_down(planes: EncodedArray, bits: int) -> EncodedArray:
     """Drop planes until `bits` are left. The remaining arrays are the same objects, and equal the arrays that encoding
     with `bits` would have made."""
     codec = _progressive(planes)
@@ -248,7 +248,7 @@ def step_down(planes: Planes, bits: int) -> Planes:
     return replace(planes, codec=replace(codec, bits=bits), arrays=stay)
 
 
-def _progressive(planes: Planes) -> PlanesCodec:
+def _progressive(planes: EncodedArray) -> PlanesCodec:
     if not isinstance(planes.codec, PlanesCodec):
         raise UnsupportedCodec(f"{planes.name} has no planes to drop. Decode it and encode it as planes.")
     return planes.codec
@@ -264,13 +264,13 @@ def _dequantized(plane: _Affine) -> mx.array:
     return mx.dequantize(codes, scales, biases, group_size=group, bits=bits)
 
 
-def _unpacked(planes: Planes, name: str) -> mx.array:
+def _unpacked(planes: EncodedArray, name: str) -> mx.array:
     """The contribution of a plane to the values, for a dim that no group divides."""
     bits, scale, bias = CODE_PLANES[name]
     return (unpack(planes.arrays[name], bits) * scale + bias) * planes.arrays["scales"].astype(mx.float32)
 
 
-def _one_group(a: Planes, b: Planes) -> bool:
+def _one_group(a: EncodedArray, b: EncodedArray) -> bool:
     """Whether the last mean run of a and the first of b are pieces of one that was cut."""
     if b.position % GROUP_TOKENS == 0:
         return False

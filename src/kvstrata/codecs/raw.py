@@ -12,9 +12,9 @@ import numpy as np
 
 from kvstrata.codecs.base import (
     FLOATS,
+    EncodedArray,
     Extent,
     Plane,
-    Planes,
     UnsupportedCodec,
     check_input,
     check_queries,
@@ -44,28 +44,28 @@ class RawCodec:
         """Return the bits of a 16-bit checkpoint."""
         return 16.0
 
-    def encode(self, x: mx.array, position: int = 0) -> Planes:
+    def encode(self, x: mx.array, position: int = 0) -> EncodedArray:
         """Copy `x`: most often it is a range of a buffer that will be freed."""
         check_input(self, x, position)
         return own(self, {"values": copy_rows(x, 0, x.shape[-2])}, x, position)
 
-    def adopt(self, values: mx.array, position: int = 0) -> Planes:
+    def adopt(self, values: mx.array, position: int = 0) -> EncodedArray:
         """Take the array without a copy: no other code may write it, and it must not be a slice of a larger one."""
         check_input(self, values, position)
         return own(self, {"values": values}, values, position)
 
-    def decode(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
+    def decode(self, planes: EncodedArray, dtype: mx.Dtype) -> mx.array:
         return planes.arrays["values"].astype(dtype)
 
-    def scores(self, q: mx.array, planes: Planes) -> mx.array:
+    def scores(self, q: mx.array, planes: EncodedArray) -> mx.array:
         check_queries(q, planes, planes.dim)
         return exact_scores(q, planes.arrays["values"])
 
-    def mix(self, p: mx.array, planes: Planes) -> mx.array:
+    def mix(self, p: mx.array, planes: EncodedArray) -> mx.array:
         check_queries(p, planes, planes.num_tokens)
         return exact_mix(p.astype(mx.float32), planes.arrays["values"])
 
-    def join(self, a: Planes, b: Planes) -> Planes:
+    def join(self, a: EncodedArray, b: EncodedArray) -> EncodedArray:
         return join_plain(a, b)
 
 

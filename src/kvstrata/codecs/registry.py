@@ -16,10 +16,10 @@ from typing import Any
 import mlx.core as mx
 
 from kvstrata.codecs.affine import DEFAULT_GROUP, AffineCodec
-from kvstrata.codecs.base import Codec, MismatchedPlanes, Planes, UnsupportedCodec
+from kvstrata.codecs.base import Codec, EncodedArray, MismatchedArrays, UnsupportedCodec
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
-from kvstrata.codecs.rope import Turn, turn_from
+from kvstrata.codecs.rope import RopeRotation, rotation_from
 
 NAMES = "raw, affine:8 (or 6, 5, 4, 3, 2; :g32 or :g128), planes:8 (4, 2)"
 LLAMA_CPP = {"f16": "raw", "bf16": "raw", "q8_0": "planes:8", "q4_0": "planes:4"}
@@ -74,21 +74,21 @@ def from_spec(spec: Mapping[str, Any]) -> Codec:
     return types[family](**fields)
 
 
-def _turn_from(spec: object) -> Turn:
+def _turn_from(spec: object) -> RopeRotation:
     try:
-        return turn_from(spec)
+        return rotation_from(spec)
     except ValueError as error:
         raise UnsupportedCodec(f"Planes of version 2 cannot be read: {error}.") from error
 
 
-def planes_from(spec: Mapping[str, Any], where: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> Planes:
+def planes_from(spec: Mapping[str, Any], where: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> EncodedArray:
     numbers = [where.get(name) for name in ("num_tokens", "position", "dim")]
     segments = where.get("segments")
     if not isinstance(segments, list) or any(type(number) is not int or number < 0 for number in [*numbers, *segments]):
-        raise MismatchedPlanes(f"Planes need num_tokens, position, dim and segments, not {dict(where)}.")
+        raise MismatchedArrays(f"Planes need num_tokens, position, dim and segments, not {dict(where)}.")
     codec = from_spec(spec)
     codec.check(where["dim"])
-    return Planes(codec, dict(arrays), where["num_tokens"], where["position"], where["dim"], tuple(segments))
+    return EncodedArray(codec, dict(arrays), where["num_tokens"], where["position"], where["dim"], tuple(segments))
 
 
 def _parts(name: str) -> tuple[str, int, int | None]:

@@ -26,13 +26,13 @@ import mlx.core as mx
 import numpy as np
 
 from kvstrata.codecs import mean_runs as seg
-from kvstrata.codecs.mean_runs import GROUP_TOKENS, Segments, segments_of
+from kvstrata.codecs.mean_runs import GROUP_TOKENS, MeanRuns, runs_of
 
 MAX_TABLES = 64  # of models with a few kinds of RoPE rotation each, and of joined planes
 
 
 @dataclass(frozen=True)
-class Turn:
+class RopeRotation:
     """RoPE rotation of dims [first, first + 2 * pairs); the other dims are not rotated."""
 
     first: int
@@ -67,7 +67,7 @@ class Turn:
         return {"first": self.first, "interleaved": self.is_interleaved, "frequencies": octets}
 
 
-def turn_from(spec: object) -> Turn:
+def rotation_from(spec: object) -> RopeRotation:
     """Read the result of `Turn.spec`. ValueError for anything else."""
     if not isinstance(spec, Mapping):
         raise ValueError(f"a turn is described by its first dim, its pairs and their frequencies, not by {spec!r}")
@@ -80,24 +80,24 @@ def turn_from(spec: object) -> Turn:
         raise ValueError("the frequencies of a turn are not base64") from error
     if len(frequencies) % 4:
         raise ValueError("the frequencies of a turn are not float32")
-    return make_turn(np.frombuffer(frequencies, "<f4"), first=first, is_interleaved=is_interleaved)
+    return make_rotation(np.frombuffer(frequencies, "<f4"), first=first, is_interleaved=is_interleaved)
 
 
-def make_turn(frequencies: np.ndarray, *, first: int = 0, is_interleaved: bool = False) -> Turn:
+def make_rotation(frequencies: np.ndarray, *, first: int = 0, is_interleaved: bool = False) -> RopeRotation:
     numbers = np.asarray(frequencies, "<f4")
     if not len(numbers) or not np.isfinite(numbers).all():
         raise ValueError("a turn needs frequencies, all of them finite")
-    return Turn(first, is_interleaved, numbers.tobytes())
+    return RopeRotation(first, is_interleaved, numbers.tobytes())
 
 
-class Tables(NamedTuple):
+class RotationTables(NamedTuple):
     cos: np.ndarray  # float32 [256, pairs]
     sin: np.ndarray
     columns: np.ndarray  # float32 [dim, 256]: cos at the first dim of a pair, sin at its second, 1 elsewhere
 
 
 @lru_cache(maxsize=MAX_TABLES)
-def tables(turn: Turn, dim: int) -> Tables:
+def tables(turn: RopeRotation, dim: int) -> RotationTables:
     angles = turn.angles(np.arange(GROUP_TOKENS))
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     # Kernels read the table in vectors, which may begin near its end.
@@ -105,7 +105,7 @@ def tables(turn: Turn, dim: int) -> Tables:
     columns = room[:-16].reshape(dim, GROUP_TOKENS)
     firsts, seconds = turn.pairs()
     columns[firsts], columns[seconds] = cos.T, sin.T
-    return Tables(cos, sin, columns)
+    return RotationTables(cos, sin, columns)
 
 
 class _Wide(NamedTuple):
@@ -120,7 +120,7 @@ class _Wide(NamedTuple):
 
 
 @lru_cache(maxsize=MAX_TABLES)
-def _wide(turn: Turn, dim: int) -> _Wide:
+def _wide(turn: RopeRotation, dim: int) -> _Wide:
     narrow, (firsts, seconds) = tables(turn, dim), turn.pairs()
     cos, sin = np.ones((GROUP_TOKENS, dim), np.float32), np.zeros((GROUP_TOKENS, dim), np.float32)
     cos[:, firsts] = cos[:, seconds] = narrow.cos
@@ -133,9 +133,9 @@ def _wide(turn: Turn, dim: int) -> _Wide:
     return _Wide(*arrays, *flags)
 
 
-def means_of(x: mx.array, position: int, turn: Turn | None) -> mx.array:
+def means_of(x: mx.array, position: int, turn: RopeRotation | None) -> mx.array:
     """float32 [..., tokens, dim] -> [..., segments, dim], of vectors rotated back to the start of their group"""
-    segments = segments_of(position, x.shape[-2])
+    segments = runs_of(position, x.shape[-2])
     if turn is None:
         return seg.means_of(x, segments)
     wide = _wide(turn, x.shape[-1])
@@ -145,19 +145,19 @@ def means_of(x: mx.array, position: int, turn: Turn | None) -> mx.array:
 
 
 @dataclass(frozen=True)
-class Means:
+class RopeMeans:
     """Means of the mean runs of consecutive tokens, the first token at `position`."""
 
     values: mx.array  # float32 [..., segments, dim]
-    segments: Segments
+    segments: MeanRuns
     position: int
-    turn: Turn | None
+    rotation: RopeRotation | None
 
     def centres(self) -> mx.array:
         """Return each token's mean: [..., tokens, dim], or an array that broadcasts to it."""
-        if self.turn is None:
+        if self.rotation is None:
             return seg.spread(self.values, self.segments, axis=-2)
-        wide = _wide(self.turn, self.values.shape[-1])
+        wide = _wide(self.rotation, self.values.shape[-1])
         cos, sin = (self._narrowed(table, axis=-2) for table in (wide.cos, wide.sin))
         partners = self.values[..., wide.partner]
         turned = self.values[..., None, :] * cos + partners[..., None, :] * sin
@@ -166,9 +166,9 @@ class Means:
     def shares(self, q: mx.array) -> mx.array:
         """Return the contribution of the means to scores: q [..., queries, dim] -> [..., queries, tokens], or an array
         that broadcasts to it."""
-        if self.turn is None:
+        if self.rotation is None:
             return seg.spread(q @ self.values.swapaxes(-1, -2), self.segments, axis=-1)
-        wide = _wide(self.turn, self.values.shape[-1])
+        wide = _wide(self.rotation, self.values.shape[-1])
         q, means = q[..., :, None, :], self.values[..., None, :, :]
         straight, crossed = q * means, q * means[..., wide.partner]
         summed = mx.where(wide.is_first, straight + straight[..., wide.partner], straight)
@@ -189,13 +189,13 @@ class Means:
         if len(self.segments) == 1:
             return by_offset
         start, num_tokens = self.position % GROUP_TOKENS, sum(self.segments)
-        if self.segments == segments_of(self.position, num_tokens):
+        if self.segments == runs_of(self.position, num_tokens):
             return mx.split(by_offset, [start, start + num_tokens], axis=axis)[1]
         return mx.take(by_offset, _entries(self.segments, start), axis=axis)
 
 
 @lru_cache(maxsize=MAX_TABLES)
-def _entries(segments: Segments, start: int) -> mx.array:
+def _entries(segments: MeanRuns, start: int) -> mx.array:
     """Index of each token's entry, for planes that were joined inside a group."""
     offsets = (start + np.arange(sum(segments))) % GROUP_TOKENS
     return mx.array((seg.ids(segments) * GROUP_TOKENS + offsets).astype(np.int32))

@@ -18,13 +18,13 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.codecs.backends import Stands, Trial, failed, largest
-from kvstrata.codecs.base import Planes
-from kvstrata.codecs.mean_runs import segments_of
+from kvstrata.codecs.backends import StandIns, Trial, failed, largest
+from kvstrata.codecs.base import EncodedArray
+from kvstrata.codecs.mean_runs import runs_of
 from kvstrata.codecs.metal import planes as metal_planes
 from kvstrata.codecs.metal.kernel_text import Dialect, Run
-from kvstrata.codecs.metal.planes import Stretch
-from kvstrata.codecs.rope import Turn, make_turn
+from kvstrata.codecs.metal.planes import TokenRange
+from kvstrata.codecs.rope import RopeRotation, make_rotation
 
 What = Literal["encode", "decode", "join"]
 
@@ -43,28 +43,28 @@ TIMED_HEADS, TIMED_TOKENS, TIMED_BITS, ROUNDS = 8, 2048, 4, 3
 logger = logging.getLogger(__name__)
 
 
-class Stock(Protocol):
+class StockPlanes(Protocol):
     """A codec with MLX's own operations."""
 
     @property
     def bits(self) -> int: ...
 
     @property
-    def turn(self) -> Turn | None: ...
+    def rotation(self) -> RopeRotation | None: ...
 
     def encode_by_mlx(self, x: mx.array, position: int) -> dict[str, mx.array]: ...
 
-    def decode_by_mlx(self, planes: Planes, dtype: mx.Dtype) -> mx.array: ...
+    def decode_by_mlx(self, planes: EncodedArray, dtype: mx.Dtype) -> mx.array: ...
 
 
-class Kind(NamedTuple):
+class VectorKind(NamedTuple):
     dtype: mx.Dtype
     dim: int
 
 
-_stands = Stands()
+_stands = StandIns()
 
-_tried: dict[tuple[Kind, What], Trial] = {}
+_tried: dict[tuple[VectorKind, What], Trial] = {}
 
 
 def as_if_tried(dialect: Dialect, run: Run) -> AbstractContextManager[None]:
@@ -76,9 +76,13 @@ def dialect() -> Dialect | None:
     return _stands.dialect
 
 
-def encode(x: mx.array, position: int, stock: Stock) -> dict[str, mx.array] | None:
+def encode(x: mx.array, position: int, stock: StockPlanes) -> dict[str, mx.array] | None:
     """Encode [..., tokens, dim] to planes. None: the kernel is not used."""
-    if dialect() is None or not metal_planes.takes(x) or not _is_used("encode", Kind(x.dtype, x.shape[-1]), stock):
+    if (
+        dialect() is None
+        or not metal_planes.takes(x)
+        or not _is_used("encode", VectorKind(x.dtype, x.shape[-1]), stock)
+    ):
         return None
     try:
         return _encoded(x, position, stock)
@@ -88,11 +92,11 @@ def encode(x: mx.array, position: int, stock: Stock) -> dict[str, mx.array] | No
         return None
 
 
-def decode(planes: Planes, dtype: mx.Dtype, stock: Stock) -> mx.array | None:
+def decode(planes: EncodedArray, dtype: mx.Dtype, stock: StockPlanes) -> mx.array | None:
     """Decode to [..., tokens, dim]. None: the kernel is not used."""
     if dialect() is None or dtype not in DECODED_WITHIN or not metal_planes.takes_planes(planes):
         return None
-    if not _is_used("decode", Kind(dtype, planes.dim), stock):
+    if not _is_used("decode", VectorKind(dtype, planes.dim), stock):
         return None
     try:
         return _decoded(planes, dtype)
@@ -101,12 +105,12 @@ def decode(planes: Planes, dtype: mx.Dtype, stock: Stock) -> mx.array | None:
         return None
 
 
-def join(stretches: Sequence[Stretch], dtype: mx.Dtype) -> mx.array | None:
+def join(stretches: Sequence[TokenRange], dtype: mx.Dtype) -> mx.array | None:
     """Join consecutive stretches, planes among them, to [heads, tokens, dim]. None: the kernel is not used."""
-    codec = next((held.codec for held, _, _ in stretches if isinstance(held, Planes)), None)
-    if dialect() is None or codec is None or not metal_planes.takes_stretches(stretches, dtype):
+    codec = next((held.codec for held, _, _ in stretches if isinstance(held, EncodedArray)), None)
+    if dialect() is None or codec is None or not metal_planes.takes_ranges(stretches, dtype):
         return None
-    if not _is_used("join", Kind(dtype, stretches[0].dim), codec):
+    if not _is_used("join", VectorKind(dtype, stretches[0].dim), codec):
         return None
     try:
         return _joined(stretches, dtype)
@@ -115,29 +119,29 @@ def join(stretches: Sequence[Stretch], dtype: mx.Dtype) -> mx.array | None:
         return None
 
 
-def _encoded(x: mx.array, position: int, stock: Stock) -> dict[str, mx.array]:
+def _encoded(x: mx.array, position: int, stock: StockPlanes) -> dict[str, mx.array]:
     found = dialect()
     assert found is not None
-    return metal_planes.encode(x, stock.bits, position, stock.turn, found, _stands.run)
+    return metal_planes.encode(x, stock.bits, position, stock.rotation, found, _stands.run)
 
 
-def _decoded(planes: Planes, dtype: mx.Dtype) -> mx.array:
+def _decoded(planes: EncodedArray, dtype: mx.Dtype) -> mx.array:
     found = dialect()
     assert found is not None
     return metal_planes.decode(planes, dtype, found, _stands.run)
 
 
-def _joined(stretches: Sequence[Stretch], dtype: mx.Dtype) -> mx.array:
+def _joined(stretches: Sequence[TokenRange], dtype: mx.Dtype) -> mx.array:
     found = dialect()
     assert found is not None
     return metal_planes.join(stretches, dtype, found, _stands.run)
 
 
-def _is_used(what: What, kind: Kind, stock: Any) -> bool:
+def _is_used(what: What, kind: VectorKind, stock: Any) -> bool:
     return bool(_stands) or trial(what, kind, stock).is_used
 
 
-def trial(what: What, kind: Kind, stock: Any) -> Trial:
+def trial(what: What, kind: VectorKind, stock: Any) -> Trial:
     """Return the trial, which runs at the first call. `stock` is a codec; the trial sets its bits and RoPE rotation."""
     found = _tried.get((kind, what))
     if found is None:
@@ -147,7 +151,7 @@ def trial(what: What, kind: Kind, stock: Any) -> Trial:
     return found
 
 
-def try_now(kind: Kind, stock: Any, whats: Sequence[What] = get_args(What)) -> bool:
+def try_now(kind: VectorKind, stock: Any, whats: Sequence[What] = get_args(What)) -> bool:
     """Run the trials that have not run yet. False: this machine has no such kernels, or none takes such vectors."""
     if dialect() is None or not metal_planes.takes_vectors(*kind):
         return False
@@ -156,9 +160,9 @@ def try_now(kind: Kind, stock: Any, whats: Sequence[What] = get_args(What)) -> b
     return True
 
 
-def kernels(kinds: Collection[Kind]) -> list[str]:
+def kernels(kinds: Collection[VectorKind]) -> list[str]:
     """Describe for people to read which kernels encode and decode planes, without running a trial."""
-    by_kind: dict[Kind, list[str]] = {}
+    by_kind: dict[VectorKind, list[str]] = {}
     for (kind, _), found in list(_tried.items()):  # another thread may add to it
         if kind in kinds:
             by_kind.setdefault(kind, []).append(str(found))
@@ -175,7 +179,7 @@ def report() -> list[dict[str, Any]]:
     return [{"vectors": [str(kind.dtype), kind.dim], **found.as_json()} for (kind, _), found in list(_tried.items())]
 
 
-def _trial(what: What, kind: Kind, stock: Any) -> Trial:
+def _trial(what: What, kind: VectorKind, stock: Any) -> Trial:
     allowed = ENCODED_WITHIN if what == "encode" else DECODED_WITHIN[kind.dtype]
     try:
         error = _join_error(kind, stock) if what == "join" else _error(what, kind, stock)
@@ -188,7 +192,7 @@ def _trial(what: What, kind: Kind, stock: Any) -> Trial:
     return Trial(what, error, allowed, ours_ms, stock_ms)
 
 
-def _timed(what: What, kind: Kind, stock: Any) -> tuple[Callable[[], object], Callable[[], object]]:
+def _timed(what: What, kind: VectorKind, stock: Any) -> tuple[Callable[[], object], Callable[[], object]]:
     """Return our work, and the work of MLX that it would replace."""
     codec = replace(stock, bits=TIMED_BITS, turn=_turn(kind.dim))  # most models rotate keys, which takes longer
     x = _normal((TIMED_HEADS, TIMED_TOKENS, kind.dim), 1, kind.dtype)
@@ -197,13 +201,17 @@ def _timed(what: What, kind: Kind, stock: Any) -> tuple[Callable[[], object], Ca
     planes = _planes(codec, codec.encode_by_mlx(x, 0), x, 0)
     if what == "decode":
         return lambda: _decoded(planes, kind.dtype), lambda: codec.decode_by_mlx(planes, kind.dtype)
-    stretches = [Stretch(planes, 0, TIMED_TOKENS), Stretch(planes, 0, TIMED_TOKENS), Stretch(x, 0, TIMED_TOKENS // 4)]
+    stretches = [
+        TokenRange(planes, 0, TIMED_TOKENS),
+        TokenRange(planes, 0, TIMED_TOKENS),
+        TokenRange(x, 0, TIMED_TOKENS // 4),
+    ]
     return lambda: _joined(stretches, kind.dtype), lambda: _in_turn(
         stretches, lambda planes: codec.decode(planes, kind.dtype)
     )
 
 
-def _in_turn(stretches: Sequence[Stretch], decode: Callable[[Planes], mx.array]) -> mx.array:
+def _in_turn(stretches: Sequence[TokenRange], decode: Callable[[EncodedArray], mx.array]) -> mx.array:
     """Decode stretches one by one, then concatenate."""
     dense = [
         held[:, start:end] if isinstance(held, mx.array) else decode(held.view(start, end))
@@ -212,12 +220,12 @@ def _in_turn(stretches: Sequence[Stretch], decode: Callable[[Planes], mx.array])
     return mx.concatenate(dense, axis=1)
 
 
-def _by_mlx(planes: Planes, dtype: mx.Dtype) -> mx.array:
+def _by_mlx(planes: EncodedArray, dtype: mx.Dtype) -> mx.array:
     codec: Any = planes.codec
     return codec.decode_by_mlx(planes, dtype)
 
 
-def _join_error(kind: Kind, stock: Any) -> float:
+def _join_error(kind: VectorKind, stock: Any) -> float:
     """Return the largest error for launches of each shape, and for more stretches than a launch takes: planes of all
     bits, cut and whole, and raw vectors."""
     turn = _turn(kind.dim)
@@ -226,8 +234,8 @@ def _join_error(kind: Kind, stock: Any) -> float:
         codec = replace(stock, bits=bits, turn=turn if number % 2 else None)
         x = _normal((HEADS, TOKENS, kind.dim), number, kind.dtype)
         planes = _planes(codec, codec.encode_by_mlx(x, POSITION), x, POSITION)
-        coded.append(Stretch(planes, 7 * number, TOKENS - 5 * number))
-    raw = Stretch(_normal((HEADS, 50, kind.dim), 9, kind.dtype), 3, 44)
+        coded.append(TokenRange(planes, 7 * number, TOKENS - 5 * number))
+    raw = TokenRange(_normal((HEADS, 50, kind.dim), 9, kind.dtype), 3, 44)
     errors = []
     for stretches in ([coded[0], raw], [coded[1], raw, *coded[2:4], raw], [*coded, raw]):
         found = _joined(stretches, kind.dtype).astype(mx.float32)
@@ -236,7 +244,7 @@ def _join_error(kind: Kind, stock: Any) -> float:
     return largest(errors)
 
 
-def _error(what: What, kind: Kind, stock: Any) -> float:
+def _error(what: What, kind: VectorKind, stock: Any) -> float:
     """Return the largest error over every number of bits, with RoPE-aware and plain means."""
     errors = []
     for bits in BITS:
@@ -256,14 +264,14 @@ def _error(what: What, kind: Kind, stock: Any) -> float:
     return largest(errors)
 
 
-def _turn(dim: int) -> Turn:
-    return make_turn(100.0 ** (-np.arange(dim // 2) / dim))
+def _turn(dim: int) -> RopeRotation:
+    return make_rotation(100.0 ** (-np.arange(dim // 2) / dim))
 
 
-def _planes(codec: Any, arrays: dict[str, mx.array], x: mx.array, position: int) -> Planes:
+def _planes(codec: Any, arrays: dict[str, mx.array], x: mx.array, position: int) -> EncodedArray:
     mx.eval(list(arrays.values()))
     num_tokens, dim = x.shape[-2:]
-    return Planes(codec, arrays, num_tokens, position, dim, segments_of(position, num_tokens))
+    return EncodedArray(codec, arrays, num_tokens, position, dim, runs_of(position, num_tokens))
 
 
 def _milliseconds(work: Callable[[], Any]) -> float:

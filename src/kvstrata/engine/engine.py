@@ -138,7 +138,7 @@ class Engine:
         return {
             "layers": layout.count_by_kind(),
             "attention": {
-                "path": layout.path,
+                "path": layout.batching,
                 "why": layout.reason,
                 "kernels": dispatch.kernels(layout.head_kinds()),
                 "quantized": backends.active(),

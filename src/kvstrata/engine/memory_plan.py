@@ -196,7 +196,7 @@ def expected_scratch(outline: Outline, *, rows: int) -> Scratch:
         ScratchLine(int(LEEWAY * chunk * max(wide_bytes, scores_bytes))),
         ScratchLine(int(LEEWAY * chunk * wide_bytes), LEEWAY * (scores_bytes + layer_bytes)),
     ]
-    if layout.path == "rows" and any(spec.kind == "full" for spec in layout.flat()):
+    if layout.batching == "per_sequence" and any(spec.kind == "full" for spec in layout.flat()):
         # Every step joins the keys and values of all layers, and all of them are alive when the step ends.
         lines.append(ScratchLine(0, LEEWAY * layout.token_bytes, of_all_rows=True))
     return Scratch(tuple(lines))
@@ -205,7 +205,7 @@ def expected_scratch(outline: Outline, *, rows: int) -> Scratch:
 def _score_bytes(outline: Outline) -> float:
     """Return the bytes of the scores between one query token and one key token, in all heads."""
     is_recurrent = any(spec.kind == "recurrent" for spec in outline.layout.flat())
-    is_plain = outline.layout.path == "rows" or is_recurrent
+    is_plain = outline.layout.batching == "per_sequence" or is_recurrent
     return (PLAIN_SCORES_COPIES if is_plain else SCORES_COPIES) * FLOAT_BYTES * max(1, outline.num_heads)
 
 

@@ -24,7 +24,7 @@ from blake3 import blake3
 import kvstrata
 from kvstrata.attention.cuda.trials import join_works
 from kvstrata.attention.metal import trials as metal_trials
-from kvstrata.attention.segments import Part, RawPart, SealedPart, Source
+from kvstrata.attention.segments import RawSegment, SealedSegment, Segment, SegmentSource
 from kvstrata.backend import device
 from kvstrata.backend.allocator import limits_restored
 from kvstrata.backend.notebook import read_notes, write_notes
@@ -260,7 +260,7 @@ class ScratchProfiler:
     def _make_prefix(self, num_tokens: int, pairs: Sequence[CodecPair] | None) -> Prefix:
         """Return a prefix of zeros. Layers of one shape share their arrays."""
         specs = self._layout.flat()
-        by_layer: dict[tuple[LayerSpec, CodecPair], tuple[Source, ...]] = {}
+        by_layer: dict[tuple[LayerSpec, CodecPair], tuple[SegmentSource, ...]] = {}
         sources = []
         for spec, pair in zip(specs, pairs or (RAW,) * len(specs), strict=True):
             if spec.kind == "full" and (spec, pair) not in by_layer:
@@ -274,18 +274,18 @@ class ScratchProfiler:
 class OtherSequenceTokens:
     """Tokens of another running sequence, which still writes to them."""
 
-    part: RawPart
+    part: RawSegment
     version: int = 0
 
     @property
     def num_tokens(self) -> int:
         return self.part.num_tokens
 
-    def parts(self) -> tuple[Part, ...]:
+    def segments(self) -> tuple[Segment, ...]:
         return (self.part,)
 
 
-def context_sources(spec: LayerSpec, pair: CodecPair, num_tokens: int) -> tuple[Source, ...]:
+def context_sources(spec: LayerSpec, pair: CodecPair, num_tokens: int) -> tuple[SegmentSource, ...]:
     """Return a context of zeros in the segments that take most memory to join.
 
     On a GPU these are segments that no single launch decodes: on Metal many, on CUDA some that another sequence writes.
@@ -296,7 +296,7 @@ def context_sources(spec: LayerSpec, pair: CodecPair, num_tokens: int) -> tuple[
         num_sealed, num_others = _split_evenly(num_tokens, 2)
         k, v = (array[None] for array in _zeros(spec, num_others))
         mx.eval(k, v)
-        return _seal(*_zeros(spec, num_sealed), pair), OtherSequenceTokens(RawPart(k, v, num_others))
+        return _seal(*_zeros(spec, num_sealed), pair), OtherSequenceTokens(RawSegment(k, v, num_others))
     return (_seal(*_zeros(spec, num_tokens), pair),)
 
 
@@ -331,12 +331,12 @@ def _window_or_state(spec: LayerSpec, num_tokens: int, state: Any) -> Any:
     return state
 
 
-def _seal(k: mx.array, v: mx.array, pair: CodecPair) -> SealedPart:
+def _seal(k: mx.array, v: mx.array, pair: CodecPair) -> SealedSegment:
     k_planes, v_planes = (
         codec.adopt(array, 0) if isinstance(codec, RawCodec) else codec.encode(array, 0)
         for codec, array in zip(pair, (k, v), strict=True)
     )
-    part = SealedPart(k_planes, v_planes)
+    part = SealedSegment(k_planes, v_planes)
     mx.eval(part.arrays())
     return part
 
@@ -422,8 +422,8 @@ def warm_up_kernels(layout: Layout) -> int:
 def _try_kernels(specs: Sequence[LayerSpec]) -> int:
     """Try the kernels for Metal on a vector of each dtype and dimension."""
     codec = PlanesCodec(8)
-    vectors = {trials.Kind(spec.dtype, dim) for spec in specs for dim in (spec.k_dim, spec.v_dim)}
-    assessed = {trials.Kind(mx.float32, spec.k_dim) for spec in specs} - vectors
+    vectors = {trials.VectorKind(spec.dtype, dim) for spec in specs for dim in (spec.k_dim, spec.v_dim)}
+    assessed = {trials.VectorKind(mx.float32, spec.k_dim) for spec in specs} - vectors
     tried = [trials.try_now(vector, codec) for vector in vectors]
     return sum(tried) + sum(trials.try_now(vector, codec, ("decode",)) for vector in assessed)
 

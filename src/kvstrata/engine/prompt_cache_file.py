@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from kvstrata.attention.segments import Parts, SealedPart
+from kvstrata.attention.segments import SealedSegment, SegmentedKV
 from kvstrata.codecs.affine import AffineCodec
 from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.runner import ModelRunner
@@ -26,10 +26,10 @@ from kvstrata.kv.mixed_pass import PromptCaches
 from kvstrata.kv.mlx_caches import adopt_mlx_lm
 from kvstrata.kv.mlx_prompt_files import (
     TOKENS,
+    FileArray,
     FullLayerIn,
     LayerFile,
     Scalars,
-    Stored,
     TensorNamed,
     TensorTable,
     cut_tensor,
@@ -187,7 +187,7 @@ def _compare_layers(cache: SequenceCache, span: Span, start: int, end: int) -> S
         if not isinstance(own, FullLayer):
             continue
         like = mx.zeros((), span.layout.flat()[layer].dtype)
-        _compare(span, layer, start, Parts((own.own.segments(start, end),)).joined(like), is_first=False)
+        _compare(span, layer, start, SegmentedKV((own.own.segments(start, end),)).to_arrays(like), is_first=False)
         yield
 
 
@@ -200,7 +200,7 @@ def _compare(span: Span, layer: int, start: int, ours: tuple[mx.array, mx.array]
     codec = span.sealed(layer)[0].k.codec  # a prompt cache has one codec per layer
     bits = codec.bits if isinstance(codec, AffineCodec) else None
     limit = _limit(bits, ours[0].dtype, is_first=is_first)
-    for theirs, computed in zip(Parts((segments,)).joined(ours[0]), ours, strict=True):
+    for theirs, computed in zip(SegmentedKV((segments,)).to_arrays(ours[0]), ours, strict=True):
         # Encoded by the same codec, equal values get equal codes.
         decoded = codec.decode(codec.encode(computed.squeeze(0)), computed.dtype)[None] if bits else computed
         errors = _errors_by_token(_as_rows(decoded), _as_rows(theirs))
@@ -212,7 +212,7 @@ def _compare(span: Span, layer: int, start: int, ours: tuple[mx.array, mx.array]
 
 def _compare_checkpoints(theirs: Checkpoint, ours: Checkpoint) -> None:
     for layer, (one, other) in enumerate(zip(theirs.states, ours.states, strict=True)):
-        if isinstance(one, SealedPart) and isinstance(other, SealedPart):
+        if isinstance(one, SealedSegment) and isinstance(other, SealedSegment):
             like = other.k.arrays["values"]
             pairs = list(zip(one.dense(like), other.dense(like), strict=True))
         elif isinstance(one, RecurrentState) and isinstance(other, RecurrentState):
@@ -263,7 +263,7 @@ class PromptCacheReader:
     def __init__(self, table: TensorTable, layout: Layout) -> None:
         self.table = table
         self._layout = layout
-        self._tensors = {name: Stored(place.dtype, place.shape) for name, place in table.places.items()}
+        self._tensors = {name: FileArray(place.dtype, place.shape) for name, place in table.places.items()}
         self._scalars = Scalars(scalar_kinds(table.metadata), self._read_number, self._read_text)
         self._layers: list[LayerFile] = layers_in(layout, table.metadata, self._scalars)
         self.num_tokens = num_tokens_in(list(zip(layout.flat(), self._layers, strict=True)), self._scalars)
@@ -289,7 +289,7 @@ class PromptCacheReader:
                 f"that it was made of. {CHANGED}",
                 code="other_prompt",
             )
-        segments: dict[int, tuple[SealedPart, ...]] = {}
+        segments: dict[int, tuple[SealedSegment, ...]] = {}
         states: list[LayerState] = []
         for i, (spec, file) in enumerate(zip(self._layout.flat(), self._layers, strict=True)):
             if spec.kind == "full":
@@ -304,7 +304,7 @@ class PromptCacheReader:
         run_task(lambda core: self._verify(core, ids, span))
         return span
 
-    def _read_segments(self, run_task: RunTask, layer: FullLayerIn, num_tokens: int) -> Iterator[SealedPart]:
+    def _read_segments(self, run_task: RunTask, layer: FullLayerIn, num_tokens: int) -> Iterator[SealedSegment]:
         octets = {path: self._read_bytes(path) for side in layer.sides for path in side}
         for start, end in layer.pieces(num_tokens):
             k, v = ([cut_tensor(octets[p], self._tensors[p], start, end) for p in side] for side in layer.sides)
@@ -373,9 +373,9 @@ class PromptCacheWriter:
     def pieces(self, run_task: RunTask) -> Iterator[memoryview]:
         """Yield the file's bytes: header, scalars, and one layer's tensors at a time."""
         leaves = list(flattened(self._trees))
-        scalars = [(path, *_scalar(leaf)) for path, leaf in leaves if not isinstance(leaf, Stored)]
+        scalars = [(path, *_scalar(leaf)) for path, leaf in leaves if not isinstance(leaf, FileArray)]
         named = [TensorNamed(path, dtype, shape) for path, dtype, shape, _ in scalars]
-        named += [TensorNamed(path, leaf.dtype, leaf.shape) for path, leaf in leaves if isinstance(leaf, Stored)]
+        named += [TensorNamed(path, leaf.dtype, leaf.shape) for path, leaf in leaves if isinstance(leaf, FileArray)]
         yield memoryview(encode_table(named, self._metadata))
         yield memoryview(b"".join(octets for *_, octets in scalars))
         for layer in self._layers:

@@ -203,7 +203,7 @@ class ModelRunner:
         compiled = self._compiled.run(tokens, self._batch_of(rows)) if self._compiled else None
         if compiled is not None:
             return compiled
-        if len(rows) == 1 or self._layout.path == "rows":
+        if len(rows) == 1 or self._layout.batching == "per_sequence":
             self.disband()
             return mx.concatenate([self._forward_alone(row, tokens[i : i + 1]) for i, row in enumerate(rows)])
         batch = self._batch_of(rows)

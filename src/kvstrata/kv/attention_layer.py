@@ -11,9 +11,9 @@ import numpy as np
 
 from kvstrata.attention.cpu import step as cpu_step
 from kvstrata.attention.cuda import rows as cuda_rows
-from kvstrata.attention.cuda.tables import Place
+from kvstrata.attention.cuda.tables import SlotPlace
 from kvstrata.attention.dispatch import Keys
-from kvstrata.attention.segments import Parts
+from kvstrata.attention.segments import SegmentedKV
 from kvstrata.kv.buffers import Piece
 
 
@@ -22,11 +22,11 @@ class Watched(Protocol):
     def version(self) -> Hashable: ...
 
 
-class AttentionLayer(cuda_rows.Row, cpu_step.Row, ABC):
+class AttentionLayer(cuda_rows.CudaRow, cpu_step.CpuRow, ABC):
     def __init__(self, offset: int) -> None:
         self.offset: int = offset  # position of the next token
-        self._counters = cuda_rows.Counters()
-        self._step: cuda_rows.Step | None = None
+        self._launch_state = cuda_rows.LaunchState()
+        self._step: cuda_rows.CudaStep | None = None
 
     @property
     @abstractmethod
@@ -38,7 +38,7 @@ class AttentionLayer(cuda_rows.Row, cpu_step.Row, ABC):
         """Return the arrays that the layer writes to."""
 
     @abstractmethod
-    def next_place(self) -> Place:
+    def next_place(self) -> SlotPlace:
         """Return the place of the next token in its buffer."""
 
     @property
@@ -47,7 +47,7 @@ class AttentionLayer(cuda_rows.Row, cpu_step.Row, ABC):
         """Most tokens that the layer can ever hold; 0: no limit."""
 
     @abstractmethod
-    def next_piece(self) -> Piece | None:
+    def next_buffer(self) -> Piece | None:
         """Return the buffer that the next token goes to; None: a ring, which never ends."""
 
     @abstractmethod
@@ -67,10 +67,10 @@ class AttentionLayer(cuda_rows.Row, cpu_step.Row, ABC):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Keys, Keys]:
         if keys.shape[2] == 1 and cpu_step.fits(keys, values) and self.has_runs:
-            step = cpu_step.Step((self,), keys, values)
+            step = cpu_step.CpuStep((self,), keys, values)
             return step, step
         if cuda_rows.takes_rows(keys, values):
-            self._step = cuda_rows.Step((self,), keys, values, self._counters)
+            self._step = cuda_rows.CudaStep((self,), keys, values, self._launch_state)
             return self._step, self._step
         self.append(keys, values)
         return self.keys_and_values()
@@ -81,7 +81,7 @@ class AttentionLayer(cuda_rows.Row, cpu_step.Row, ABC):
         return cpu_step.attend_next((self,), q, k, v, scale) if cpu_step.available() and self.has_runs else None
 
     def keys_and_values(self) -> tuple[Keys, Keys]:
-        parts = self._step or Parts((self.parts(),))
+        parts = self._step or SegmentedKV((self.segments(),))
         return parts, parts
 
     @abstractmethod

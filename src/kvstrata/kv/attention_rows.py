@@ -10,7 +10,7 @@ import numpy as np
 from kvstrata.attention.cpu import step as cpu_step
 from kvstrata.attention.cuda import rows as cuda_rows
 from kvstrata.attention.dispatch import Keys
-from kvstrata.attention.segments import Parts
+from kvstrata.attention.segments import SegmentedKV
 from kvstrata.kv.attention_layer import AttentionLayer
 from kvstrata.kv.window_layer import WindowLayer
 
@@ -19,8 +19,8 @@ class AttentionRows:
     def __init__(self, layers: Sequence[AttentionLayer]) -> None:
         self._layers = layers
         self.offset: mx.array | int = 0  # [rows], set for each step: RoPE takes one offset for each row
-        self._step: cpu_step.Step | cuda_rows.Step | None = None
-        self._counters = cuda_rows.Counters()
+        self._step: cpu_step.CpuStep | cuda_rows.CudaStep | None = None
+        self._launch_state = cuda_rows.LaunchState()
 
     def begin_step(self, offsets: mx.array) -> None:
         self.offset = offsets
@@ -29,20 +29,20 @@ class AttentionRows:
     def end_step(self) -> list[mx.array]:
         """Return the arrays that have to be issued before the next step."""
         step, self._step = self._step, None  # holds segments that may be replaced before the next step
-        return step.launched if isinstance(step, cuda_rows.Step) else []
+        return step.launched if isinstance(step, cuda_rows.CudaStep) else []
 
     @property
     def layers(self) -> Sequence[AttentionLayer]:
         return self._layers
 
-    def find(self) -> cuda_rows.Found | None:
-        return cuda_rows.find(self._layers, self._counters)
+    def plan_reads(self) -> cuda_rows.PlannedReads | None:
+        return cuda_rows.plan_reads(self._layers, self._launch_state)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Keys, Keys]:
         if cpu_step.fits(keys, values) and all(layer.has_runs for layer in self._layers):
-            self._step = cpu_step.Step(self._layers, keys, values)
+            self._step = cpu_step.CpuStep(self._layers, keys, values)
         elif cuda_rows.takes_rows(keys, values):
-            self._step = cuda_rows.Step(self._layers, keys, values, self._counters)
+            self._step = cuda_rows.CudaStep(self._layers, keys, values, self._launch_state)
         if self._step is not None:
             return self._step, self._step
         num_rows = len(self._layers)
@@ -57,7 +57,7 @@ class AttentionRows:
         return cpu_step.attend_next(self._layers, q, k, v, scale)
 
     def keys_and_values(self) -> tuple[Keys, Keys]:
-        parts = self._step or Parts(tuple(layer.parts() for layer in self._layers))
+        parts = self._step or SegmentedKV(tuple(layer.segments() for layer in self._layers))
         return parts, parts
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:  # noqa: N803, ARG002

@@ -14,8 +14,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvstrata.attention.segments import SealedPart
-from kvstrata.codecs.base import Planes
+from kvstrata.attention.segments import SealedSegment
+from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.mean_runs import GROUP_TOKENS
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.registry import from_spec
@@ -94,7 +94,7 @@ def _check_side(described: Mapping[str, Any], max_tokens: int) -> None:
     from_spec(described["spec"]).check(where["dim"])
 
 
-def check_segments(layout: Layout, segments: Mapping[int, SealedPart]) -> None:
+def check_segments(layout: Layout, segments: Mapping[int, SealedSegment]) -> None:
     """Raise UnreadableBlock where the segments of a block, from `unpack`, are not this model's."""
     specs = layout.flat()
     full = {layer for layer, spec in enumerate(specs) if spec.kind == "full"}
@@ -123,7 +123,7 @@ def _check_state(spec: LayerSpec, state: LayerState, ours: LayerState, position:
     elif isinstance(ours, RecurrentState):
         if not isinstance(state, RecurrentState) or _shapes(state) != _shapes(ours):
             raise UnreadableBlock(f"A checkpoint's state of layer {layer} has other arrays than this model's.")
-    elif not isinstance(state, SealedPart):
+    elif not isinstance(state, SealedSegment):
         raise UnreadableBlock(f"A checkpoint has no tokens for layer {layer}.")
     else:
         _check_segment(spec, state, layer)
@@ -141,7 +141,7 @@ def held_tokens(spec: LayerSpec, position: int) -> int:
     return min(ring.keep, position) + position - ring.oldest(position)
 
 
-def _check_segment(spec: LayerSpec, segment: SealedPart, layer: int) -> None:
+def _check_segment(spec: LayerSpec, segment: SealedSegment, layer: int) -> None:
     for planes, dim in ((segment.k, spec.k_dim), (segment.v, spec.v_dim)):
         if planes.leading != (spec.kv_heads,) or planes.dim != dim or planes.num_tokens != segment.num_tokens:
             raise UnreadableBlock(f"Layer {layer} of the file does not have this model's shapes.")
@@ -150,10 +150,10 @@ def _check_segment(spec: LayerSpec, segment: SealedPart, layer: int) -> None:
         _check_mean_runs(planes, layer)
 
 
-def _check_mean_runs(planes: Planes, layer: int) -> None:
+def _check_mean_runs(planes: EncodedArray, layer: int) -> None:
     """Raise UnreadableBlock where a mean covers tokens of two groups."""
     start = planes.position
-    for size in planes.segments:
+    for size in planes.mean_runs:
         if start // GROUP_TOKENS != (start + size - 1) // GROUP_TOKENS:
             raise UnreadableBlock(f"Layer {layer} of the file has a mean of tokens that share none.")
         start += size

@@ -12,10 +12,10 @@ import mlx.core as mx
 import numpy as np
 
 from kvstrata.attention.cpu import step as cpu_step
-from kvstrata.attention.cuda.step import Slot
-from kvstrata.attention.segments import RawPart
+from kvstrata.attention.cuda.step import KvSlot
+from kvstrata.attention.segments import RawSegment
 from kvstrata.codecs.base import copy_rows
-from kvstrata.codecs.cuda.addresses import Whereabouts
+from kvstrata.codecs.cuda.addresses import KernelViews
 
 # On CUDA, MLX has its fast attention for buffers of a multiple of 256 tokens only.
 TOKENS_STEP = 256 if mx.cuda.is_available() else 1
@@ -51,7 +51,7 @@ class KvShape(NamedTuple):
     dtype: mx.Dtype
 
 
-class Buffer:
+class KvBuffer:
     """K and V of up to `size` tokens of one sequence in one layer. The first write allocates all of it."""
 
     def __init__(self, size: int, shape: KvShape | None = None) -> None:
@@ -60,7 +60,7 @@ class Buffer:
         self._shape = shape
         self.k: mx.array | None = None  # [1, kv_heads, size, k_dim]
         self.v: mx.array | None = None  # [1, kv_heads, size, v_dim]
-        self.where = Whereabouts()  # addresses on a GPU
+        self.gpu_addresses = KernelViews()  # addresses on a GPU
         self._addresses: tuple[int, int] | None = None  # of K and V, on a CPU
 
     @property
@@ -74,11 +74,11 @@ class Buffer:
     def arrays(self) -> list[mx.array]:
         return [array for array in (self.k, self.v) if array is not None]
 
-    def part(self, num_tokens: int) -> RawPart:
+    def segment(self, num_tokens: int) -> RawSegment:
         """Return the first `num_tokens` of the written tokens."""
         assert self.k is not None
         assert self.v is not None
-        return RawPart(self.k, self.v, num_tokens, where=self.where)
+        return RawSegment(self.k, self.v, num_tokens, addresses=self.gpu_addresses)
 
     def put(self, at: int, k: mx.array, v: mx.array) -> None:  # [1, kv_heads, tokens, dim]
         if self.k is None or self.v is None:
@@ -86,12 +86,12 @@ class Buffer:
         _assign(self.k, at, k)
         _assign(self.v, at, v)
         self._addresses = None
-        self.where.forget()
+        self.gpu_addresses.forget()
 
     def adopt(self, k: mx.array, v: mx.array) -> None:
         """Take over arrays of the buffer's size that no other code holds."""
         self.k, self.v, self._addresses = k, v, None
-        self.where.forget()
+        self.gpu_addresses.forget()
 
     def addresses(self) -> tuple[int, int]:
         """Evaluate K and V, and return their addresses: valid until the next `put`; nothing else moves a buffer."""
@@ -143,12 +143,12 @@ def _address(buffer: mx.array) -> int:
 
 # Free slots beside the newest tokens after the others were encoded, and least size of a buffer that is added later:
 # the next seal moves the newest tokens again, with all their free slots.
-ROOM_TOKENS = 512
+FREE_TOKENS = 512
 
 
 @dataclass
 class Piece:
-    buffer: Buffer
+    buffer: KvBuffer
     used: int = 0
 
     @property
@@ -156,63 +156,63 @@ class Piece:
         return self.buffer.size - self.used
 
 
-class Pieces:
+class KvBufferList:
     def __init__(self, capacity: int, raw_tokens: int | None, shape: KvShape | None) -> None:
         """`capacity`: tokens that may be written. `raw_tokens`: most of them that have buffers at once; None: all."""
         self._raw_tokens = raw_tokens
         self._shape = shape
         first = capacity if raw_tokens is None else min(capacity, raw_tokens)
-        self._pieces = [_piece(first, shape)]
-        self._promised = capacity - first  # tokens without a buffer yet
+        self._buffers = [_piece(first, shape)]
+        self._unallocated = capacity - first  # tokens without a buffer yet
         self.version = 0  # changes with the buffers, and with each write by MLX
 
     @property
     def capacity(self) -> int:
         """Tokens that fit, including tokens without a buffer yet."""
-        return sum(piece.buffer.size for piece in self._pieces) + self._promised
+        return sum(piece.buffer.size for piece in self._buffers) + self._unallocated
 
     @property
     def nbytes(self) -> int:
-        return sum(piece.buffer.nbytes for piece in self._pieces)
+        return sum(piece.buffer.nbytes for piece in self._buffers)
 
     @property
     def token_bytes(self) -> int:
-        return self._pieces[0].buffer.token_bytes
+        return self._buffers[0].buffer.token_bytes
 
     @property
     def num_tokens(self) -> int:
-        return sum(piece.used for piece in self._pieces)
+        return sum(piece.used for piece in self._buffers)
 
     def arrays(self) -> list[mx.array]:
-        return [array for piece in self._pieces for array in piece.buffer.arrays()]
+        return [array for piece in self._buffers for array in piece.buffer.arrays()]
 
-    def parts(self) -> list[RawPart]:
-        return [piece.buffer.part(piece.used) for piece in self._pieces if piece.used]
+    def segments(self) -> list[RawSegment]:
+        return [piece.buffer.segment(piece.used) for piece in self._buffers if piece.used]
 
     def grow(self, tokens: int) -> None:
-        if self._raw_tokens is None and not self._promised:
-            self._pieces.append(_piece(tokens, self._shape))
+        if self._raw_tokens is None and not self._unallocated:
+            self._buffers.append(_piece(tokens, self._shape))
             self.version += 1
         else:
-            self._promised += tokens
+            self._unallocated += tokens
 
-    def make_room(self, num_tokens: int) -> None:
+    def reserve(self, num_tokens: int) -> None:
         """Add a buffer if `num_tokens` more do not fit, out of the promised tokens. Buffers stay few at any length."""
-        if self._pieces[-1].free >= num_tokens:
+        if self._buffers[-1].free >= num_tokens:
             return  # the usual case, kept fast: a plan of a step asks this of each layer of each row
-        free = sum(piece.free for piece in self._pieces)
-        if free < num_tokens and self._promised:
-            size = max(num_tokens - free, self._raw_tokens or max(ROOM_TOKENS, self.capacity // 4))
-            self._pieces.append(_piece(min(size, self._promised), self._shape))
-            self._promised = max(0, self._promised - self._pieces[-1].buffer.size)
+        free = sum(piece.free for piece in self._buffers)
+        if free < num_tokens and self._unallocated:
+            size = max(num_tokens - free, self._raw_tokens or max(FREE_TOKENS, self.capacity // 4))
+            self._buffers.append(_piece(min(size, self._unallocated), self._shape))
+            self._unallocated = max(0, self._unallocated - self._buffers[-1].buffer.size)
             self.version += 1
 
     def append(self, k: mx.array, v: mx.array) -> int:
         """Write tokens [1, kv_heads, tokens, dim] until the buffers are full. Return how many were written."""
         start, total = 0, k.shape[2]
-        self.make_room(total)
+        self.reserve(total)
         self.version += 1
-        for piece in self._pieces:
+        for piece in self._buffers:
             count = min(piece.free, total - start)
             if count:
                 piece.buffer.put(piece.used, k[:, :, start : start + count], v[:, :, start : start + count])
@@ -220,75 +220,75 @@ class Pieces:
                 start += count
         return start
 
-    def runs_with_next(self) -> tuple[list[cpu_step.Run], bool]:
+    def runs_with_next(self) -> tuple[list[cpu_step.TokenRun], bool]:
         """Return all tokens with a slot for one more, which the caller writes there; and whether a slot was free."""
-        self.make_room(1)
+        self.reserve(1)
         runs, is_placed = [], False
-        for piece in self._pieces:
+        for piece in self._buffers:
             at = cpu_step.NOWHERE if is_placed or not piece.free else piece.used
             if at != cpu_step.NOWHERE:
                 piece.used += 1
                 is_placed = True
             if piece.used:
-                runs.append(cpu_step.Run(*piece.buffer.addresses(), piece.buffer.size, at, piece.used))
+                runs.append(cpu_step.TokenRun(*piece.buffer.addresses(), piece.buffer.size, at, piece.used))
         return runs, is_placed
 
-    def next_slot(self) -> Slot | None:
+    def next_slot(self) -> KvSlot | None:
         """Return the slot for one more token, which is not counted yet: see `count_next`. None: no slot is free."""
-        self.make_room(1)
-        piece = self.next_piece
+        self.reserve(1)
+        piece = self.next_buffer
         if not piece.free:
             return None
         buffer = piece.buffer
-        return Slot(*buffer.allocate(), buffer.size, piece.used, piece.used + 1, buffer.where)
+        return KvSlot(*buffer.allocate(), buffer.size, piece.used, piece.used + 1, buffer.gpu_addresses)
 
     @property
-    def next_piece(self) -> Piece:
+    def next_buffer(self) -> Piece:
         """The buffer that has `next_slot`."""
-        return self._pieces[self.num_full]
+        return self._buffers[self.num_full]
 
     def count_next(self) -> None:
         """Count the token in `next_slot`: the caller writes it there, or has written it by `put_last`."""
-        self.next_piece.used += 1
+        self.next_buffer.used += 1
 
     def put_last(self, k: mx.array, v: mx.array) -> None:
         self.version += 1
-        piece = next(piece for piece in reversed(self._pieces) if piece.used)
+        piece = next(piece for piece in reversed(self._buffers) if piece.used)
         piece.buffer.put(piece.used - 1, k, v)
 
     @property
     def num_full(self) -> int:
         """Number of buffers before the one that the next token goes to. Buffers fill up in order."""
-        if len(self._pieces) == 1:
+        if len(self._buffers) == 1:
             return 0
-        return next((i for i, piece in enumerate(self._pieces) if piece.free), len(self._pieces) - 1)
+        return next((i for i, piece in enumerate(self._buffers) if piece.free), len(self._buffers) - 1)
 
-    def full_parts(self) -> list[RawPart]:
-        return [piece.buffer.part(piece.used) for piece in self._pieces[: self.num_full]]
+    def full_segments(self) -> list[RawSegment]:
+        return [piece.buffer.segment(piece.used) for piece in self._buffers[: self.num_full]]
 
     def whole_arrays(self) -> tuple[mx.array, mx.array] | None:
         """Return K and V if they fill one buffer exactly: it can be kept as it is, if it is not written again."""
-        piece = self._pieces[0]
-        if len(self._pieces) > 1 or piece.free or piece.buffer.k is None or piece.buffer.v is None:
+        piece = self._buffers[0]
+        if len(self._buffers) > 1 or piece.free or piece.buffer.k is None or piece.buffer.v is None:
             return None
         return piece.buffer.k.squeeze(0), piece.buffer.v.squeeze(0)  # an index would copy
 
     def size_for(self, num_recent: int) -> int:
         """Return the size of the buffer that the newest tokens move to when all others are encoded."""
         room = self.capacity - self.num_tokens
-        most = ROOM_TOKENS if self._raw_tokens is None else max(0, self._raw_tokens - num_recent)
+        most = FREE_TOKENS if self._raw_tokens is None else max(0, self._raw_tokens - num_recent)
         return round_up(num_recent + min(room, most))
 
     def keep_only(self, recent: Sequence[mx.array], num_recent: int) -> None:
         """Drop all buffers for one with `recent`: K and V of `size_for` tokens, or empty where no token stays."""
         room = self.capacity - self.num_tokens
-        tail = Piece(Buffer(self.size_for(num_recent), self._shape), num_recent)
+        tail = Piece(KvBuffer(self.size_for(num_recent), self._shape), num_recent)
         if recent:
             tail.buffer.adopt(*recent)
-        self._pieces = [tail]
-        self._promised = max(0, room - tail.free)
+        self._buffers = [tail]
+        self._unallocated = max(0, room - tail.free)
         self.version += 1
 
 
 def _piece(num_tokens: int, shape: KvShape | None) -> Piece:
-    return Piece(Buffer(round_up(num_tokens), shape))
+    return Piece(KvBuffer(round_up(num_tokens), shape))

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvstrata.attention.segments import SealedPart
+from kvstrata.attention.segments import SealedSegment
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.kv.chunked_layer import ChunkedLayer
 from kvstrata.kv.layout import LayerSpec, Layout
@@ -31,7 +31,7 @@ class RecurrentState:
 
 
 # Window or chunked layer: its tokens, kept ones first. Recurrent layer: its state. None: full attention.
-LayerState = SealedPart | RecurrentState | None
+LayerState = SealedSegment | RecurrentState | None
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _state(layer: Any, position: int) -> LayerState:
     if isinstance(layer, WindowLayer | ChunkedLayer):
         k, v = layer.copy_state()
         start = position - k.shape[2]
-        return SealedPart(RawCodec().adopt(k.squeeze(0), start), RawCodec().adopt(v.squeeze(0), start))
+        return SealedSegment(RawCodec().adopt(k.squeeze(0), start), RawCodec().adopt(v.squeeze(0), start))
     return None
 
 

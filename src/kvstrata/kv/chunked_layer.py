@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from kvstrata.attention.segments import Parts, RawPart
-from kvstrata.kv.buffers import Buffer, owned
+from kvstrata.attention.segments import RawSegment, SegmentedKV
+from kvstrata.kv.buffers import KvBuffer, owned
 
 
 class ChunkedLayer:
     def __init__(self, chunk_size: int) -> None:
         self.chunk_size = chunk_size
         self.offset = 0
-        self._chunk = Buffer(chunk_size)
+        self._chunk = KvBuffer(chunk_size)
 
     @property
     def nbytes(self) -> int:
@@ -43,7 +43,7 @@ class ChunkedLayer:
 
     def copy_state(self) -> tuple[mx.array, mx.array]:
         """Return K and V of the newest token's chunk, in memory of their own: [1, kv_heads, tokens, dim]."""
-        raw = self._chunk.part((self.offset - 1) % self.chunk_size + 1)
+        raw = self._chunk.segment((self.offset - 1) % self.chunk_size + 1)
         k, v = owned(raw.k), owned(raw.v)
         mx.eval(k, v)
         return k, v
@@ -66,11 +66,11 @@ class ChunkedLayer:
         past, count = self.offset % self.chunk_size, keys.shape[2]
         if past + count <= self.chunk_size:
             self._append(keys, values)
-            seen = self._chunk.part(past + count)
+            seen = self._chunk.segment(past + count)
             return seen.k, seen.v
         # The pass reaches into the next chunk, whose tokens overwrite tokens that the first queries of the pass see.
-        new = RawPart(keys, values, count)
-        fetched = Parts(((self._chunk.part(past), new) if past else (new,),)).joined(keys)
+        new = RawSegment(keys, values, count)
+        fetched = SegmentedKV(((self._chunk.segment(past), new) if past else (new,),)).to_arrays(keys)
         self._append(keys, values)
         return fetched
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from kvstrata.attention.cuda.rows import Found
-from kvstrata.attention.cuda.step import Launch
-from kvstrata.attention.cuda.tables import Tables, places_of
+from kvstrata.attention.cuda.rows import PlannedReads
+from kvstrata.attention.cuda.step import StepLaunch
+from kvstrata.attention.cuda.tables import StepTables, places_of
 from kvstrata.kv.attention_layer import AttentionLayer, Watched
 from kvstrata.kv.attention_rows import AttentionRows
 from kvstrata.kv.sequence_cache import SequenceCache
@@ -24,7 +24,7 @@ from kvstrata.kv.sequence_cache import SequenceCache
 class LayerPlan(NamedTuple):
     """The answers of one layer, and the versions for which they are valid."""
 
-    found: Found
+    reads: PlannedReads
     watched: list[Watched]
     versions: list[Hashable]
 
@@ -33,10 +33,10 @@ class LayerPlan(NamedTuple):
         return [watched.version for watched in self.watched] == self.versions
 
 
-class Group(NamedTuple):
+class LaunchGroup(NamedTuple):
     """Layers with the same tables, whose new tokens go to the same places."""
 
-    tables: Tables
+    tables: StepTables
     kv_heads: int
     rows: Sequence[AttentionLayer]  # of one of the layers
 
@@ -50,27 +50,27 @@ class DecodePlan:
         self._groups, self._numbers = _grouped(rows, layers)
         self._sequences = sequences
         self._attending = [layer for each in rows for layer in each.layers]
-        self._pieces = [piece for layer in self._attending if (piece := layer.next_piece()) is not None]
+        self._pieces = [piece for layer in self._attending if (piece := layer.next_buffer()) is not None]
         self._ends = _ends(sequences, rows)
         self._watched = [watched for layer in layers for watched in layer.watched]
         self._versions = [version for layer in layers for version in layer.versions]
 
     @property
-    def has_room(self) -> bool:
+    def has_free_slots(self) -> bool:
         """Whether the present buffers have a free slot for the next token of every row."""
         return all(s.num_tokens < end for s, end in zip(self._sequences, self._ends, strict=True))
 
     @property
     def is_good(self) -> bool:
         """Whether the plan is valid for the next step."""
-        return self.has_room and [watched.version for watched in self._watched] == self._versions
+        return self.has_free_slots and [watched.version for watched in self._watched] == self._versions
 
     def reads(self, arrays: Sequence[mx.array]) -> bool:
         """Whether the plan's addresses point to one of these arrays."""
-        held = {id(array) for layer in self.layers for array in layer.found.held}
+        held = {id(array) for layer in self.layers for array in layer.reads.held}
         return any(id(array) in held for array in arrays)
 
-    def launches(self) -> list[Launch]:
+    def launches(self) -> list[StepLaunch]:
         """Return the launch of each layer for the next tokens."""
         places = [
             places_of(group.tables, [layer.next_place() for layer in group.rows], group.kv_heads)
@@ -78,9 +78,9 @@ class DecodePlan:
         ]
         made = []
         for number, layer in zip(self._numbers, self.layers, strict=True):
-            (reads, counters, *_), at = layer.found, places[number]
+            (reads, counters, *_), at = layer.reads, places[number]
             tables = reads.tables
-            made.append(Launch(at.table, tables.pieces, tables.kinds, reads.addresses, counters, at.num_blocks))
+            made.append(StepLaunch(at.table, tables.pieces, tables.kinds, reads.addresses, counters, at.num_blocks))
         return made
 
     def count(self) -> None:
@@ -94,7 +94,7 @@ class DecodePlan:
 
     def end(self) -> None:
         """Release the plan: no further step uses it."""
-        part_with(self.layers)
+        release_after_launches(self.layers)
 
 
 def plan_after(
@@ -104,7 +104,9 @@ def plan_after(
     `before`. None: the step has to go layer by layer."""
     if before is not None and before.is_good:
         return before
-    known: Sequence[LayerPlan | None] = before.layers if before is not None and before.has_room else [None] * len(rows)
+    known: Sequence[LayerPlan | None] = (
+        before.layers if before is not None and before.has_free_slots else [None] * len(rows)
+    )
     layers: list[LayerPlan] = []
     new: list[mx.array] = []
     for each, layer in zip(rows, known, strict=True):
@@ -113,27 +115,27 @@ def plan_after(
             break
         layers.append(now)
         if now is not layer:
-            new += [now.found.reads.addresses, now.found.counters]
+            new += [now.reads.reads.addresses, now.reads.counters]
     # Evaluated apart from the step: CUDA gets one graph of all arrays that are evaluated together, and a graph unlike
     # the earlier steps' would have to be built anew, with all of its kernels.
     mx.async_eval(new)
     is_whole = len(layers) == len(rows)
     if before is not None:
         kept = {id(layer) for layer in layers} if is_whole else set()
-        part_with([layer for layer in before.layers if id(layer) not in kept])
+        release_after_launches([layer for layer in before.layers if id(layer) not in kept])
     return DecodePlan(sequences, rows, layers) if is_whole else None
 
 
-def part_with(layers: Sequence[LayerPlan]) -> None:
+def release_after_launches(layers: Sequence[LayerPlan]) -> None:
     """Hand MLX the arrays that layers' addresses point to, because issued launches may still read them. MLX keeps the
     arrays until all work issued before has ended. Handed over at each step, an array would cost two microseconds."""
-    held = [array for layer in layers for array in layer.found.held]
+    held = [array for layer in layers for array in layer.reads.held]
     if held:
         mx.async_eval(mx.zeros((1,)), held)
 
 
 def _find(rows: AttentionRows) -> LayerPlan | None:
-    found = rows.find()
+    found = rows.plan_reads()
     if found is None:
         return None
     watched = [each for layer in rows.layers for each in layer.watched()]
@@ -144,22 +146,22 @@ def _ends(sequences: Sequence[SequenceCache], rows: Sequence[AttentionRows]) -> 
     """Return how many tokens each sequence can have in its present buffers."""
     ends = []
     for number, sequence in enumerate(sequences):
-        pieces = [rows_of_layer.layers[number].next_piece() for rows_of_layer in rows]
+        pieces = [rows_of_layer.layers[number].next_buffer() for rows_of_layer in rows]
         ends.append(sequence.num_tokens + min([piece.free for piece in pieces if piece is not None], default=1 << 30))
     return ends
 
 
-def _grouped(rows: Sequence[AttentionRows], layers: Sequence[LayerPlan]) -> tuple[list[Group], list[int]]:
+def _grouped(rows: Sequence[AttentionRows], layers: Sequence[LayerPlan]) -> tuple[list[LaunchGroup], list[int]]:
     """Return the groups, and the number of each layer's group."""
     known: dict[tuple[object, ...], int] = {}
-    groups: list[Group] = []
+    groups: list[LaunchGroup] = []
     numbers = []
     for each, layer in zip(rows, layers, strict=True):
-        tables, kv_heads = layer.found.reads.tables, layer.found.kv_heads
+        tables, kv_heads = layer.reads.reads.tables, layer.reads.kv_heads
         # Rings of two sizes may have the same places now, but not later.
         places = tuple([(row.next_place(), row.most_tokens) for row in each.layers])
         number = known.setdefault((id(tables), kv_heads, places), len(groups))
         if number == len(groups):
-            groups.append(Group(tables, kv_heads, each.layers))
+            groups.append(LaunchGroup(tables, kv_heads, each.layers))
         numbers.append(number)
     return groups, numbers

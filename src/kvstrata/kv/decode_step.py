@@ -11,8 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvstrata.attention.cuda.rows import NotCompiled, Prepared
-from kvstrata.attention.cuda.step import Launch
+from kvstrata.attention.cuda.rows import PreparedStep, UntraceableRead
+from kvstrata.attention.cuda.step import StepLaunch
 from kvstrata.attention.dispatch import Keys
 from kvstrata.codecs import backends
 from kvstrata.kv.attention_rows import AttentionRows
@@ -25,25 +25,25 @@ MOST_SHAPES = 128  # up to 32 of them are traced at the start
 def can_compile(layout: Layout) -> bool:
     """Whether all layers have the launches of which a compiled step consists. Only CUDA has such launches."""
     attends = all(spec.kind in ("full", "window") for spec in layout.layers)
-    return backends.active() == "cuda" and layout.path == "parts" and attends
+    return backends.active() == "cuda" and layout.batching == "batched" and attends
 
 
 class PlannedLayer:
     """A layer whose launch was prepared, as a model sees it while a step is traced or in a mixed pass."""
 
-    def __init__(self, offsets: mx.array, launch: Launch, rows: AttentionRows) -> None:
+    def __init__(self, offsets: mx.array, launch: StepLaunch, rows: AttentionRows) -> None:
         self.offset = offsets
         self._launch = launch
         self._rows = rows  # traced step: of the batch at tracing; later batches have rows of the same kind
-        self._keys: Prepared | None = None
+        self._keys: PreparedStep | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Keys, Keys]:
-        self._keys = Prepared(keys, values, self._launch)
+        self._keys = PreparedStep(keys, values, self._launch)
         return self._keys, self._keys
 
     def keys_and_values(self) -> tuple[Keys, Keys]:
         if self._keys is None:
-            raise NotCompiled("keys that are read before they are written")
+            raise UntraceableRead("keys that are read before they are written")
         return self._keys, self._keys
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:  # noqa: N803
@@ -97,6 +97,6 @@ class CompiledStep:
         arrays: list[tuple[mx.array, ...]],  # arguments of each layer's launch
         blocks: tuple[int, ...],  # a constant of the graph
     ) -> mx.array:
-        launches = [Launch(*given, num_blocks=count) for given, count in zip(arrays, blocks, strict=True)]
+        launches = [StepLaunch(*given, num_blocks=count) for given, count in zip(arrays, blocks, strict=True)]
         caches = [PlannedLayer(offsets, *each) for each in zip(launches, self._traced, strict=True)]
         return self._model(tokens[:, None], cache=caches)[:, -1]

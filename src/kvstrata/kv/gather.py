@@ -14,8 +14,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvstrata.attention.segments import SealedPart
-from kvstrata.codecs.base import Planes
+from kvstrata.attention.segments import SealedSegment
+from kvstrata.codecs.base import EncodedArray
 from kvstrata.kv.checkpoints import RecurrentState
 from kvstrata.kv.own_kv import OwnKV
 from kvstrata.kv.span import Span
@@ -30,7 +30,7 @@ class _SegmentPlanes:
     layer: int
     number: int  # of the segment in its layer
     side: str  # "k" or "v"
-    planes: Planes
+    planes: EncodedArray
 
 
 def num_arrays(span: Span) -> int:
@@ -66,10 +66,10 @@ def gather_some(span: Span, apart: Collection[int] = ()) -> bool:
     return bool(group)
 
 
-def _put(span: Span, each: _SegmentPlanes, planes: Planes) -> None:
+def _put(span: Span, each: _SegmentPlanes, planes: EncodedArray) -> None:
     segments = list(span.sealed(each.layer))
     segment = segments[each.number]
-    segments[each.number] = SealedPart(planes, segment.v) if each.side == "k" else SealedPart(segment.k, planes)
+    segments[each.number] = SealedSegment(planes, segment.v) if each.side == "k" else SealedSegment(segment.k, planes)
     span.replace(each.layer, segments)
 
 
@@ -94,10 +94,10 @@ def _all_planes(span: Span) -> Iterator[_SegmentPlanes]:
 def _group_key(each: _SegmentPlanes) -> tuple[Any, ...]:
     planes = each.planes
     arrays = tuple((name, array.shape, array.dtype) for name, array in planes.arrays.items())
-    return each.number, each.side, planes.codec, planes.position, planes.segments, arrays
+    return each.number, each.side, planes.codec, planes.position, planes.mean_runs, arrays
 
 
 def _count_arrays(state: Any) -> int:
-    if isinstance(state, SealedPart):
+    if isinstance(state, SealedSegment):
         return len(state.arrays())
     return sum(array is not None for array in state.arrays) if isinstance(state, RecurrentState) else 0

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from kvstrata.codecs.rope import Turn
+from kvstrata.codecs.rope import RopeRotation
 from kvstrata.errors import ConfigError
 from kvstrata.kv.buffers import KvShape
 
@@ -41,8 +41,8 @@ class LayerSpec:
     k_dim: int = 0
     v_dim: int = 0
     dtype: mx.Dtype = mx.float32
-    k_rotation: Turn | None = None  # RoPE rotation of its keys; None: they have none, or it is not known
-    v_rotation: Turn | None = None  # RoPE rotation of its values, in a model that puts keys where values go
+    k_rotation: RopeRotation | None = None  # RoPE rotation of its keys; None: they have none, or it is not known
+    v_rotation: RopeRotation | None = None  # RoPE rotation of its values, in a model that puts keys where values go
     rotation_reason: str = ""  # why the rotation is not known
 
     @property
@@ -74,7 +74,7 @@ class Layout:
     """All layers of a model, and the form in which a forward pass reads them."""
 
     layers: tuple[LayerSpec, ...]
-    path: Literal["parts", "rows"] = "parts"  # parts: one pass for the whole batch; rows: one for each sequence
+    batching: Literal["batched", "per_sequence"] = "batched"  # passes: one for the batch, or one for each sequence
     reason: str = ""
     mixes: bool = False  # a chunk of a prompt and decode rows may share a pass
     compiles: bool = False  # a decode step may be compiled

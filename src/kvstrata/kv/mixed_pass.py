@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from kvstrata.attention.dispatch import ChunkKeys, Keys, MixedKeys, as_chunk
-from kvstrata.attention.segments import Parts
+from kvstrata.attention.segments import SegmentedKV
 from kvstrata.kv.attention_layer import AttentionLayer
 from kvstrata.kv.batch_cache import BatchCache
 from kvstrata.kv.decode_step import PlannedLayer
@@ -34,7 +34,7 @@ class PromptCaches(KeptCaches):
 
 def can_mix(layout: Layout) -> bool:
     """Whether all layers support mixed passes. Recurrent layers do not: they need a prompt's tokens in one row."""
-    return layout.path == "parts" and all(spec.kind in ("full", "window") for spec in layout.layers)
+    return layout.batching == "batched" and all(spec.kind in ("full", "window") for spec in layout.layers)
 
 
 class StreamLayer(Protocol):
@@ -66,7 +66,7 @@ class MixedLayer:
             start = end
         rows = self._rows.update_and_fetch(keys[start:], values[start:])[0] if self._rows else None
         chunks = [
-            ChunkKeys(Parts((layer.parts(),)), count, mask)
+            ChunkKeys(SegmentedKV((layer.segments(),)), count, mask)
             for (layer, count), mask in zip(self._chunks, masks, strict=True)
         ]
         self._keys = MixedKeys(tuple(chunks), rows)

@@ -12,9 +12,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
-from kvstrata.attention.segments import CutPart, Part, Parts, RawPart, SealedPart
+from kvstrata.attention.segments import RawSegment, SealedSegment, Segment, SegmentedKV, SegmentSlice
 from kvstrata.codecs.affine import AffineCodec
-from kvstrata.codecs.base import MismatchedPlanes, Planes, copy_rows
+from kvstrata.codecs.base import EncodedArray, MismatchedArrays, copy_rows
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.kv.buffers import owned
 from kvstrata.kv.checkpoints import Checkpoint, LayerState, RecurrentState, needs_checkpoints, states_at
@@ -39,17 +39,17 @@ def adopt_mlx_lm(layout: Layout, caches: Sequence[Any], num_tokens: int) -> Span
     Raises MismatchedPlanes where the caches are not those of this model and this many tokens.
     """
     if num_tokens < 1:
-        raise MismatchedPlanes(f"A prompt cache of {num_tokens} tokens has nothing to go on from.")
+        raise MismatchedArrays(f"A prompt cache of {num_tokens} tokens has nothing to go on from.")
     flat = [child for cache in caches for child in (cache.caches if isinstance(cache, CacheList) else (cache,))]
     specs = layout.flat()
     if len(flat) != len(specs):
-        raise MismatchedPlanes(f"The prompt cache is another model's: it has {len(flat)} layers, not {len(specs)}.")
+        raise MismatchedArrays(f"The prompt cache is another model's: it has {len(flat)} layers, not {len(specs)}.")
     held: dict[int, LayerContent] = {}
     states: list[LayerState] = []
     for i, (spec, cache) in enumerate(zip(specs, flat, strict=True)):
         state = adopted(spec, cache, num_tokens, i)
         if spec.kind == "full":
-            assert isinstance(state, SealedPart)
+            assert isinstance(state, SealedSegment)
             held[i] = (state,)
         states.append(None if spec.kind == "full" else state)
     span = Span(layout, 0, num_tokens, held)
@@ -75,25 +75,25 @@ def to_mlx_lm(layout: Layout, runs: Sequence[SpanRange], checkpoint: Checkpoint 
 def adopted(spec: LayerSpec, cache: Any, num_tokens: int, index: int) -> LayerState:
     """Return the content of one layer. Raises MismatchedPlanes."""
     if type(cache) not in _CACHES.get(spec.kind, ()):
-        raise MismatchedPlanes(f"Layer {index} is of kind {spec.kind}: no {type(cache).__name__} can be adopted there.")
+        raise MismatchedArrays(f"Layer {index} is of kind {spec.kind}: no {type(cache).__name__} can be adopted there.")
     if spec.kind == "recurrent":
         return _from_arrays(spec, cache, index)
     if cache.offset != num_tokens:
-        raise MismatchedPlanes(f"Layer {index} holds {cache.offset} tokens, not {num_tokens}.")
+        raise MismatchedArrays(f"Layer {index} holds {cache.offset} tokens, not {num_tokens}.")
     if spec.kind == "window":
         part = _from_rotating(spec, cache, index)
     elif spec.kind == "chunked":
         part = _from_chunked(spec, cache, index)
     elif hasattr(cache, "bits"):
         codec = AffineCodec(cache.bits, cache.group_size)
-        part = SealedPart(*(_from_packed(codec, arrays, num_tokens) for arrays in (cache.keys, cache.values)))
+        part = SealedSegment(*(_from_packed(codec, arrays, num_tokens) for arrays in (cache.keys, cache.values)))
     else:
-        part = SealedPart(_from_buffer(cache.keys, num_tokens), _from_buffer(cache.values, num_tokens))
+        part = SealedSegment(_from_buffer(cache.keys, num_tokens), _from_buffer(cache.values, num_tokens))
     _check_shape(spec, part, index)
     return part
 
 
-def _from_buffer(buffer: mx.array, num_tokens: int) -> Planes:
+def _from_buffer(buffer: mx.array, num_tokens: int) -> EncodedArray:
     """Take or copy the first tokens of a buffer [1, kv_heads, size, dim]."""
     values = _only_row(buffer)
     if values.shape[1] == num_tokens:
@@ -101,7 +101,7 @@ def _from_buffer(buffer: mx.array, num_tokens: int) -> Planes:
     return RawCodec().encode(values[:, :num_tokens])
 
 
-def _from_packed(codec: AffineCodec, arrays: QuantizedArrays, num_tokens: int) -> Planes:
+def _from_packed(codec: AffineCodec, arrays: QuantizedArrays, num_tokens: int) -> EncodedArray:
     rows = [_only_row(array) for array in arrays]
     trimmed = [row if row.shape[1] == num_tokens else copy_rows(row, 0, num_tokens) for row in rows]
     mx.eval(trimmed)
@@ -109,9 +109,9 @@ def _from_packed(codec: AffineCodec, arrays: QuantizedArrays, num_tokens: int) -
     return codec.adopt(packed, scales, biases)
 
 
-def _from_rotating(spec: LayerSpec, cache: Any, index: int) -> SealedPart:
+def _from_rotating(spec: LayerSpec, cache: Any, index: int) -> SealedSegment:
     if (cache.max_size, cache.keep) != (spec.max_size, spec.keep):
-        raise MismatchedPlanes(
+        raise MismatchedArrays(
             f"Layer {index} is a window of {spec.max_size} tokens that keeps {spec.keep}, "
             f"not one of {cache.max_size} that keeps {cache.keep}."
         )
@@ -125,46 +125,46 @@ def _from_rotating(spec: LayerSpec, cache: Any, index: int) -> SealedPart:
         pieces = [ordered[:, a:b] for a, b in ((0, kept), (last - newest, last)) if a < b]
         values = mx.concatenate(pieces, axis=1) if len(pieces) > 1 else owned(pieces[0])
         sides.append(RawCodec().adopt(values, cache.offset - kept - newest))
-    return SealedPart(*sides)
+    return SealedSegment(*sides)
 
 
-def _from_chunked(spec: LayerSpec, cache: Any, index: int) -> SealedPart:
+def _from_chunked(spec: LayerSpec, cache: Any, index: int) -> SealedSegment:
     """Copy the newest token's chunk: mlx-lm's buffer also has the end of the chunk before it."""
     valid, count = cache.offset - cache.start_position, (cache.offset - 1) % spec.max_size + 1
     if cache.chunk_size != spec.max_size or valid < count:
-        raise MismatchedPlanes(f"Layer {index} has chunks of {spec.max_size} tokens, not of {cache.chunk_size}.")
+        raise MismatchedArrays(f"Layer {index} has chunks of {spec.max_size} tokens, not of {cache.chunk_size}.")
     rows = [_only_row(buffer)[:, valid - count : valid] for buffer in (cache.keys, cache.values)]
-    return SealedPart(*(RawCodec().encode(row, cache.offset - count) for row in rows))
+    return SealedSegment(*(RawCodec().encode(row, cache.offset - count) for row in rows))
 
 
 def _from_arrays(spec: LayerSpec, cache: Any, index: int) -> RecurrentState:
     if len(cache.cache) != spec.num_arrays or all(array is None for array in cache.cache):
-        raise MismatchedPlanes(
+        raise MismatchedArrays(
             f"Layer {index} has a state of {spec.num_arrays} arrays, not {len(cache.cache)} or empty."
         )
     state = RecurrentState(tuple(None if array is None else owned(array) for array in cache.cache))
     mx.eval([array for array in state.arrays if array is not None])
     if state.nbytes != spec.state_bytes:
-        raise MismatchedPlanes(f"Layer {index} has a state of {spec.state_bytes} bytes, not {state.nbytes}.")
+        raise MismatchedArrays(f"Layer {index} has a state of {spec.state_bytes} bytes, not {state.nbytes}.")
     return state
 
 
 def _only_row(array: mx.array) -> mx.array:
     if array.shape[0] != 1:
-        raise MismatchedPlanes(f"A prompt cache of {array.shape[0]} sequences: give one at a time (`extract`).")
+        raise MismatchedArrays(f"A prompt cache of {array.shape[0]} sequences: give one at a time (`extract`).")
     return array.squeeze(0)
 
 
-def _check_shape(spec: LayerSpec, part: SealedPart, index: int) -> None:
+def _check_shape(spec: LayerSpec, part: SealedSegment, index: int) -> None:
     got = (part.num_heads, part.k.dim, part.v.dim)
     if got != (spec.kv_heads, spec.k_dim, spec.v_dim):
-        raise MismatchedPlanes(
+        raise MismatchedArrays(
             f"Layer {index} has {spec.kv_heads} heads of {spec.k_dim} and {spec.v_dim} values, not {got}: "
             "the prompt cache is another model's."
         )
     dtypes = {planes.arrays["values"].dtype for planes in (part.k, part.v) if isinstance(planes.codec, RawCodec)}
     if dtypes - {spec.dtype}:
-        raise MismatchedPlanes(
+        raise MismatchedArrays(
             f"Layer {index} computes in {spec.dtype}, not in {', '.join(sorted(map(str, dtypes)))}: make the prompt "
             "cache with the model as it is loaded here."
         )
@@ -195,7 +195,7 @@ def given(spec: LayerSpec, index: int, state: Any, num_tokens: int) -> Any:
     if spec.kind == "chunked":
         k, v = state
         return _to_chunked(spec, k, v, num_tokens)
-    raise MismatchedPlanes(f"Layer {index} is of kind {spec.kind}, which cannot be given to mlx-lm.")
+    raise MismatchedArrays(f"Layer {index} is of kind {spec.kind}, which cannot be given to mlx-lm.")
 
 
 def _to_chunked(spec: LayerSpec, k: mx.array, v: mx.array, num_tokens: int) -> Any:
@@ -207,7 +207,7 @@ def _to_chunked(spec: LayerSpec, k: mx.array, v: mx.array, num_tokens: int) -> A
     return chunked
 
 
-def _to_kv_cache(spec: LayerSpec, parts: Sequence[Part], num_tokens: int) -> Any:
+def _to_kv_cache(spec: LayerSpec, parts: Sequence[Segment], num_tokens: int) -> Any:
     codec = common_affine(parts)
     if codec is not None:
         whole = join_segments([compact_segment(part) for part in parts])
@@ -215,26 +215,26 @@ def _to_kv_cache(spec: LayerSpec, parts: Sequence[Part], num_tokens: int) -> Any
         cache.keys, cache.values = (_to_packed(codec, planes, spec.dtype) for planes in (whole.k, whole.v))
     else:
         cache = KVCache()
-        k, v = Parts((tuple(parts),)).joined(mx.zeros((), spec.dtype))
+        k, v = SegmentedKV((tuple(parts),)).to_arrays(mx.zeros((), spec.dtype))
         # A range of a buffer that a sequence writes, or a cut: mlx-lm must keep neither alive.
-        is_whole = len(parts) > 1 or isinstance(parts[0], SealedPart)
+        is_whole = len(parts) > 1 or isinstance(parts[0], SealedSegment)
         cache.keys, cache.values = (k, v) if is_whole else (owned(k), owned(v))
         mx.eval(cache.keys, cache.values)
     cache.offset = num_tokens
     return cache
 
 
-def common_affine(parts: Sequence[Part]) -> AffineCodec | None:
+def common_affine(parts: Sequence[Segment]) -> AffineCodec | None:
     """Return the codec of all K and V if there is only one, as in a QuantizedKVCache, and it is affine."""
-    wholes = [part.whole if isinstance(part, CutPart) else part for part in parts]
-    if any(isinstance(part, RawPart) for part in wholes):
+    wholes = [part.whole if isinstance(part, SegmentSlice) else part for part in parts]
+    if any(isinstance(part, RawSegment) for part in wholes):
         return None
-    codecs = {planes.codec for part in wholes if isinstance(part, SealedPart) for planes in (part.k, part.v)}
+    codecs = {planes.codec for part in wholes if isinstance(part, SealedSegment) for planes in (part.k, part.v)}
     only = next(iter(codecs))
     return only if len(codecs) == 1 and isinstance(only, AffineCodec) else None
 
 
-def _to_packed(codec: AffineCodec, planes: Planes, dtype: mx.Dtype) -> QuantizedArrays:
+def _to_packed(codec: AffineCodec, planes: EncodedArray, dtype: mx.Dtype) -> QuantizedArrays:
     """Return planes in mlx-lm's form, which has scales in the dtype that the model computes in."""
     packed, scales, biases = codec.yield_tuple(planes)
     made = packed[None], scales.astype(dtype)[None], biases.astype(dtype)[None]

@@ -12,9 +12,9 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, RotatingKVCache
 
-from kvstrata.attention.segments import CutPart, Part, Parts, SealedPart, cut_parts
+from kvstrata.attention.segments import SealedSegment, Segment, SegmentedKV, SegmentSlice, cut_segments
 from kvstrata.codecs.affine import AffineCodec
-from kvstrata.codecs.base import MismatchedPlanes, Planes
+from kvstrata.codecs.base import EncodedArray, MismatchedArrays
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.errors import UnusableFile
 from kvstrata.kv.checkpoints import Checkpoint, LayerState, states_at
@@ -41,7 +41,7 @@ METADATA = "__metadata__"
 
 
 @dataclass(frozen=True)
-class TensorPlace:
+class FileTensor:
     dtype: str
     shape: tuple[int, ...]
     offset: int  # from the beginning of the file that it is read from
@@ -51,7 +51,7 @@ class TensorPlace:
 @dataclass(frozen=True)
 class TensorTable:
     file: BinaryIO
-    places: Mapping[str, TensorPlace]
+    places: Mapping[str, FileTensor]
     metadata: Mapping[str, str]
 
     @property
@@ -94,7 +94,7 @@ def read_table(file: BinaryIO, offset: int, nbytes: int) -> TensorTable:
     return TensorTable(file, places, metadata)
 
 
-def _place(entry: Mapping[str, Any], begins: int, ends: int) -> TensorPlace:
+def _place(entry: Mapping[str, Any], begins: int, ends: int) -> FileTensor:
     first, last = entry["data_offsets"]
     shape, dtype = entry["shape"], entry["dtype"]
     whole_numbers = [first, last, *shape]
@@ -102,7 +102,7 @@ def _place(entry: Mapping[str, Any], begins: int, ends: int) -> TensorPlace:
         raise ValueError("a size that is no whole number")
     if last - first != prod(shape) * ITEM_BYTES[dtype] or begins + last > ends:
         raise ValueError("a tensor that is not where it should be")
-    return TensorPlace(dtype, tuple(shape), begins + first, last - first)
+    return FileTensor(dtype, tuple(shape), begins + first, last - first)
 
 
 @dataclass(frozen=True)
@@ -148,14 +148,14 @@ MAX_SCALARS = 1 << 16
 
 
 @dataclass(frozen=True)
-class Stored:
+class FileArray:
     """A tensor of a file."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
-Leaf = Stored | int | str | None
+Leaf = FileArray | int | str | None
 
 Tree = Any  # lists and tuples of leaves, as mlx-lm's caches give their state
 
@@ -170,7 +170,7 @@ class LayerFile:
 
 def metadata_of(names: Sequence[str], trees: Sequence[Tree], own: Mapping[str, str]) -> dict[str, str]:
     """Return all metadata of a file."""
-    scalars = [(path, _kind(leaf)) for path, leaf in flattened(list(trees)) if not isinstance(leaf, Stored)]
+    scalars = [(path, _kind(leaf)) for path, leaf in flattened(list(trees)) if not isinstance(leaf, FileArray)]
     metadata = {f"0.{name}": text for name, text in own.items()}
     metadata |= {f"1.{i}": name for i, name in enumerate(names)}
     metadata["2.0"] = ""
@@ -203,7 +203,7 @@ class Scalars:
 
     def int_at(self, path: str) -> int:
         if self.kinds.get(path) != "scalar":
-            raise MismatchedPlanes(f"{OTHER_VERSION}: there is no number at {path[:40]}.")
+            raise MismatchedArrays(f"{OTHER_VERSION}: there is no number at {path[:40]}.")
         return self.number(path)
 
     def is_none(self, path: str) -> bool:
@@ -225,14 +225,14 @@ def layers_in(layout: Layout, metadata: Mapping[str, str], scalars: Scalars) -> 
     num_layers = sum(1 for i in range(len(layout.layers) + 1) if f"1.{i}" in metadata)
     if num_layers != len(layout.layers):
         words = "no layers that can be read" if not num_layers else f"{num_layers} layers or more"
-        raise MismatchedPlanes(f"The file has {words}, this model {len(layout.layers)}.")
+        raise MismatchedArrays(f"The file has {words}, this model {len(layout.layers)}.")
     found: list[LayerFile] = []
     for i, spec in enumerate(layout.layers):
         name = metadata[f"1.{i}"]
         if not spec.children:
             found.append(_layer(spec, name, str(i)))
         elif name != COMPOSITE:
-            raise MismatchedPlanes(f"Layer {i} consists of several caches here, and of one in the file.")
+            raise MismatchedArrays(f"Layer {i} consists of several caches here, and of one in the file.")
         else:
             for j, child in enumerate(spec.children):
                 found.append(_layer(child, scalars.text(f"{i}.{j}.1"), f"{i}.{j}.0"))
@@ -242,7 +242,7 @@ def layers_in(layout: Layout, metadata: Mapping[str, str], scalars: Scalars) -> 
 def _layer(spec: LayerSpec, name: str, path: str) -> LayerFile:
     allowed = KINDS.get(spec.kind, ())
     if name not in allowed:
-        raise MismatchedPlanes(f"Layer {path} is of kind {spec.kind}: no {name[:40]!r} can be taken there.")
+        raise MismatchedArrays(f"Layer {path} is of kind {spec.kind}: no {name[:40]!r} can be taken there.")
     return LayerFile(name, path)
 
 
@@ -269,12 +269,12 @@ def num_tokens_in(layers: list[tuple[LayerSpec, LayerFile]], scalars: Scalars) -
     places = {"KVCache": 2, "QuantizedKVCache": 2, "RotatingKVCache": 2, "ChunkedKVCache": 2}
     told = {scalars.int_at(f"{file.path}.{places[file.cache]}") for _, file in layers if file.cache in places}
     if len(told) > 1 or any(number < 1 for number in told):
-        raise MismatchedPlanes(f"The layers of the file hold different numbers of tokens: {sorted(told)[:4]}.")
+        raise MismatchedArrays(f"The layers of the file hold different numbers of tokens: {sorted(told)[:4]}.")
     return next(iter(told), None)
 
 
 def full_layer(
-    spec: LayerSpec, file: LayerFile, tensors: Mapping[str, Stored], scalars: Scalars, num_tokens: int
+    spec: LayerSpec, file: LayerFile, tensors: Mapping[str, FileArray], scalars: Scalars, num_tokens: int
 ) -> FullLayerIn:
     if file.cache == "KVCache":
         for side, dim in ((0, spec.k_dim), (1, spec.v_dim)):
@@ -291,22 +291,22 @@ def full_layer(
 
 
 def _require(
-    spec: LayerSpec, tensors: Mapping[str, Stored], path: str, width: int, dtypes: tuple[str, ...], num_tokens: int
+    spec: LayerSpec, tensors: Mapping[str, FileArray], path: str, width: int, dtypes: tuple[str, ...], num_tokens: int
 ) -> None:
     found = tensors.get(path)
     if found is None or found.dtype not in dtypes:
         held = "nothing" if found is None else found.dtype
-        raise MismatchedPlanes(
+        raise MismatchedArrays(
             f"Tensor {path} of the file is {held}, and {' or '.join(dtypes)} is needed: make the prompt cache with the "
             "model as it is served here."
         )
     shape = found.shape
     if len(shape) != 4 or (shape[0], shape[1], shape[3]) != (1, spec.kv_heads, width) or shape[2] < num_tokens:
         wanted = (1, spec.kv_heads, num_tokens, width)
-        raise MismatchedPlanes(f"Tensor {path} of the file is {list(shape)}, not {list(wanted)}: another model's.")
+        raise MismatchedArrays(f"Tensor {path} of the file is {list(shape)}, not {list(wanted)}: another model's.")
 
 
-def cut_tensor(octets: np.ndarray, stored: Stored, start: int, end: int) -> BlockTensor:
+def cut_tensor(octets: np.ndarray, stored: FileArray, start: int, end: int) -> BlockTensor:
     """Copy tokens [start, end) of a tensor [1, kv_heads, tokens, width]."""
     rows = octets.reshape(stored.shape[1], stored.shape[2], -1)[:, start:end]
     return BlockTensor(
@@ -314,12 +314,12 @@ def cut_tensor(octets: np.ndarray, stored: Stored, start: int, end: int) -> Bloc
     )
 
 
-def sealed_piece(layer: FullLayerIn, k: list[BlockTensor], v: list[BlockTensor], position: int) -> SealedPart:
+def sealed_piece(layer: FullLayerIn, k: list[BlockTensor], v: list[BlockTensor], position: int) -> SealedSegment:
     """Make a segment of the tokens from `position` on. Runs on the thread that owns MLX."""
-    return SealedPart(*(_planes(layer, arrays, position) for arrays in (k, v)))
+    return SealedSegment(*(_planes(layer, arrays, position) for arrays in (k, v)))
 
 
-def _planes(layer: FullLayerIn, arrays: list[BlockTensor], position: int) -> Planes:
+def _planes(layer: FullLayerIn, arrays: list[BlockTensor], position: int) -> EncodedArray:
     made = [array_of(array) for array in arrays]
     if layer.codec is None:
         return RawCodec().adopt(made[0], position)
@@ -327,14 +327,14 @@ def _planes(layer: FullLayerIn, arrays: list[BlockTensor], position: int) -> Pla
 
 
 def other_layer(
-    spec: LayerSpec, file: LayerFile, tensors: Mapping[str, Stored], scalars: Scalars, read: Read, *, num_tokens: int
+    spec: LayerSpec, file: LayerFile, tensors: Mapping[str, FileArray], scalars: Scalars, read: Read, *, num_tokens: int
 ) -> LayerState:
     """Read a window, chunk or recurrent state at the end of the tokens. Runs on the thread that owns MLX."""
 
     def array(path: str) -> Any:
         stored = tensors.get(path)
         if stored is None:
-            raise MismatchedPlanes(f"The file has no tensor {path[:40]}.")
+            raise MismatchedArrays(f"The file has no tensor {path[:40]}.")
         return array_of(BlockTensor(stored.dtype, stored.shape, read(path)))
 
     at = file.path
@@ -347,12 +347,12 @@ def other_layer(
     numbers = [scalars.int_at(f"{at}.{i}") for i in range(2, 6 if spec.kind == "window" else 5)]
     k, v = (None if scalars.is_none(f"{at}.{side}") else array(f"{at}.{side}") for side in (0, 1))
     if k is None or v is None or any(side.ndim != 4 or side.shape[1] != spec.kv_heads for side in (k, v)):
-        raise MismatchedPlanes(f"Layer {at} of the file has no tokens of this model's heads.")
+        raise MismatchedArrays(f"Layer {at} of the file has no tokens of this model's heads.")
     if spec.kind == "window":
         cache = RotatingKVCache(numbers[2], keep=numbers[1])
         cache.offset, cache._idx = numbers[0], numbers[3]
         if not 0 <= numbers[3] <= k.shape[2]:
-            raise MismatchedPlanes(f"Layer {at} of the file goes on outside its ring.")
+            raise MismatchedArrays(f"Layer {at} of the file goes on outside its ring.")
     else:
         cache = ChunkedKVCache(numbers[1])
         cache.offset, cache.start_position = numbers[0], numbers[2]
@@ -370,7 +370,7 @@ class LayerOut:
     spec: LayerSpec
     cache: str
     tree: Tree
-    parts: tuple[Part, ...] = ()  # full attention: as they are now, whatever becomes of the span
+    parts: tuple[Segment, ...] = ()  # full attention: as they are now, whatever becomes of the span
     codec: AffineCodec | None = None  # of all parts; None: they are decoded
     state: Any = None  # other layers: an mlx-lm cache
 
@@ -414,7 +414,7 @@ def tensors_of(layer: LayerOut) -> Generator[None, None, list[Octets]]:
         states = [np.empty(array.nbytes, np.uint8) for array in arrays]
         copy_octets(arrays, states)
         return states
-    shapes = [leaf.shape for leaf in _leaves(layer.tree) if isinstance(leaf, Stored)]
+    shapes = [leaf.shape for leaf in _leaves(layer.tree) if isinstance(leaf, FileArray)]
     made: list[np.ndarray] = []
     at = 0
     for part in _pieces(layer):
@@ -432,44 +432,44 @@ def tensors_of(layer: LayerOut) -> Generator[None, None, list[Octets]]:
     return [out.reshape(-1) for out in made]
 
 
-def _full(spec: LayerSpec, parts: tuple[Part, ...], num_tokens: int) -> LayerOut:
+def _full(spec: LayerSpec, parts: tuple[Segment, ...], num_tokens: int) -> LayerOut:
     codec, dtype = common_affine(parts), DTYPES[spec.dtype]
     sides = (spec.k_dim, spec.v_dim)
     before = (1, spec.kv_heads, num_tokens)
     if codec is None:
-        k, v = (Stored(dtype, (*before, dim)) for dim in sides)
+        k, v = (FileArray(dtype, (*before, dim)) for dim in sides)
         return LayerOut(spec, "KVCache", (k, v, num_tokens), parts)
     packed = [
         (
-            Stored("U32", (*before, dim * codec.bits // 32)),
-            Stored(dtype, (*before, dim // codec.group)),
-            Stored(dtype, (*before, dim // codec.group)),
+            FileArray("U32", (*before, dim * codec.bits // 32)),
+            FileArray(dtype, (*before, dim // codec.group)),
+            FileArray(dtype, (*before, dim // codec.group)),
         )
         for dim in sides
     ]
     return LayerOut(spec, "QuantizedKVCache", (*packed, num_tokens, codec.group, codec.bits), parts, codec)
 
 
-def _pieces(layer: LayerOut) -> list[Part]:
+def _pieces(layer: LayerOut) -> list[Segment]:
     """Cut a layer's segments into pieces that are decoded in some milliseconds."""
     size = work_sizes_of(layer.spec).slice_tokens
-    pieces: list[Part] = []
+    pieces: list[Segment] = []
     for part in layer.parts:
         pieces += [
             piece for at in range(0, part.num_tokens, size)
-            for piece in cut_parts([part], at, min(at + size, part.num_tokens))
+            for piece in cut_segments([part], at, min(at + size, part.num_tokens))
         ]  # fmt: skip
     return pieces
 
 
-def _piece(layer: LayerOut, part: Part) -> list[mx.array]:
+def _piece(layer: LayerOut, part: Segment) -> list[mx.array]:
     """Return the arrays of a piece, [kv_heads, tokens, width] each."""
     dtype = layer.spec.dtype
     if layer.codec is None:
-        k, v = Parts(((part,),)).joined(mx.zeros((), dtype))
+        k, v = SegmentedKV(((part,),)).to_arrays(mx.zeros((), dtype))
         return [k.squeeze(0).astype(dtype), v.squeeze(0).astype(dtype)]
-    whole = compact_segment(part) if isinstance(part, CutPart) else part
-    assert isinstance(whole, SealedPart)
+    whole = compact_segment(part) if isinstance(part, SegmentSlice) else part
+    assert isinstance(whole, SealedSegment)
     arrays: list[mx.array] = []
     for planes in (whole.k, whole.v):
         packed, scales, biases = layer.codec.yield_tuple(planes)
@@ -482,7 +482,7 @@ def _stored(tree: Tree) -> Tree:
     if isinstance(tree, list | tuple):
         return [_stored(child) for child in tree]
     if isinstance(tree, mx.array):
-        return Stored(DTYPES[tree.dtype], tuple(tree.shape))
+        return FileArray(DTYPES[tree.dtype], tuple(tree.shape))
     return tree
 
 

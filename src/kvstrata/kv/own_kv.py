@@ -9,19 +9,19 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
-from kvstrata.attention.segments import Part, Parts, SealedPart, cut_parts
+from kvstrata.attention.segments import SealedSegment, Segment, SegmentedKV, cut_segments
 from kvstrata.codecs.base import Codec, copy_rows
 from kvstrata.codecs.raw import RawCodec
-from kvstrata.kv.buffers import Pieces
+from kvstrata.kv.buffers import KvBufferList
 from kvstrata.kv.raw_window import RawWindow
 from kvstrata.kv.work_sizes import WorkSizes, join_segments, slices, work_sizes_for
 
 
 class OwnKV:
-    def __init__(self, start: int, buffers: Pieces) -> None:
+    def __init__(self, start: int, buffers: KvBufferList) -> None:
         self.start = start  # position of the first token
         self.buffers = buffers  # raw tokens; the sequence's layer writes there
-        self.sealed: tuple[SealedPart, ...] = ()
+        self.sealed: tuple[SealedSegment, ...] = ()
         self.sealed_tokens = 0  # kept, because every plan of a step asks for it
         self.sealed_bytes = 0
 
@@ -33,15 +33,15 @@ class OwnKV:
     def nbytes(self) -> int:
         return self.sealed_bytes + self.buffers.nbytes
 
-    def segments(self, start: int, end: int) -> tuple[Part, ...]:
+    def segments(self, start: int, end: int) -> tuple[Segment, ...]:
         """Return the segments of positions [start, end), valid until the next write."""
-        return tuple(cut_parts((*self.sealed, *self.buffers.parts()), start - self.start, end - self.start))
+        return tuple(cut_segments((*self.sealed, *self.buffers.segments()), start - self.start, end - self.start))
 
     def whole_arrays(self) -> tuple[mx.array, mx.array] | None:
         """Return K and V if they fill one buffer exactly: it can be kept as it is, if it is not written again."""
         return None if self.sealed else self.buffers.whole_arrays()
 
-    def replace_segment(self, segment: SealedPart, by: SealedPart) -> None:
+    def replace_segment(self, segment: SealedSegment, by: SealedSegment) -> None:
         """Replace a sealed segment by another of the same tokens."""
         if (segment.k.position, segment.k.end) != (by.k.position, by.k.end):
             raise ValueError(f"tokens {segment.k.position} to {segment.k.end} cannot become others")
@@ -74,7 +74,7 @@ class OwnKV:
         sealed_before, sizes = self.sealed_tokens, self._work_sizes()
         end = self.end - window.recent_tokens
         start = end - num_tokens
-        encoded: list[SealedPart] = []
+        encoded: list[SealedSegment] = []
         for a, b in slices(start, end, sizes.slice_tokens):
             encoded.append(self._encode(a, b, k, v))
             if b % sizes.segment_tokens == 0 or b == end:
@@ -93,18 +93,18 @@ class OwnKV:
     def _work_sizes(self) -> WorkSizes:
         return work_sizes_for(sum(array.shape[1] * array.shape[3] for array in self.buffers.arrays()[:2]))
 
-    def _encode(self, start: int, end: int, k: Codec, v: Codec) -> SealedPart:
+    def _encode(self, start: int, end: int, k: Codec, v: Codec) -> SealedSegment:
         # The raw arrays must not outlive this call: they would make the owner's next write a copy of the whole buffer.
         k_raw, v_raw = self._raw_arrays(start, end)
-        return SealedPart(k.encode(k_raw, start), v.encode(v_raw, start))
+        return SealedSegment(k.encode(k_raw, start), v.encode(v_raw, start))
 
     def _raw_arrays(self, start: int, end: int) -> tuple[mx.array, mx.array]:
         """Return K and V, [kv_heads, tokens, dim], of unsealed positions [start, end)."""
-        raw = tuple(cut_parts(self.buffers.parts(), start - self._raw_start, end - self._raw_start))
-        k, v = Parts((raw,)).joined(self.buffers.arrays()[0])
+        raw = tuple(cut_segments(self.buffers.segments(), start - self._raw_start, end - self._raw_start))
+        k, v = SegmentedKV((raw,)).to_arrays(self.buffers.arrays()[0])
         return k.squeeze(0), v.squeeze(0)  # an index would copy
 
-    def _move_newest(self, first_end: int, start: int) -> list[SealedPart]:
+    def _move_newest(self, first_end: int, start: int) -> list[SealedSegment]:
         """Move raw tokens from position `start` on to a buffer of their own. Return tokens before `first_end`, sealed
         raw."""
         end, first_start = self.end, self._raw_start
@@ -115,16 +115,16 @@ class OwnKV:
         moved = [_padded_copy(array[None], size) for array in recent]
         mx.eval(moved, kept)  # together: the host waits for each evaluation
         self.buffers.keep_only(moved, end - start)
-        return [SealedPart(*(RawCodec().adopt(array, first_start) for array in kept))] if kept else []
+        return [SealedSegment(*(RawCodec().adopt(array, first_start) for array in kept))] if kept else []
 
-    def _set_sealed(self, segments: tuple[SealedPart, ...]) -> None:
+    def _set_sealed(self, segments: tuple[SealedSegment, ...]) -> None:
         self.buffers.version += 1
         self.sealed = segments
         self.sealed_tokens = sum(segment.num_tokens for segment in segments)
         self.sealed_bytes = sum(segment.nbytes for segment in segments)
 
 
-def _join_last(segments: list[SealedPart], sizes: WorkSizes) -> None:
+def _join_last(segments: list[SealedSegment], sizes: WorkSizes) -> None:
     """Join neighbours of like size and the same codecs, up to the most tokens of a segment: segments stay few,
     and a token is copied seldom."""
     while len(segments) > 1:

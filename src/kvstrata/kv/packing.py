@@ -11,9 +11,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.attention.segments import CutPart, Part, RawPart, SealedPart
+from kvstrata.attention.segments import RawSegment, SealedSegment, Segment, SegmentSlice
 from kvstrata.codecs import backends
-from kvstrata.codecs.base import Planes
+from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.cuda import host_copy as cuda_host_copy
 from kvstrata.codecs.registry import from_spec, planes_from
 from kvstrata.errors import ConfigError
@@ -77,7 +77,7 @@ def pack(span: Span, start: int, end: int) -> Generator[None, None, BlockContent
     if missing:
         raise ValueError(f"tokens {start} to {end} cannot be packed: their span does not have layers {missing}")
     found = [(layer, span.segments(layer, start, end)) for layer in span.layers]
-    segments: dict[int, SealedPart] = {}
+    segments: dict[int, SealedSegment] = {}
     for number, (layer, parts) in enumerate(found, 1):
         (segments[layer],) = [compact_segment(part) for part in parts]
         if number % LAYERS_AT_ONCE == 0:
@@ -93,7 +93,7 @@ def pack_checkpoint(checkpoint: Checkpoint) -> BlockContent:
             held = [j for j, array in enumerate(state.arrays) if array is not None]
             tensors |= {f"{i}.{j}": _pack_alone(array) for j, array in enumerate(state.arrays) if array is not None}
             states.append({"recurrent": len(state.arrays), "held": held})
-        elif isinstance(state, SealedPart):
+        elif isinstance(state, SealedSegment):
             for side in ("k", "v"):
                 planes = getattr(state, side)
                 tensors |= {f"{i}.{side}.{name}": _pack_alone(array) for name, array in planes.arrays.items()}
@@ -115,7 +115,7 @@ def pack_shared(ranges: Sequence[SpanRange], plan: PrecisionPlan) -> Generator[N
         layer: [part for each in ranges for part in each.span.segments(layer, each.start, each.end)]
         for layer in ranges[0].span.layers
     }
-    segments: dict[int, SealedPart] = {}
+    segments: dict[int, SealedSegment] = {}
     for layer, parts in found.items():
         segments[layer] = _shared_segment(parts, plan.pairs[layer], layout.flat()[layer].dtype)
         mx.eval(segments[layer].arrays())
@@ -126,39 +126,41 @@ def pack_shared(ranges: Sequence[SpanRange], plan: PrecisionPlan) -> Generator[N
 def pack_shared_checkpoint(checkpoint: Checkpoint, plan: PrecisionPlan, dtypes: Sequence[mx.Dtype]) -> BlockContent:
     """Pack a checkpoint: rings with the plan's codecs, states as they are. Raises FewerBits."""
     states = [
-        _require_codecs(transcode_segment(state, pair, dtype), pair) if isinstance(state, SealedPart) else state
+        _require_codecs(transcode_segment(state, pair, dtype), pair) if isinstance(state, SealedSegment) else state
         for state, pair, dtype in zip(checkpoint.states, plan.pairs, dtypes, strict=True)
     ]
     return pack_checkpoint(replace(checkpoint, states=tuple(states)))
 
 
-def _shared_segment(parts: Sequence[Part], pair: CodecPair, dtype: mx.Dtype) -> SealedPart:
+def _shared_segment(parts: Sequence[Segment], pair: CodecPair, dtype: mx.Dtype) -> SealedSegment:
     """Make one segment. Raw neighbours are joined before they are encoded, so that a run of 256 tokens has one mean."""
-    if any(isinstance(part, RawPart) for part in parts):
+    if any(isinstance(part, RawSegment) for part in parts):
         raise ValueError("what its owner still writes cannot be packed")
-    sealed = [compact_segment(part) if isinstance(part, CutPart) else part for part in parts]
+    sealed = [compact_segment(part) if isinstance(part, SegmentSlice) else part for part in parts]
     joined = [
         part
-        for is_raw, group in groupby(sealed, key=lambda part: isinstance(part, SealedPart) and part.is_raw)
+        for is_raw, group in groupby(sealed, key=lambda part: isinstance(part, SealedSegment) and part.is_raw)
         for part in ([join_segments(list(group))] if is_raw else list(group))  # pyright: ignore[reportArgumentType]
     ]
     segments = [
-        _require_codecs(transcode_segment(part, pair, dtype), pair) for part in joined if isinstance(part, SealedPart)
+        _require_codecs(transcode_segment(part, pair, dtype), pair)
+        for part in joined
+        if isinstance(part, SealedSegment)
     ]
     if len({(segment.k.codec, segment.v.codec) for segment in segments}) > 1:
         raise FewerBits  # their family and precision are the same, their means differ
     return join_segments(segments)
 
 
-def _require_codecs(segment: SealedPart, pair: CodecPair) -> SealedPart:
+def _require_codecs(segment: SealedSegment, pair: CodecPair) -> SealedSegment:
     if (segment.k.codec.name, segment.v.codec.name) != (pair[0].name, pair[1].name):
         raise FewerBits
     return segment
 
 
-def _pack_segments(segments: Mapping[int, SealedPart]) -> Generator[None, None, BlockContent]:
+def _pack_segments(segments: Mapping[int, SealedSegment]) -> Generator[None, None, BlockContent]:
     """Pack segments of the same tokens, one for each layer. Layers of the same shape and codecs share arrays."""
-    groups: dict[tuple[Any, ...], list[tuple[int, SealedPart]]] = {}
+    groups: dict[tuple[Any, ...], list[tuple[int, SealedSegment]]] = {}
     for layer, segment in segments.items():
         groups.setdefault(_group_key(segment), []).append((layer, segment))
     tensors: dict[str, BlockTensor] = {}
@@ -173,14 +175,14 @@ def _pack_segments(segments: Mapping[int, SealedPart]) -> Generator[None, None, 
     return BlockContent(tensors, {"groups": described})
 
 
-def _group_key(segment: SealedPart) -> tuple[Any, ...]:
+def _group_key(segment: SealedSegment) -> tuple[Any, ...]:
     return tuple(
-        (planes.codec, planes.segments, tuple((name, a.shape, a.dtype) for name, a in planes.arrays.items()))
+        (planes.codec, planes.mean_runs, tuple((name, a.shape, a.dtype) for name, a in planes.arrays.items()))
         for planes in (segment.k, segment.v)
     )
 
 
-def _describe(planes: Planes) -> dict[str, Any]:
+def _describe(planes: EncodedArray) -> dict[str, Any]:
     return {"spec": planes.spec, "where": planes.where()}
 
 
@@ -203,9 +205,9 @@ def _pack_stacked(arrays: Sequence[mx.array]) -> Generator[None, None, BlockTens
 # From a block to a span.
 
 
-def unpack(layout: Layout, content: BlockContent, start: int, end: int) -> dict[int, SealedPart]:
+def unpack(layout: Layout, content: BlockContent, start: int, end: int) -> dict[int, SealedSegment]:
     """Return tokens [start, end) by layer. Raises UnreadableBlock, or ConfigError where the codec is unknown."""
-    segments: dict[int, SealedPart] = {}
+    segments: dict[int, SealedSegment] = {}
     try:
         stacks_of: dict[str, dict[str, mx.array]] = defaultdict(dict)  # by group
         for name, tensor in content.tensors.items():
@@ -214,7 +216,9 @@ def unpack(layout: Layout, content: BlockContent, start: int, end: int) -> dict[
             stacks = stacks_of[str(g)]
             _require_rows(stacks, len(group["layers"]))
             for i, layer in enumerate(group["layers"]):
-                segments[layer] = SealedPart(*(_unpack_planes(stacks, g, side, i, group[side]) for side in ("k", "v")))
+                segments[layer] = SealedSegment(
+                    *(_unpack_planes(stacks, g, side, i, group[side]) for side in ("k", "v"))
+                )
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise UnreadableBlock(f"A block's description does not fit its arrays: {error!r}") from error
     _require_layout(layout, segments, start, end)
@@ -232,7 +236,7 @@ def unpack_checkpoint(content: BlockContent) -> Checkpoint:
 
 
 def join_blocks(
-    layout: Layout, blocks: Sequence[Mapping[int, SealedPart]], start: int, end: int
+    layout: Layout, blocks: Sequence[Mapping[int, SealedSegment]], start: int, end: int
 ) -> Generator[None, None, Span]:
     """Join consecutive blocks into one span, a layer at a time."""
     span = Span(layout, start, end - start, {})
@@ -249,7 +253,7 @@ def _require_rows(stacks: Mapping[str, mx.array], num_rows: int) -> None:
         raise UnreadableBlock(f"A block has arrays that are not of {num_rows} layers.")
 
 
-def _require_layout(layout: Layout, segments: Mapping[int, SealedPart], start: int, end: int) -> None:
+def _require_layout(layout: Layout, segments: Mapping[int, SealedSegment], start: int, end: int) -> None:
     """Raise UnreadableBlock where segments do not fit the layout. A block of the same model identity always fits; the
     check costs nothing."""
     specs = layout.flat()
@@ -269,7 +273,9 @@ def _full_layers(layout: Layout) -> list[int]:
     return [layer for layer, spec in enumerate(layout.flat()) if spec.kind == "full"]
 
 
-def _unpack_planes(stacks: Mapping[str, mx.array], g: int, side: str, i: int, described: Mapping[str, Any]) -> Planes:
+def _unpack_planes(
+    stacks: Mapping[str, mx.array], g: int, side: str, i: int, described: Mapping[str, Any]
+) -> EncodedArray:
     prefix = f"{g}.{side}."
     arrays = {name.removeprefix(prefix): stack[i] for name, stack in stacks.items() if name.startswith(prefix)}
     mx.eval(list(arrays.values()))
@@ -284,7 +290,7 @@ def _unpack_state(stacks: Mapping[str, mx.array], i: int, described: Mapping[str
         return RecurrentState(
             tuple(stacks[f"{i}.{j}"][0] if j in held else None for j in range(described["recurrent"]))
         )
-    return SealedPart(*(_unpack_planes(stacks, i, side, 0, described[side]) for side in ("k", "v")))
+    return SealedSegment(*(_unpack_planes(stacks, i, side, 0, described[side]) for side in ("k", "v")))
 
 
 # Arrays and their bytes.

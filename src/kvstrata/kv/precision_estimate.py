@@ -9,9 +9,9 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from kvstrata.attention.segments import Part, Parts, SealedPart
-from kvstrata.codecs.base import Codec, Extent, Planes
-from kvstrata.codecs.mean_runs import segments_of
+from kvstrata.attention.segments import SealedSegment, Segment, SegmentedKV
+from kvstrata.codecs.base import Codec, EncodedArray, Extent
+from kvstrata.codecs.mean_runs import runs_of
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.kv.checkpoints import Checkpoint
@@ -67,28 +67,28 @@ def estimate(span: Span, plan: PrecisionPlan, *, upward: bool, window: RawWindow
 
 def _rings(
     checkpoint: Checkpoint, plan: PrecisionPlan, specs: Sequence[LayerSpec]
-) -> Iterator[tuple[SealedPart, CodecPair, LayerSpec]]:
+) -> Iterator[tuple[SealedSegment, CodecPair, LayerSpec]]:
     """Yield the rings and chunks of a checkpoint: recurrent states are never quantized."""
     for state, pair, spec in zip(checkpoint.states, plan.pairs, specs, strict=True):
-        if isinstance(state, SealedPart):
+        if isinstance(state, SealedSegment):
             yield state, pair, spec
 
 
 @lru_cache(maxsize=4096)  # the layers of a span are alike, and a change may concern hundreds of spans
 def encoded_bytes(codec: Codec, heads: int, dim: int, position: int, num_tokens: int, dtype: mx.Dtype) -> int:
     """Return the bytes that `codec` allocates for `num_tokens` tokens."""
-    num_segments = len(segments_of(position, num_tokens)) if isinstance(codec, PlanesCodec) else 0
+    num_segments = len(runs_of(position, num_tokens)) if isinstance(codec, PlanesCodec) else 0
     planes = codec.layout(Extent(dim, num_tokens, num_segments)).values()
     sizes = [dtype.size if isinstance(codec, RawCodec) else plane.dtypes[0].size for plane in planes]
     return heads * sum(plane.rows * plane.width * size for plane, size in zip(planes, sizes, strict=True))
 
 
-def _add_segment(result: Estimate, segment: SealedPart, pair: CodecPair, dtype: mx.Dtype, upward: bool) -> None:
+def _add_segment(result: Estimate, segment: SealedSegment, pair: CodecPair, dtype: mx.Dtype, upward: bool) -> None:
     _add_planes(result, segment.k, pair[0], dtype, upward)
     _add_planes(result, segment.v, pair[1], dtype, upward)
 
 
-def _add_planes(result: Estimate, planes: Planes, wanted: Codec, dtype: mx.Dtype, upward: bool) -> None:
+def _add_planes(result: Estimate, planes: EncodedArray, wanted: Codec, dtype: mx.Dtype, upward: bool) -> None:
     codec = becomes(planes.codec, wanted, planes.dim, dtype, upward=upward)
     result.bytes_before += planes.nbytes
     if codec == planes.codec:
@@ -156,7 +156,7 @@ def _layer_error(span: Span, layer: int, pair: CodecPair, upward: bool) -> float
     codec = _becomes(segments[-1], pair[0], dtype, upward)
     if codec is None:
         return None
-    k, _ = Parts((segments,)).joined(mx.zeros((), dtype))
+    k, _ = SegmentedKV((segments,)).to_arrays(mx.zeros((), dtype))
     after = codec.decode(codec.encode(k[0], start), mx.float32)
     keys = k[0].astype(mx.float32)  # [heads, tokens, dim]
     queries = keys[:, :: max(1, keys.shape[1] // SAMPLE_QUERIES)]
@@ -166,9 +166,9 @@ def _layer_error(span: Span, layer: int, pair: CodecPair, upward: bool) -> float
     return float(error.item())  # pyright: ignore[reportArgumentType]
 
 
-def _becomes(segment: Part, wanted: Codec, dtype: mx.Dtype, upward: bool) -> Codec | None:
+def _becomes(segment: Segment, wanted: Codec, dtype: mx.Dtype, upward: bool) -> Codec | None:
     """Return the codec that keys would be encoded with; None: the keys stay as they are."""
-    if not isinstance(segment, SealedPart):
+    if not isinstance(segment, SealedSegment):
         return None if isinstance(wanted, RawCodec) else wanted
     codec = becomes(segment.k.codec, wanted, segment.k.dim, dtype, upward=upward)
     return None if codec == segment.k.codec else codec

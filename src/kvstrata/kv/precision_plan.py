@@ -10,7 +10,7 @@ from kvstrata.codecs.base import Codec
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.registry import fit, parse
-from kvstrata.codecs.rope import Turn
+from kvstrata.codecs.rope import RopeRotation
 from kvstrata.errors import ConfigError
 from kvstrata.kv.layout import LayerSpec, Layout
 
@@ -99,7 +99,7 @@ def _pair(spec: LayerSpec, k: Codec, v: Codec, at_least: Codec | None) -> CodecP
     return _codec(k, at_least, spec.k_dim, spec.k_rotation), _codec(v, at_least, spec.v_dim, spec.v_rotation)
 
 
-def _codec(asked: Codec, at_least: Codec | None, dim: int, turn: Turn | None) -> Codec:
+def _codec(asked: Codec, at_least: Codec | None, dim: int, turn: RopeRotation | None) -> Codec:
     codecs = [fit(each, dim) for each in (asked, at_least) if each is not None]
     codec = max(codecs, key=lambda codec: codec.bits_per_value(dim))
     return replace(codec, turn=turn) if isinstance(codec, PlanesCodec) else codec

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from kvstrata.attention.segments import Parts, Source
+from kvstrata.attention.segments import SegmentedKV, SegmentSource
 from kvstrata.kv.attention_layer import AttentionLayer
 from kvstrata.kv.buffers import round_up
 from kvstrata.kv.chunked_layer import ChunkedLayer
@@ -99,10 +99,10 @@ class DenseLayer:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self._layer.append(keys, values)
-        return Parts((self._layer.parts(),)).joined(keys)
+        return SegmentedKV((self._layer.segments(),)).to_arrays(keys)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        return Parts((self._layer.parts(),)).joined(self._layer.arrays()[0])
+        return SegmentedKV((self._layer.segments(),)).to_arrays(self._layer.arrays()[0])
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Prefix:
     """The cached tokens that a sequence resumes from, by flat layer (`Layout.flat`)."""
 
     num_tokens: int
-    sources: tuple[tuple[Source, ...], ...]  # full layers; empty for the others
+    sources: tuple[tuple[SegmentSource, ...], ...]  # full layers; empty for the others
     # At num_tokens. Window and chunked layers: (k, v). Recurrent layers: their arrays. None for the others.
     states: tuple[Any, ...]
 
@@ -139,7 +139,7 @@ class SequenceCache:
         self.layers: list[LayerCache] = [make(spec, index=i) for i, spec in enumerate(layout.layers)]
         self.flat: list[Any] = _flatten(self.layers)
         self._own = [layer.own for layer in self.flat if isinstance(layer, FullLayer)]
-        self._path = layout.path
+        self._batching = layout.batching
         if prefix:
             for layer, state in zip(self.flat, prefix.states, strict=True):
                 if isinstance(layer, WindowLayer | ChunkedLayer):
@@ -209,7 +209,7 @@ class SequenceCache:
 
     def caches(self) -> list[Any]:
         """Return the caches that the model is called with."""
-        return [_as_called(layer, self._path) for layer in self.layers]
+        return [_as_called(layer, self._batching) for layer in self.layers]
 
     def end_pass(self, num_tokens: int) -> None:
         """Count the tokens of a forward pass that was built, and release what only the pass needed."""
@@ -224,7 +224,7 @@ def _make_layer(
     index: int,
     capacity: int,
     raw_tokens: int | None,
-    sources: Iterator[tuple[Source, ...]],
+    sources: Iterator[tuple[SegmentSource, ...]],
 ) -> LayerCache:
     if spec.kind == "composite":
         make = partial(_make_layer, model=model, index=index, capacity=capacity, raw_tokens=raw_tokens, sources=sources)
@@ -246,11 +246,11 @@ def _flatten(layers: Sequence[Any]) -> list[Any]:
     return [layer for group in children for layer in group]
 
 
-def _as_called(layer: LayerCache, path: str) -> Any:
+def _as_called(layer: LayerCache, batching: str) -> Any:
     if isinstance(layer, ForeignLayer):
         return layer.cache
     if isinstance(layer, CompositeLayer):
-        return CompositeLayer([_as_called(child, path) for child in layer.caches])
-    if path == "rows" and isinstance(layer, AttentionLayer):
+        return CompositeLayer([_as_called(child, batching) for child in layer.caches])
+    if batching == "per_sequence" and isinstance(layer, AttentionLayer):
         return DenseLayer(layer)
     return layer

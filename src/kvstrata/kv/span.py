@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvstrata.attention.segments import CutPart, Part, SealedPart, cut_parts
+from kvstrata.attention.segments import SealedSegment, Segment, SegmentSlice, cut_segments
 from kvstrata.kv.checkpoints import Checkpoint, states_at
 from kvstrata.kv.full_layer import FullLayer
 from kvstrata.kv.layout import Layout
@@ -13,7 +13,7 @@ from kvstrata.kv.own_kv import OwnKV
 from kvstrata.kv.precision_plan import RAW, CodecPair
 from kvstrata.kv.sequence_cache import Prefix, SequenceCache
 
-LayerContent = OwnKV | tuple[SealedPart, ...]
+LayerContent = OwnKV | tuple[SealedSegment, ...]
 
 
 class Span:
@@ -79,26 +79,26 @@ class Span:
             return (RAW,)
         return tuple(dict.fromkeys((segment.k.codec, segment.v.codec) for segment in content))
 
-    def segments(self, layer: int, start: int, end: int) -> tuple[Part, ...]:
+    def segments(self, layer: int, start: int, end: int) -> tuple[Segment, ...]:
         """Return tokens [start, end) of a layer, positions in the sequence."""
         content = self._contents[layer]
         if isinstance(content, OwnKV):
             return content.segments(start, end)
         first = content[0].k.position
-        return tuple(cut_parts(content, start - first, end - first))
+        return tuple(cut_segments(content, start - first, end - first))
 
     def content(self, layer: int) -> LayerContent:
         """Return the content of a layer: the same object until it is replaced."""
         return self._contents[layer]
 
-    def sealed(self, layer: int) -> tuple[SealedPart, ...]:
+    def sealed(self, layer: int) -> tuple[SealedSegment, ...]:
         """Return the segments of a sealed layer. Raises ValueError for a live one."""
         content = self._contents[layer]
         if isinstance(content, OwnKV):
             raise ValueError("a live layer is not sealed yet")
         return content
 
-    def sealed_segments(self) -> Iterator[SealedPart]:
+    def sealed_segments(self) -> Iterator[SealedSegment]:
         """Yield the segments of all sealed layers."""
         for content in self._contents.values():
             if not isinstance(content, OwnKV):
@@ -109,12 +109,12 @@ class Span:
             if isinstance(content, OwnKV):
                 yield content
 
-    def replace(self, layer: int, segments: Sequence[SealedPart]) -> None:
+    def replace(self, layer: int, segments: Sequence[SealedSegment]) -> None:
         """Replace the content of a layer."""
         self._contents[layer] = tuple(segments)
         self.version += 1
 
-    def replace_range(self, layer: int, segments: Sequence[SealedPart], start: int, end: int) -> None:
+    def replace_range(self, layer: int, segments: Sequence[SealedSegment], start: int, end: int) -> None:
         """Replace tokens [start, end) of a sealed layer. Remainders of cut segments get memory of their own."""
         before, after = self.segments(layer, self.position, start), self.segments(layer, end, self.end)
         self.replace(layer, (*map(compact_segment, before), *segments, *map(compact_segment, after)))
@@ -144,12 +144,12 @@ class Span:
         self.prompt_ends |= after.prompt_ends
 
 
-def compact_segment(segment: Part) -> SealedPart:
+def compact_segment(segment: Segment) -> SealedSegment:
     """Return a sealed segment as it is, and a slice of one in memory of its own."""
-    if isinstance(segment, CutPart):
+    if isinstance(segment, SegmentSlice):
         whole, start, end = segment.whole, segment.start, segment.end
-        return SealedPart(whole.k.cut(start, end), whole.v.cut(start, end))
-    assert isinstance(segment, SealedPart), "what its owner still writes is not sealed"
+        return SealedSegment(whole.k.cut(start, end), whole.v.cut(start, end))
+    assert isinstance(segment, SealedSegment), "what its owner still writes is not sealed"
     return segment
 
 
@@ -169,7 +169,7 @@ class SpanSource:
         self._range = span_range
         self._layer = layer
         self._content: object = None  # that `_segments` were cut from
-        self._segments: tuple[Part, ...] = ()
+        self._segments: tuple[Segment, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -181,7 +181,7 @@ class SpanSource:
         content = span.content(self._layer)
         return (span.version, content.buffers.version) if isinstance(content, OwnKV) else span.version
 
-    def parts(self) -> tuple[Part, ...]:
+    def segments(self) -> tuple[Segment, ...]:
         content = self._range.span.content(self._layer)
         if isinstance(content, OwnKV):
             self._content, self._segments = None, ()

@@ -12,8 +12,8 @@ from itertools import pairwise, takewhile
 
 import mlx.core as mx
 
-from kvstrata.attention.segments import CutPart, Part, Parts, RawPart, SealedPart, cut_parts
-from kvstrata.codecs.base import Codec, Planes
+from kvstrata.attention.segments import RawSegment, SealedSegment, Segment, SegmentedKV, SegmentSlice, cut_segments
+from kvstrata.codecs.base import Codec, EncodedArray
 from kvstrata.codecs.planes import PlanesCodec, step_down
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.kv.checkpoints import Checkpoint
@@ -40,7 +40,7 @@ class LayerTranscoder:
         self._version = -1  # of the span after the last step
         self._start = 0  # tokens before this position are done and in the span
         self._at = 0  # tokens before this position are done
-        self._done: list[SealedPart] = []  # tokens [start, at)
+        self._done: list[SealedSegment] = []  # tokens [start, at)
 
     def advance(self, span: Span, *, upward: bool = False) -> bool:
         """Do the next small step. Return whether there is more to do. The work starts over where other code has changed
@@ -68,7 +68,7 @@ class LayerTranscoder:
     def _put(self, span: Span) -> None:
         """Put new segments in place if they replace whole ones. A buffer goes when all of its tokens are replaced."""
         content = span.content(self._layer)
-        after: tuple[SealedPart, ...] = ()
+        after: tuple[SealedSegment, ...] = ()
         if self._at < span.end:
             if isinstance(content, OwnKV) or any(segment.k.position < self._at < segment.k.end for segment in content):
                 return
@@ -112,7 +112,7 @@ def _adopt_buffer(span: Span, layer: int) -> bool:
         return False
     whole = content.whole_arrays()
     if whole is not None:
-        span.replace(layer, (SealedPart(*(RawCodec().adopt(array, span.position) for array in whole)),))
+        span.replace(layer, (SealedSegment(*(RawCodec().adopt(array, span.position) for array in whole)),))
     return whole is not None
 
 
@@ -125,7 +125,7 @@ def transcode_checkpoints(span: Span, plan: PrecisionPlan) -> Iterator[None]:
         for i, (pair, spec) in enumerate(zip(plan.pairs, span.layout.flat(), strict=True)):
             checkpoint = span.checkpoints.get(at)  # None: dropped meanwhile
             ring = checkpoint.states[i] if checkpoint is not None else None
-            if checkpoint is not None and isinstance(ring, SealedPart) and not keeps_codecs(ring, pair, spec.dtype):
+            if checkpoint is not None and isinstance(ring, SealedSegment) and not keeps_codecs(ring, pair, spec.dtype):
                 transcoded = transcode_segment(ring, pair, spec.dtype)
                 states = (*checkpoint.states[:i], transcoded, *checkpoint.states[i + 1 :])
                 span.checkpoints[at] = dataclasses.replace(checkpoint, states=states)
@@ -139,7 +139,9 @@ def are_checkpoints_transcoded(span: Span, plan: PrecisionPlan) -> bool:
 
 def _is_checkpoint_transcoded(span: Span, checkpoint: Checkpoint, plan: PrecisionPlan) -> bool:
     states = zip(checkpoint.states, plan.pairs, span.layout.flat(), strict=True)
-    return all(keeps_codecs(state, pair, spec.dtype) for state, pair, spec in states if isinstance(state, SealedPart))
+    return all(
+        keeps_codecs(state, pair, spec.dtype) for state, pair, spec in states if isinstance(state, SealedSegment)
+    )
 
 
 # Live layers: their owner still writes them.
@@ -178,7 +180,7 @@ def encode_live(span: Span, layer: int, pair: CodecPair, window: RawWindow, *, u
         yield from own.encode_past(*pair, since)
 
 
-def live_codecs(segment: SealedPart, pair: CodecPair) -> CodecPair:
+def live_codecs(segment: SealedSegment, pair: CodecPair) -> CodecPair:
     """Return the codecs for a sealed segment of a running sequence: first tokens, which were sealed raw, stay raw."""
     return RAW if _codecs_of(segment) == RAW else pair
 
@@ -194,7 +196,7 @@ def becomes(held: Codec, wanted: Codec, dim: int, dtype: mx.Dtype, *, upward: bo
     return wanted if upward or bits_of(wanted, dim, dtype) < bits_of(held, dim, dtype) else held
 
 
-def codecs_after(segment: SealedPart, pair: CodecPair, dtype: mx.Dtype, *, upward: bool = False) -> CodecPair:
+def codecs_after(segment: SealedSegment, pair: CodecPair, dtype: mx.Dtype, *, upward: bool = False) -> CodecPair:
     """Return the codecs that a segment would be transcoded to."""
     k, v = _codecs_of(segment)
     return (
@@ -203,42 +205,44 @@ def codecs_after(segment: SealedPart, pair: CodecPair, dtype: mx.Dtype, *, upwar
     )
 
 
-def keeps_codecs(segment: SealedPart, pair: CodecPair, dtype: mx.Dtype, *, upward: bool = False) -> bool:
+def keeps_codecs(segment: SealedSegment, pair: CodecPair, dtype: mx.Dtype, *, upward: bool = False) -> bool:
     """Whether transcoding would leave a segment as it is."""
     return codecs_after(segment, pair, dtype, upward=upward) == _codecs_of(segment)
 
 
-def transcode_segment(segment: SealedPart, pair: CodecPair, dtype: mx.Dtype) -> SealedPart:
+def transcode_segment(segment: SealedSegment, pair: CodecPair, dtype: mx.Dtype) -> SealedSegment:
     """Transcode a whole segment at once, never to more bits than it has."""
     k, v = codecs_after(segment, pair, dtype)
-    return SealedPart(_transcode_planes(segment.k, k, dtype), _transcode_planes(segment.v, v, dtype))
+    return SealedSegment(_transcode_planes(segment.k, k, dtype), _transcode_planes(segment.v, v, dtype))
 
 
 def _transcode_first(
-    segments: Sequence[Part], start: int, pair: CodecPair, dtype: mx.Dtype, sizes: WorkSizes, *, upward: bool
-) -> SealedPart:
+    segments: Sequence[Segment], start: int, pair: CodecPair, dtype: mx.Dtype, sizes: WorkSizes, *, upward: bool
+) -> SealedSegment:
     """Transcode the first tokens of consecutive segments, in memory of their own: as many tokens as one step handles.
     The first token is at position `start`.
 
     Tokens in fewer bits than `pair` keep their codec, unless `upward`: more bits would restore nothing.
     """
     segment = segments[0]
-    if isinstance(segment, RawPart):
+    if isinstance(segment, RawSegment):
         # Buffers end anywhere: a codec's group may be in two of them.
-        raw = list(takewhile(lambda each: isinstance(each, RawPart), segments))
+        raw = list(takewhile(lambda each: isinstance(each, RawSegment), segments))
         num_tokens = _step_tokens(start, sum(each.num_tokens for each in raw), sizes, encodes=pair != RAW)
-        k, v = Parts((tuple(cut_parts(raw, 0, num_tokens)),)).joined(segment.k_buffer)
-        return SealedPart(pair[0].encode(k.squeeze(0), start), pair[1].encode(v.squeeze(0), start))
-    whole, first = (segment.whole, segment.start) if isinstance(segment, CutPart) else (segment, 0)
-    assert isinstance(whole, SealedPart)
+        k, v = SegmentedKV((tuple(cut_segments(raw, 0, num_tokens)),)).to_arrays(segment.k_buffer)
+        return SealedSegment(pair[0].encode(k.squeeze(0), start), pair[1].encode(v.squeeze(0), start))
+    whole, first = (segment.whole, segment.start) if isinstance(segment, SegmentSlice) else (segment, 0)
+    assert isinstance(whole, SealedSegment)
     codecs = k, v = codecs_after(whole, pair, dtype, upward=upward)
     encodes = not (_encodes_nothing(whole.k, k) and _encodes_nothing(whole.v, v))
     if segment is whole and not encodes:
         if codecs == _codecs_of(whole):
             return whole
-        return SealedPart(_transcode_planes(whole.k, k, dtype), _transcode_planes(whole.v, v, dtype))
+        return SealedSegment(_transcode_planes(whole.k, k, dtype), _transcode_planes(whole.v, v, dtype))
     end = first + _step_tokens(start, segment.num_tokens, sizes, encodes=encodes)
-    return SealedPart(_transcode_range(whole.k, first, end, k, dtype), _transcode_range(whole.v, first, end, v, dtype))
+    return SealedSegment(
+        _transcode_range(whole.k, first, end, k, dtype), _transcode_range(whole.v, first, end, v, dtype)
+    )
 
 
 def _step_tokens(start: int, num_tokens: int, sizes: WorkSizes, *, encodes: bool) -> int:
@@ -246,11 +250,11 @@ def _step_tokens(start: int, num_tokens: int, sizes: WorkSizes, *, encodes: bool
     return end - first
 
 
-def _codecs_of(segment: SealedPart) -> CodecPair:
+def _codecs_of(segment: SealedSegment) -> CodecPair:
     return segment.k.codec, segment.v.codec
 
 
-def _transcode_range(planes: Planes, start: int, end: int, codec: Codec, dtype: mx.Dtype) -> Planes:
+def _transcode_range(planes: EncodedArray, start: int, end: int, codec: Codec, dtype: mx.Dtype) -> EncodedArray:
     """Transcode tokens [start, end) of planes, counted from the first one of the planes."""
     if (start, end) == (0, planes.num_tokens):
         return _transcode_planes(planes, codec, dtype)
@@ -259,7 +263,7 @@ def _transcode_range(planes: Planes, start: int, end: int, codec: Codec, dtype: 
     return _transcode_planes(planes.cut(start, end), codec, dtype)
 
 
-def _transcode_planes(planes: Planes, codec: Codec, dtype: mx.Dtype) -> Planes:
+def _transcode_planes(planes: EncodedArray, codec: Codec, dtype: mx.Dtype) -> EncodedArray:
     if planes.codec == codec:
         return planes
     if _encodes_nothing(planes, codec):
@@ -270,9 +274,9 @@ def _transcode_planes(planes: Planes, codec: Codec, dtype: mx.Dtype) -> Planes:
     return codec.adopt(values, planes.position) if is_raw else codec.encode(values, planes.position)
 
 
-def _encodes_nothing(planes: Planes, codec: Codec) -> bool:
+def _encodes_nothing(planes: EncodedArray, codec: Codec) -> bool:
     """Whether the planes become those of `codec` without encoding anything anew."""
     held = planes.codec
     if isinstance(held, PlanesCodec) and isinstance(codec, PlanesCodec):
-        return held.turn == codec.turn and codec.bits <= held.bits
+        return held.rotation == codec.rotation and codec.bits <= held.bits
     return held == codec

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstrata.attention.cpu import step as cpu_step
-from kvstrata.attention.cuda.step import Slot
-from kvstrata.attention.cuda.tables import Place
-from kvstrata.attention.segments import Part, Parts, RawPart
+from kvstrata.attention.cuda.step import KvSlot
+from kvstrata.attention.cuda.tables import SlotPlace
+from kvstrata.attention.segments import RawSegment, Segment, SegmentedKV
 from kvstrata.kv.attention_layer import AttentionLayer, Watched
-from kvstrata.kv.buffers import Buffer, KvShape, Piece
+from kvstrata.kv.buffers import KvBuffer, KvShape, Piece
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class WindowLayer(AttentionLayer):
     def __init__(self, max_size: int, keep: int = 0, shape: KvShape | None = None) -> None:
         super().__init__(0)
         self.ring = Ring(max_size, keep)
-        self._buffer = Buffer(max_size, shape)
-        self._chunk: RawPart | None = None  # read by the queries of a chunk, until the pass ends
+        self._buffer = KvBuffer(max_size, shape)
+        self._chunk: RawSegment | None = None  # read by the queries of a chunk, until the pass ends
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +97,7 @@ class WindowLayer(AttentionLayer):
 
     def copy_state(self) -> tuple[mx.array, mx.array]:
         """Return K and V of the held tokens by position, in memory of their own: [1, kv_heads, tokens, dim]."""
-        raw, slots = self._held_part(), mx.array(self.ring.held_slots(self.offset))
+        raw, slots = self._held_segment(), mx.array(self.ring.held_slots(self.offset))
         k, v = mx.take(raw.k, slots, axis=2), mx.take(raw.v, slots, axis=2)
         mx.eval(k, v)
         return k, v
@@ -114,7 +114,7 @@ class WindowLayer(AttentionLayer):
     def append(self, k: mx.array, v: mx.array) -> None:
         if k.shape[2] > 1:
             # Early queries of a chunk see tokens that the last tokens of the chunk overwrite in the ring.
-            new = RawPart(k, v, k.shape[2])
+            new = RawSegment(k, v, k.shape[2])
             self._chunk = _join(self._past(), new) if self.offset else new
         start, self.offset = self.offset, self.offset + k.shape[2]
         self._put(k, v, start, self.offset)
@@ -125,43 +125,45 @@ class WindowLayer(AttentionLayer):
             new = slice(first - start, last - start)
             self._buffer.put(self.ring.slot(first), k[:, :, new], v[:, :, new])
 
-    def runs_with_next(self) -> list[cpu_step.Run]:
+    def runs_with_next(self) -> list[cpu_step.TokenRun]:
         """Reserve a slot for one more token, which the caller writes where the run says."""
         at = self.ring.slot(self.offset)
         self.offset += 1
-        return [cpu_step.Run(*self._buffer.addresses(), self._buffer.size, at, min(self.offset, self.ring.max_size))]
+        return [
+            cpu_step.TokenRun(*self._buffer.addresses(), self._buffer.size, at, min(self.offset, self.ring.max_size))
+        ]
 
-    def next_slot(self) -> Slot:
+    def next_slot(self) -> KvSlot:
         buffer, ring = self._buffer, self.ring
         held = min(self.offset + 1, ring.max_size)
-        return Slot(*buffer.allocate(), buffer.size, ring.slot(self.offset), held, buffer.where)
+        return KvSlot(*buffer.allocate(), buffer.size, ring.slot(self.offset), held, buffer.gpu_addresses)
 
     def count_next(self) -> None:
         self.offset += 1
 
-    def next_place(self) -> Place:
-        return Place(self.ring.slot(self.offset), min(self.offset + 1, self.ring.max_size))
+    def next_place(self) -> SlotPlace:
+        return SlotPlace(self.ring.slot(self.offset), min(self.offset + 1, self.ring.max_size))
 
     @property
     def most_tokens(self) -> int:
         return self.ring.max_size
 
     def watched(self) -> list[Watched]:
-        return [self._buffer.where]
+        return [self._buffer.gpu_addresses]
 
-    def next_piece(self) -> Piece | None:
+    def next_buffer(self) -> Piece | None:
         """Return None: a ring never ends."""
         return None
 
     def put_last(self, k: mx.array, v: mx.array) -> None:
         self._buffer.put(self.ring.slot(self.offset - 1), k, v)
 
-    def before_slot(self) -> tuple[Part, ...]:
+    def segments_before(self) -> tuple[Segment, ...]:
         """Return no segments: the layer reads the ring alone."""
         return ()
 
-    def parts(self) -> tuple[RawPart, ...]:
-        return (self._chunk or self._held_part(),)
+    def segments(self) -> tuple[RawSegment, ...]:
+        return (self._chunk or self._held_segment(),)
 
     def end_pass(self) -> list[mx.array]:
         self._chunk = None
@@ -176,21 +178,21 @@ class WindowLayer(AttentionLayer):
             return "causal"
         return self.ring.chunk_mask(self.offset, N, window)
 
-    def _held_part(self) -> RawPart:
-        return self._buffer.part(min(self.offset, self.ring.max_size))
+    def _held_segment(self) -> RawSegment:
+        return self._buffer.segment(min(self.offset, self.ring.max_size))
 
-    def _past(self) -> RawPart:
+    def _past(self) -> RawSegment:
         """Return the newest max_size - 1 tokens, oldest first: all that a further token can see."""
-        held, ring = self._held_part(), self.ring
+        held, ring = self._held_segment(), self.ring
         if self.offset < ring.max_size:
             return held
         # Drop the oldest token that is not kept; the others in order of position.
         oldest = ring.slot(self.offset)
         cut = [(0, ring.keep), (oldest + 1, ring.max_size), (ring.keep, oldest)]
-        pieces = [RawPart(held.k[:, :, a:b], held.v[:, :, a:b], b - a) for a, b in cut if a < b]
+        pieces = [RawSegment(held.k[:, :, a:b], held.v[:, :, a:b], b - a) for a, b in cut if a < b]
         return _join(*pieces)
 
 
-def _join(*parts: RawPart) -> RawPart:
-    k, v = Parts((parts,)).joined(parts[0].k_buffer)
-    return RawPart(k, v, k.shape[2])
+def _join(*parts: RawSegment) -> RawSegment:
+    k, v = SegmentedKV((parts,)).to_arrays(parts[0].k_buffer)
+    return RawSegment(k, v, k.shape[2])

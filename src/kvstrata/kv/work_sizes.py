@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvstrata.attention.segments import SealedPart
+from kvstrata.attention.segments import SealedSegment
 from kvstrata.codecs import backends
 from kvstrata.codecs.mean_runs import GROUP_TOKENS
 from kvstrata.kv.layout import LayerSpec
@@ -27,14 +27,14 @@ class WorkSizes:
     segment_tokens: int  # most tokens of a cached segment
     slice_tokens: int  # tokens that are encoded or decoded at once
 
-    def may_join(self, a: SealedPart, b: SealedPart) -> bool:
+    def may_join(self, a: SealedSegment, b: SealedSegment) -> bool:
         """Whether neighbours have the same codecs and make one segment."""
         is_alike = (a.k.codec, a.v.codec) == (b.k.codec, b.v.codec)
         return is_alike and a.k.position // self.segment_tokens == (b.k.end - 1) // self.segment_tokens
 
-    def join_neighbours(self, segments: Sequence[SealedPart]) -> list[SealedPart]:
+    def join_neighbours(self, segments: Sequence[SealedSegment]) -> list[SealedSegment]:
         """Join neighbours that make one segment."""
-        groups: list[list[SealedPart]] = []
+        groups: list[list[SealedSegment]] = []
         for segment in segments:
             if groups and self.may_join(groups[-1][0], segment):
                 groups[-1].append(segment)
@@ -43,15 +43,15 @@ class WorkSizes:
         return [join_segments(group) for group in groups]
 
 
-def join_segments(segments: Sequence[SealedPart]) -> SealedPart:
+def join_segments(segments: Sequence[SealedSegment]) -> SealedSegment:
     """Join neighbours of the same codecs in pairs: a token is copied a few times, not once for each later segment."""
     while len(segments) > 1:
         segments = [_join_two(*segments[i : i + 2]) for i in range(0, len(segments), 2)]
     return segments[0]
 
 
-def _join_two(a: SealedPart, b: SealedPart | None = None) -> SealedPart:
-    return a if b is None else SealedPart(a.k.codec.join(a.k, b.k), a.v.codec.join(a.v, b.v))
+def _join_two(a: SealedSegment, b: SealedSegment | None = None) -> SealedSegment:
+    return a if b is None else SealedSegment(a.k.codec.join(a.k, b.k), a.v.codec.join(a.v, b.v))
 
 
 def slices(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:

@@ -85,14 +85,14 @@ def outline_layers(module: Any, *, is_mla: bool = False) -> tuple[Layout, mx.arr
     """Its layers with what they cost, and logits that were not computed. `is_mla`: it computes on what it fetches from
     a cache, so every sequence will get passes of its own."""
     install()
-    layout = Layout(read_layer_specs(module), path="rows")
+    layout = Layout(read_layer_specs(module), batching="per_sequence")
     try:
         specs, logits = _run(module, layout)
     except Exception:  # noqa: BLE001
         # Whatever a model does with caches that are not mlx-lm's: it will be served with those, as the probe finds.
-        specs, logits = _run(module, Layout((LayerSpec("foreign"),) * len(layout.layers), path="rows"))
+        specs, logits = _run(module, Layout((LayerSpec("foreign"),) * len(layout.layers), batching="per_sequence"))
     alone = is_mla or any(spec.kind in ("foreign", "chunked") for spec in specs)
-    return Layout(specs, path="rows" if alone else "parts"), logits
+    return Layout(specs, batching="per_sequence" if alone else "batched"), logits
 
 
 def _run(module: Any, layout: Layout) -> tuple[tuple[LayerSpec, ...], mx.array]:

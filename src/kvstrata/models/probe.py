@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvstrata.attention import gated_delta
-from kvstrata.attention.cuda.rows import NotCompiled
+from kvstrata.attention.cuda.rows import UntraceableRead
 from kvstrata.attention.dispatch import install
 from kvstrata.errors import ModelError
 from kvstrata.kv.batch_cache import BatchCache
@@ -58,7 +58,9 @@ def _probe(model: Any, max_kv_size: int | None) -> Layout:
     operations.install()
     mend_products()
     trim_rows(model)
-    alone = Layout(read_layer_specs(model, max_kv_size), path="rows", reason="the model brings a cache of its own kind")
+    alone = Layout(
+        read_layer_specs(model, max_kv_size), batching="per_sequence", reason="the model brings a cache of its own kind"
+    )
     try:
         expected, caches = _run_alone(model, alone)
     except ModelError as error:
@@ -66,12 +68,12 @@ def _probe(model: Any, max_kv_size: int | None) -> Layout:
             raise
         # Some models reach into mlx-lm's caches. They get those, and nothing of them can be shared.
         reason = f"the model reaches into mlx-lm's own caches: {error.__cause__}"[:200]
-        alone = Layout((LayerSpec("foreign"),) * len(alone.layers), path="rows", reason=reason)
+        alone = Layout((LayerSpec("foreign"),) * len(alone.layers), batching="per_sequence", reason=reason)
         expected, caches = _run_alone(model, alone)
     alone = dataclasses.replace(alone, layers=measure_layers(alone.layers, caches[0].layers, len(_PROMPTS[0])))
     if any(layer.kind == "foreign" for layer in alone.layers):
         return alone
-    together = dataclasses.replace(alone, path="parts", reason="same logits in a batch as alone")
+    together = dataclasses.replace(alone, batching="batched", reason="same logits in a batch as alone")
     try:
         reached = _run_together(model, together)
     except Exception as error:  # noqa: BLE001
@@ -186,7 +188,7 @@ def _steps_compiled(model: Any, layout: Layout, step: CompiledStep, prompts: Seq
     for i in range(1, 1 + _NUM_STEPS):
         out = step.run(mx.array([_passes(prompt)[i][0] for prompt in prompts]), batch)
     if out is None:
-        raise NotCompiled("its layers have no launch that can be prepared")
+        raise UntraceableRead("its layers have no launch that can be prepared")
     mx.eval(out)
     return [row.astype(mx.float32) for row in out]
 

@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvstrata.codecs.rope import Turn, make_turn
+from kvstrata.codecs.rope import RopeRotation, make_rotation
 from kvstrata.kv.layout import LayerSpec, Layout
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,9 @@ def _in_float32(k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
     return k[0, :, 0].astype(mx.float32), v[0, :, 0].astype(mx.float32)  # [heads, dim]
 
 
-def _found(spec: LayerSpec, seen: Sequence[tuple[mx.array, mx.array] | None], turns: Sequence[Turn]) -> LayerSpec:
+def _found(
+    spec: LayerSpec, seen: Sequence[tuple[mx.array, mx.array] | None], turns: Sequence[RopeRotation]
+) -> LayerSpec:
     if any(pair is None for pair in seen):
         has_keys = spec.kind in ("full", "window", "chunked")
         return _unknown(spec, "the model gave it no key") if has_keys else spec
@@ -107,7 +109,9 @@ def _found(spec: LayerSpec, seen: Sequence[tuple[mx.array, mx.array] | None], tu
     )
 
 
-def _turn_of(keys: Sequence[np.ndarray], dtype: mx.Dtype, turns: Sequence[Turn]) -> tuple[Turn | None, bool]:
+def _turn_of(
+    keys: Sequence[np.ndarray], dtype: mx.Dtype, turns: Sequence[RopeRotation]
+) -> tuple[RopeRotation | None, bool]:
     """And whether that is known: None is right for keys that do not turn."""
     dim = keys[0].shape[-1]
     # A module may turn the first dims of a vector, or its last ones.
@@ -118,7 +122,7 @@ def _turn_of(keys: Sequence[np.ndarray], dtype: mx.Dtype, turns: Sequence[Turn])
     return (best if is_known else None), is_known
 
 
-def _misses(keys: Sequence[np.ndarray], turn: Turn | None) -> float:
+def _misses(keys: Sequence[np.ndarray], turn: RopeRotation | None) -> float:
     """How far the keys at POSITIONS are from the one at 0, turned; of its length."""
     first, *others = keys
     length = max(float(np.linalg.norm(first)), 1e-30)
@@ -126,7 +130,7 @@ def _misses(keys: Sequence[np.ndarray], turn: Turn | None) -> float:
     return max(float(np.linalg.norm(key - turned(first, at, turn))) / length for at, key in pairs)
 
 
-def turned(vectors: np.ndarray, position: int, turn: Turn | None) -> np.ndarray:
+def turned(vectors: np.ndarray, position: int, turn: RopeRotation | None) -> np.ndarray:
     """[..., dim], from position 0 to another."""
     if turn is None:
         return vectors
@@ -142,7 +146,7 @@ def _unknown(spec: LayerSpec, reason: str) -> LayerSpec:
     return dataclasses.replace(spec, rotation_reason=reason, children=children)
 
 
-def _turns_of(model: Any) -> Iterator[Turn]:
+def _turns_of(model: Any) -> Iterator[RopeRotation]:
     """Of all its RoPE modules, those that turn unit vectors as they say."""
     for module in model.modules():
         frequencies = _frequencies(module)
@@ -150,7 +154,7 @@ def _turns_of(model: Any) -> Iterator[Turn]:
             continue
         said = getattr(module, "traditional", None)
         for is_interleaved in (False, True) if said is None else (bool(said),):
-            turn = make_turn(frequencies, is_interleaved=is_interleaved)
+            turn = make_rotation(frequencies, is_interleaved=is_interleaved)
             if _turns_units(module, turn):
                 yield turn
 
@@ -166,7 +170,7 @@ def _frequencies(module: Any) -> np.ndarray | None:
     return getattr(module, "scale", 1.0) * float(base) ** (-np.arange(0, num_dims, 2) / num_dims)
 
 
-def _turns_units(module: Any, turn: Turn) -> bool:
+def _turns_units(module: Any, turn: RopeRotation) -> bool:
     """Some modules make vectors longer, too (yarn): all by the same."""
     units = np.eye(2 * turn.num_pairs, dtype=np.float32)
     try:

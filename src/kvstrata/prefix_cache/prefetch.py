@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.attention.segments import CutPart, Part, SealedPart
+from kvstrata.attention.segments import SealedSegment, Segment, SegmentSlice
 from kvstrata.kv.packing import join_blocks
 from kvstrata.kv.precision_plan import PrecisionPlan, bits_of
 from kvstrata.kv.span import Span
@@ -424,7 +424,7 @@ def _has_tokens(entry: Entry, load: BlockLoad, end: int) -> bool:
     return np.array_equal(ids_to(entry.last_node)[:end], load.ids[:end])
 
 
-def _nbytes(segments: Iterable[SealedPart]) -> int:
+def _nbytes(segments: Iterable[SealedSegment]) -> int:
     return sum(segment.nbytes for segment in segments)
 
 
@@ -440,12 +440,12 @@ def _min_bits(span: Span, layer: int, start: int, end: int) -> float:
     return min(_segment_bits(whole, dtype) for _, whole in _segments_in(span, layer, start, end))
 
 
-def _segment_bits(segment: SealedPart, dtype: mx.Dtype) -> float:
+def _segment_bits(segment: SealedSegment, dtype: mx.Dtype) -> float:
     return bits_of(segment.k.codec, segment.k.dim, dtype) + bits_of(segment.v.codec, segment.v.dim, dtype)
 
 
-def _segments_in(span: Span, layer: int, start: int, end: int) -> Sequence[tuple[Part, SealedPart]]:
+def _segments_in(span: Span, layer: int, start: int, end: int) -> Sequence[tuple[Segment, SealedSegment]]:
     """Return the sealed segments of a range, each with the whole segment that it is cut from."""
     cuts = span.segments(layer, start, end)
-    wholes = [cut.whole if isinstance(cut, CutPart) else cut for cut in cuts]
-    return [(cut, whole) for cut, whole in zip(cuts, wholes, strict=True) if isinstance(whole, SealedPart)]
+    wholes = [cut.whole if isinstance(cut, SegmentSlice) else cut for cut in cuts]
+    return [(cut, whole) for cut, whole in zip(cuts, wholes, strict=True) if isinstance(whole, SealedSegment)]

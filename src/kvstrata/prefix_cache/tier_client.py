@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvstrata.attention.segments import SealedPart
+from kvstrata.attention.segments import SealedSegment
 from kvstrata.errors import ConfigError
 from kvstrata.kv.checkpoints import Checkpoint, needs_checkpoints
 from kvstrata.kv.layout import Layout
@@ -42,7 +42,7 @@ MIN_PATIENCE_S = 0.5
 
 MAX_PATIENCE = 0.5
 
-Arrays = dict[int, SealedPart]  # of one block, by layer
+Arrays = dict[int, SealedSegment]  # of one block, by layer
 
 
 @dataclass(frozen=True)

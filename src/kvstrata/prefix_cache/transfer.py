@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvstrata.attention.segments import SealedPart
+from kvstrata.attention.segments import SealedSegment
 from kvstrata.errors import InvalidRequest, MemoryPinned, NeverFits, Unavailable
 from kvstrata.kv.block_checks import check_checkpoint, check_segments
 from kvstrata.kv.checkpoints import Checkpoint
@@ -160,7 +160,7 @@ class ImportProgress:
     lease: Lease  # on the prefix that was cached before, and on what was inserted
     start: int  # positions [start, end) wait to be inserted
     end: int
-    segments: list[dict[int, SealedPart]] = field(default_factory=list)  # one per block, by layer
+    segments: list[dict[int, SealedSegment]] = field(default_factory=list)  # one per block, by layer
     num_bytes: int = 0
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)  # by position; they wait for their tokens
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from kvstrata.attention.segments import SealedPart
+from kvstrata.attention.segments import SealedSegment
 from kvstrata.kv.checkpoints import RecurrentState
 from kvstrata.kv.packing import bytes_by_kind, bytes_by_precision
 from kvstrata.kv.span import Span
@@ -112,7 +112,7 @@ def precision_runs(span: Span) -> tuple[PrecisionRun, ...]:
     return tuple(runs)
 
 
-def _precisions_between(segments: Iterable[SealedPart], start: int, end: int) -> Iterator[tuple[str, str]]:
+def _precisions_between(segments: Iterable[SealedSegment], start: int, end: int) -> Iterator[tuple[str, str]]:
     for segment in segments:
         if segment.k.position < end and segment.k.position + segment.num_tokens > start:
             yield segment.k.name, segment.v.name
@@ -204,7 +204,7 @@ def share_of(entry: Entry) -> UsageShare:
     share = UsageShare(Counter({"bytes": entry.nbytes}))
     for checkpoint in entry.span.checkpoints.values():
         for state in checkpoint.states:
-            if isinstance(state, SealedPart):
+            if isinstance(state, SealedSegment):
                 _add_segment(share, state, "window")
             elif isinstance(state, RecurrentState):
                 share.by_kind["recurrent"] += state.nbytes
@@ -220,7 +220,7 @@ def share_of(entry: Entry) -> UsageShare:
     return share
 
 
-def _add_segment(share: UsageShare, segment: SealedPart, layer_kind: str) -> None:
+def _add_segment(share: UsageShare, segment: SealedSegment, layer_kind: str) -> None:
     for planes, side in ((segment.k, share.k), (segment.v, share.v)):
         name, nbytes = planes.name, planes.nbytes
         share.by_precision[name] += nbytes

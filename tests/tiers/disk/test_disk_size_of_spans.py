@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvstrata.attention.segments import SealedPart
+from kvstrata.attention.segments import SealedSegment
 from kvstrata.codecs.registry import parse_for
 from kvstrata.kv.layout import LayerSpec, Layout
 from kvstrata.kv.packing import block_ends
@@ -39,7 +39,7 @@ def random_span(name: str, dtype: mx.Dtype) -> Span:
     """Every layer has the same values: sizes do not depend on them."""
     codec = parse_for(name, HEAD_DIM)
     values = [mx.random.normal((KV_HEADS, NUM_TOKENS, HEAD_DIM), key=mx.random.key(i)).astype(dtype) for i in (0, 1)]
-    part = SealedPart(*(codec.encode(each, 0) for each in values))
+    part = SealedSegment(*(codec.encode(each, 0) for each in values))
     mx.eval(part.arrays())
     spec = LayerSpec("full", kv_heads=KV_HEADS, k_dim=HEAD_DIM, v_dim=HEAD_DIM, dtype=dtype)
     return Span(Layout((spec,) * NUM_LAYERS), 0, NUM_TOKENS, dict.fromkeys(range(NUM_LAYERS), (part,)))

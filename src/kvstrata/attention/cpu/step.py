@@ -20,11 +20,11 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.attention.segments import CutPart, Part, RawPart, SealedPart
+from kvstrata.attention.segments import RawSegment, SealedSegment, Segment, SegmentSlice
 from kvstrata.codecs import backends
-from kvstrata.codecs.base import Planes
+from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.cpu import planes as codecs_cpu
-from kvstrata.codecs.cpu.planes import rotation_of, threads_for
+from kvstrata.codecs.cpu.planes import hadamard_of, threads_for
 from kvstrata.codecs.mean_runs import GROUP_TOKENS
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
@@ -50,7 +50,7 @@ _NO_SINKS = np.empty(0, np.float32)
 _beside: list[subprocess.Popen[bytes]] = []
 
 
-class Coded(NamedTuple):
+class ArrayLayout(NamedTuple):
     """Memory layout of keys or values: raw, or encoded, with the addresses of all planes but `top`."""
 
     bits: int = RAW_BITS
@@ -68,10 +68,10 @@ class Coded(NamedTuple):
     gap: int = 0  # from the first dim of a pair to its second
 
 
-RAW = Coded()
+RAW = ArrayLayout()
 
 
-class Run(NamedTuple):
+class TokenRun(NamedTuple):
     """Tokens [start, start + num_tokens) of contiguous arrays [kv_heads, size, ...]."""
 
     k_address: int  # of the values, or of plane `top`
@@ -80,8 +80,8 @@ class Run(NamedTuple):
     write_at: int  # the slot of `size` that the new token goes to; NOWHERE: not into this run
     num_tokens: int  # the new one included
     start: int = 0
-    k: Coded = RAW
-    v: Coded = RAW
+    k: ArrayLayout = RAW
+    v: ArrayLayout = RAW
     holds: Any = None  # keeps the memory of the addresses alive; buffers are kept alive by their layer
 
     def fields(self) -> tuple[int, ...]:
@@ -89,12 +89,12 @@ class Run(NamedTuple):
         return (*self[:6], *self.k, *self.v)
 
 
-class Row(Protocol):
+class CpuRow(Protocol):
     """A layer of a sequence, as a row of a batch."""
 
-    def runs_with_next(self) -> list[Run]: ...
+    def runs_with_next(self) -> list[TokenRun]: ...
 
-    def parts(self) -> Any: ...
+    def segments(self) -> Any: ...
 
 
 def available() -> bool:
@@ -119,11 +119,11 @@ def warm_up() -> None:
     from kvstrata.attention.cpu import kernels as cpu_kernels
 
     tokens, buffer = np.zeros((1, 1, 1, 4), np.float32), np.zeros((1, 1, 2, 4), np.float32)
-    runs = np.array([(0, *Run(buffer.ctypes.data, buffer.ctypes.data, 2, 0, 1).fields())], np.int64)
+    runs = np.array([(0, *TokenRun(buffer.ctypes.data, buffer.ctypes.data, 2, 0, 1).fields())], np.int64)
     compile_codecs_beside()
     try:
         cpu_kernels.write(tokens, tokens, runs)
-        rotations = (*rotation_of(4), *rotation_of(4))
+        rotations = (*hadamard_of(4), *hadamard_of(4))
         cpu_kernels.decode(tokens, 1, runs, 1.0, _NO_SINKS, *rotations, np.zeros_like(tokens))
         cpu_kernels.softmax_causal(np.zeros((1, 1), np.float32), 0, 1)
         for other in _beside:
@@ -162,17 +162,17 @@ def _is_on_disk() -> bool:
     return any(path.stat().st_mtime >= changed_s for path in kept)
 
 
-class Step:
+class CpuStep:
     """New tokens, one for each row, not written yet. Replaces both keys and values, as `Parts` does.
 
     Writing waits for the queries, so that the layer is evaluated once.
     """
 
-    def __init__(self, rows: Sequence[Row], keys: mx.array, values: mx.array) -> None:
+    def __init__(self, rows: Sequence[CpuRow], keys: mx.array, values: mx.array) -> None:
         self._rows = rows
         self._keys = keys  # [rows, kv_heads, 1, k_dim]
         self._values = values
-        self._done: Written | None = None
+        self._done: WrittenRows | None = None
 
     def takes(self, queries: mx.array) -> bool:
         return fits(queries)
@@ -185,38 +185,38 @@ class Step:
         # The loops are compiled for contiguous arrays: only such loops become vector instructions.
         return mx.array(written.attend(np.ascontiguousarray(queries), scale, columns, PARALLEL_ASLEEP))
 
-    def write(self) -> Sequence[Row]:
+    def write(self) -> Sequence[CpuRow]:
         """Write the new tokens; for readers of the rows that take another path."""
         mx.eval(self._keys, self._values)
         self._written()
         return self._rows
 
-    def _written(self) -> Written:
+    def _written(self) -> WrittenRows:
         if self._done is None:
             self._done = write(self._rows, np.ascontiguousarray(self._keys), np.ascontiguousarray(self._values))
         return self._done
 
 
-def attend_next(rows: Sequence[Row], q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
+def attend_next(rows: Sequence[CpuRow], q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
     """Write one new token for each row, as numpy arrays [rows, heads, 1, dim], and attend over it and all before it."""
     return write(rows, k, v).attend(q, scale, _NO_SINKS, PARALLEL_AWAKE)
 
 
-def write(rows: Sequence[Row], k: np.ndarray, v: np.ndarray) -> Written:
+def write(rows: Sequence[CpuRow], k: np.ndarray, v: np.ndarray) -> WrittenRows:
     from kvstrata.attention.cpu import kernels as cpu_kernels
 
     by_row = [row.runs_with_next() for row in rows]
     runs = [run for runs in by_row for run in runs]
     table = np.array([(i, *run.fields()) for i, runs in enumerate(by_row) for run in runs], np.int64)
     cpu_kernels.write(k, v, table)
-    return Written(table, runs, k.shape[1], (k.shape[3], v.shape[3]))
+    return WrittenRows(table, runs, k.shape[1], (k.shape[3], v.shape[3]))
 
 
-class Written(NamedTuple):
+class WrittenRows(NamedTuple):
     """Rows whose new tokens are in their buffers."""
 
     table: np.ndarray  # [runs, 1 + fields of Run], the row first
-    runs: list[Run]  # of all rows; they keep the memory of the addresses in the table alive
+    runs: list[TokenRun]  # of all rows; they keep the memory of the addresses in the table alive
     kv_heads: int
     dims: tuple[int, int]  # of a key and of a value
 
@@ -227,36 +227,40 @@ class Written(NamedTuple):
         k_dim, v_dim = self.dims
         out = np.zeros((*q.shape[:3], v_dim), np.float32)
         num_read = self.kv_heads * sum([run.num_tokens for run in self.runs]) * (k_dim + v_dim)
-        rotations = (*rotation_of(k_dim), *rotation_of(v_dim))
+        rotations = (*hadamard_of(k_dim), *hadamard_of(v_dim))
         with threads_for(is_large=num_read > parallel_from):
             cpu_kernels.decode(q, self.kv_heads, self.table, scale, sinks, *rotations, out)
         return out
 
 
-def run_of(part: Part) -> Run | None:
+def run_of(part: Segment) -> TokenRun | None:
     """Return the run of a part; None if the kernels cannot read the part. Valid until the part is written to."""
     if not available():
         return None
-    if isinstance(part, RawPart):
+    if isinstance(part, RawSegment):
         k, v = _address(part.k_buffer, mx.float32), _address(part.v_buffer, mx.float32)
-        return Run(k, v, part.k_buffer.shape[2], NOWHERE, part.num_tokens, part.start, holds=part) if k and v else None
-    whole, start = (part.whole, part.start) if isinstance(part, CutPart) else (part, 0)
-    if not isinstance(whole, SealedPart):
+        return (
+            TokenRun(k, v, part.k_buffer.shape[2], NOWHERE, part.num_tokens, part.start, holds=part)
+            if k and v
+            else None
+        )
+    whole, start = (part.whole, part.start) if isinstance(part, SegmentSlice) else (part, 0)
+    if not isinstance(whole, SealedSegment):
         return None
     k, v = _sealed(whole.k), _sealed(whole.v)
     if k is None or v is None or v.coded.num_pairs:
         return None
     holds = (part, k.holds, v.holds)
-    return Run(k.address, v.address, whole.num_tokens, NOWHERE, part.num_tokens, start, k.coded, v.coded, holds)
+    return TokenRun(k.address, v.address, whole.num_tokens, NOWHERE, part.num_tokens, start, k.coded, v.coded, holds)
 
 
 class _Sealed(NamedTuple):
     address: int
-    coded: Coded
+    coded: ArrayLayout
     holds: tuple[np.ndarray, ...] = ()
 
 
-def _sealed(planes: Planes) -> _Sealed | None:
+def _sealed(planes: EncodedArray) -> _Sealed | None:
     if isinstance(planes.codec, RawCodec):
         address = _address(planes.arrays["values"], mx.float32)
         return _Sealed(address, RAW) if address else None
@@ -265,8 +269,8 @@ def _sealed(planes: Planes) -> _Sealed | None:
     addresses = {name: _address(array) for name, array in planes.arrays.items()}
     if not all(addresses.values()):
         return None
-    ends = np.cumsum(planes.segments, dtype=np.int64)
-    coded = Coded(
+    ends = np.cumsum(planes.mean_runs, dtype=np.int64)
+    coded = ArrayLayout(
         planes.codec.bits,
         addresses.get("next", 0),
         addresses.get("low", 0),
@@ -275,7 +279,7 @@ def _sealed(planes: Planes) -> _Sealed | None:
         ends.ctypes.data,
         len(ends),
     )
-    turn = planes.codec.turn
+    turn = planes.codec.rotation
     if turn is None:
         return _Sealed(addresses["top"], coded, (ends,))
     columns = tables(turn, planes.dim).columns

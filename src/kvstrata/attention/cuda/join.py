@@ -14,16 +14,24 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.attention.cuda.ranges import RAW_DTYPES, PlanesRange, Range, RawRange, is_raw
+from kvstrata.attention.cuda.ranges import RAW_DTYPES, EncodedRange, Range, RawRange, is_raw
 from kvstrata.attention.cuda.step import addresses_of, held_by
-from kvstrata.attention.cuda.tables import parts_length, table_length
-from kvstrata.codecs.base import Planes
+from kvstrata.attention.cuda.tables import segments_length, table_length
+from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.cuda import addresses as cuda_addresses
 from kvstrata.codecs.cuda import kernels as cuda_kernels
 from kvstrata.codecs.cuda.kernels import ENTRY
-from kvstrata.codecs.cuda.planes import DECODE_THREADS, RAW_BITS, angles_of, bits_of, signs, turn_constants, turn_of
-from kvstrata.codecs.mean_runs import GROUP_TOKENS, Segments
-from kvstrata.codecs.rope import Turn
+from kvstrata.codecs.cuda.planes import (
+    DECODE_THREADS,
+    RAW_BITS,
+    angles_of,
+    bits_of,
+    rotation_constants,
+    rotation_of,
+    signs,
+)
+from kvstrata.codecs.mean_runs import GROUP_TOKENS, MeanRuns
+from kvstrata.codecs.rope import RopeRotation
 
 _OWN_BITS = 0
 
@@ -32,52 +40,52 @@ _VALUES_PLACE = 5  # index of values in a row of addresses
 _FEWEST_SPANS, _FEWEST_STARTS = 64, 512  # entries of a table, so that shapes seldom change
 
 
-class Joining(NamedTuple):
+class JoinInput(NamedTuple):
     """Inputs of a join: parts that do not change, then tokens of the sequence's own buffer, if there are any."""
 
     ranges: Sequence[Range]
     own: RawRange | None
-    turn: Turn | None  # RoPE rotation of keys
+    rotation: RopeRotation | None  # RoPE rotation of keys
 
 
-class Span(NamedTuple):
+class JoinedRange(NamedTuple):
     """Keys or values of one part."""
 
     bits: int
     num_tokens: int  # of the arrays
     start: int
     end: int
-    segments: Segments = ()
+    mean_runs: MeanRuns = ()
     offset: int = 0  # of token 0 in the group that shares a mean
 
 
-class Tables(NamedTuple):
-    spans: mx.array  # int32 [1 + parts, 8], see decode.cuh
+class JoinTables(NamedTuple):
+    ranges: mx.array  # int32 [1 + parts, 8], see decode.cuh
     starts: mx.array  # int32: the start of each segment of each part, and the end of its last segment
     total: int  # tokens
 
 
-def joining(ranges: Sequence[Range], own: RawRange | None, dtype: mx.Dtype) -> Joining | None:
+def join_input(ranges: Sequence[Range], own: RawRange | None, dtype: mx.Dtype) -> JoinInput | None:
     """Return the inputs of a join. None: the kernel does not take them, or there is nothing to join."""
     parts = ranges if own is None else [*ranges, own]
-    planes = [part for part in ranges if isinstance(part, PlanesRange)]
-    turns = {turn_of(part.k) for part in planes if not is_raw(part.k)} or {None}
+    planes = [part for part in ranges if isinstance(part, EncodedRange)]
+    turns = {rotation_of(part.k) for part in planes if not is_raw(part.k)} or {None}
     fits = dtype in RAW_DTYPES and all(part.fits and part.raw_dtypes <= {dtype} for part in parts)
     if not planes or len(parts) < 2 or len(turns) > 1 or not fits:
         return None
-    return Joining(ranges, own, *turns)
+    return JoinInput(ranges, own, *turns)
 
 
-def join(parts: Joining, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+def join(parts: JoinInput, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
     """Return K and V, [1, kv_heads, tokens, dim]."""
     ranges, own, turn = parts
-    addresses = cuda_addresses.collect([addresses_of(part) for part in ranges], parts_length(len(ranges)))
-    planes = next(part for part in ranges if isinstance(part, PlanesRange))
+    addresses = cuda_addresses.collect([addresses_of(part) for part in ranges], segments_length(len(ranges)))
+    planes = next(part for part in ranges if isinstance(part, EncodedRange))
     (heads,) = planes.k.leading
     own_k, own_v = (own.k, own.v) if own else (_nothing(heads, x.dim, dtype) for x in (planes.k, planes.v))
     k_spans, v_spans = [_span(part, part.k) for part in ranges], [_span(part, part.v) for part in ranges]
     if own is not None:
-        k_spans.append(Span(_OWN_BITS, own.k.shape[2], own.start, own.end))
+        k_spans.append(JoinedRange(_OWN_BITS, own.k.shape[2], own.start, own.end))
         v_spans.append(k_spans[-1])
     k = _decoded(_tables(tuple(k_spans)), addresses, own_k, turn, place=0)
     v = _decoded(_tables(tuple(v_spans)), addresses, own_v, None, place=_VALUES_PLACE)
@@ -85,36 +93,38 @@ def join(parts: Joining, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
     return k, v
 
 
-def _span(part: Range, held: Planes | mx.array) -> Span:
+def _span(part: Range, held: EncodedArray | mx.array) -> JoinedRange:
     if isinstance(held, mx.array):
-        return Span(RAW_BITS, held.shape[2], part.start, part.end)
+        return JoinedRange(RAW_BITS, held.shape[2], part.start, part.end)
     offset = held.position % GROUP_TOKENS
-    return Span(bits_of(held), held.num_tokens, part.start, part.end, held.segments, offset)
+    return JoinedRange(bits_of(held), held.num_tokens, part.start, part.end, held.mean_runs, offset)
 
 
 @lru_cache(maxsize=256)
-def _tables(spans: tuple[Span, ...]) -> Tables:
+def _tables(spans: tuple[JoinedRange, ...]) -> JoinTables:
     """Make the tables of spans. Layers that are stored alike share them."""
     rows = np.zeros((table_length(1 + len(spans), _FEWEST_SPANS), ENTRY), np.int32)
     starts: list[int] = []
     total = 0
     for number, span in enumerate(spans):
         is_coded = span.bits not in (RAW_BITS, _OWN_BITS)
-        numbers = (total, span.start, span.num_tokens, span.bits, len(span.segments), len(starts), span.offset)
+        numbers = (total, span.start, span.num_tokens, span.bits, len(span.mean_runs), len(starts), span.offset)
         rows[1 + number] = (*numbers, number if span.bits != _OWN_BITS else 0)
-        starts += np.cumsum((0, *span.segments)).tolist() if is_coded else []
+        starts += np.cumsum((0, *span.mean_runs)).tolist() if is_coded else []
         total += span.end - span.start
     rows[0, :2] = total, len(spans)
     padding = table_length(len(starts), _FEWEST_STARTS) - len(starts)
-    return Tables(mx.array(rows), mx.array(np.array([*starts, *[0] * padding], np.int32)), total)
+    return JoinTables(mx.array(rows), mx.array(np.array([*starts, *[0] * padding], np.int32)), total)
 
 
-def _decoded(tables: Tables, addresses: mx.array, own: mx.array, turn: Turn | None, *, place: int) -> mx.array:
+def _decoded(
+    tables: JoinTables, addresses: mx.array, own: mx.array, turn: RopeRotation | None, *, place: int
+) -> mx.array:
     (_, heads, _, dim), dtype = own.shape, own.dtype
     num_units = heads * tables.total * (dim // 16)
     (out,) = cuda_kernels.decode_parts().run(
-        (("T", dtype), ("DIM", dim), ("PLACE", place), *turn_constants(turn)),
-        inputs=[signs(dim), angles_of(turn), tables.spans, tables.starts, addresses, own],
+        (("T", dtype), ("DIM", dim), ("PLACE", place), *rotation_constants(turn)),
+        inputs=[signs(dim), angles_of(turn), tables.ranges, tables.starts, addresses, own],
         output_shapes=[(1, heads, tables.total, dim)],
         output_dtypes=[dtype],
         grid=(-(-num_units // DECODE_THREADS) * DECODE_THREADS, 1, 1),

@@ -29,7 +29,7 @@ CALLS_BEFORE_PLAN = 128
 MOST_SHAPES = 64
 
 
-class Met:
+class SeenLengths:
     """Counts of how often each of the latest shapes was met."""
 
     def __init__(self, most: int = MOST_SHAPES) -> None:
@@ -45,7 +45,7 @@ class Met:
         return self._times[shape]
 
 
-_met = Met()
+_met = SeenLengths()
 
 
 def takes(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str | None, sinks: mx.array | None) -> bool:

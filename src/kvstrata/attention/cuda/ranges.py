@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from kvstrata.codecs.base import Planes
+from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.cuda import kernels as cuda_kernels
-from kvstrata.codecs.cuda.addresses import Whereabouts
+from kvstrata.codecs.cuda.addresses import KernelViews
 from kvstrata.codecs.cuda.kernels import WARPS, Constant, Kind
 from kvstrata.codecs.cuda.planes import (
     FUSED_DIMS,
@@ -26,14 +26,14 @@ from kvstrata.codecs.cuda.planes import (
     bits_of,
     piece_tokens,
     pieces_of,
+    rotation_constants,
+    rotation_of,
     scalar,
     signs,
     table_of,
     tiles_for,
-    turn_constants,
-    turn_of,
 )
-from kvstrata.codecs.mean_runs import GROUP_TOKENS, Segments
+from kvstrata.codecs.mean_runs import GROUP_TOKENS, MeanRuns
 
 RAW_DTYPES = (mx.bfloat16, mx.float16)
 
@@ -43,42 +43,42 @@ PARTS_AT_ONCE = 3
 _COMBINE_THREADS = 1024
 
 
-class PieceSegments(NamedTuple):
-    segments: tuple[Segments, Segments]  # of keys and of values
+class PieceRuns(NamedTuple):
+    mean_runs: tuple[MeanRuns, MeanRuns]  # of keys and of values
     offset: int  # of token 0 in the group that shares a mean
 
     def pieces(self, start: int, end: int, heads: int) -> mx.array:
-        return pieces_of(self.segments, self.offset, start, end, piece_tokens(end - start, heads))
+        return pieces_of(self.mean_runs, self.offset, start, end, piece_tokens(end - start, heads))
 
 
-class Packed:
+class ContiguousArrays:
     """Contiguous arrays. MLX makes no contiguous copies of arrays that a kernel reads through addresses."""
 
     def __init__(self) -> None:
         self._arrays: list[mx.array] | None = None
 
-    def of(self, arrays: Sequence[mx.array]) -> list[mx.array]:
+    def get(self, arrays: Sequence[mx.array]) -> list[mx.array]:
         if self._arrays is None:
             self._arrays = [mx.contiguous(array) for array in arrays]
         return self._arrays
 
 
 @dataclass(frozen=True, eq=False)
-class PlanesRange:
+class EncodedRange:
     """Tokens [start, end) of planes [kv_heads, tokens, dim]; keys or values may be raw. A range serves many steps and
     caches its lookups."""
 
-    k: Planes
-    v: Planes
+    k: EncodedArray
+    v: EncodedArray
     start: int
     end: int
     # Both are shared by all ranges of these planes.
-    where: Whereabouts = field(default_factory=Whereabouts)
-    packed: Packed = field(default_factory=lambda: Packed())
+    where: KernelViews = field(default_factory=KernelViews)
+    packed: ContiguousArrays = field(default_factory=lambda: ContiguousArrays())
 
     @cached_property
     def fits(self) -> bool:
-        return fits(self.k) and fits(self.v) and turn_of(self.v) is None
+        return fits(self.k) and fits(self.v) and rotation_of(self.v) is None
 
     @cached_property
     def raw_dtypes(self) -> set[mx.Dtype]:
@@ -87,17 +87,17 @@ class PlanesRange:
 
     @cached_property
     def arrays(self) -> list[mx.array]:
-        return [*arrays_of(self.k), *arrays_of(self.v), table_of(turn_of(self.k), self.k.dim)]
+        return [*arrays_of(self.k), *arrays_of(self.v), table_of(rotation_of(self.k), self.k.dim)]
 
     def constants(self, number: int) -> list[Constant]:
         """Return the constants of part `number` of a launch."""
         bits: list[Constant] = [(f"K_BITS{number}", bits_of(self.k)), (f"V_BITS{number}", bits_of(self.v))]
-        return bits + turn_constants(turn_of(self.k), "K_", str(number))
+        return bits + rotation_constants(rotation_of(self.k), "K_", str(number))
 
     @property
-    def segments(self) -> PieceSegments:
+    def segments(self) -> PieceRuns:
         """Segments that, with the range and the number of heads, determine the pieces."""
-        return PieceSegments((self.k.segments, self.v.segments), self.k.position % GROUP_TOKENS)
+        return PieceRuns((self.k.mean_runs, self.v.mean_runs), self.k.position % GROUP_TOKENS)
 
     @cached_property
     def pieces(self) -> mx.array:
@@ -112,7 +112,7 @@ class RawRange:
     v: mx.array
     start: int
     end: int
-    where: Whereabouts = field(default_factory=Whereabouts)  # of the buffer
+    where: KernelViews = field(default_factory=KernelViews)  # of the buffer
 
     @property
     def fits(self) -> bool:
@@ -126,10 +126,10 @@ class RawRange:
         return [array[:, :, self.start : self.end] for array in (self.k, self.v)]
 
 
-Range = PlanesRange | RawRange
+Range = EncodedRange | RawRange
 
 
-class Partial(NamedTuple):
+class RangePartial(NamedTuple):
     """Attention over some of the tokens: the results of each block of a launch."""
 
     sums: mx.array  # float32 [kv_heads, blocks, queries, v_dim], not divided by the sum of exponentials
@@ -146,13 +146,13 @@ def _raw_fits(k: mx.array, v: mx.array) -> bool:
     return k.dtype in RAW_DTYPES and k.dtype == v.dtype and k.shape[-1] in FUSED_DIMS and v.shape[-1] in FUSED_DIMS
 
 
-def fits(planes: Planes) -> bool:
+def fits(planes: EncodedArray) -> bool:
     """Whether the kernels read these planes; other planes are decoded."""
     is_known = planes.arrays["values"].dtype in RAW_DTYPES if is_raw(planes) else "top" in planes.arrays
     return is_known and planes.dim in FUSED_DIMS and len(planes.leading) == 1
 
 
-def is_raw(planes: Planes) -> bool:
+def is_raw(planes: EncodedArray) -> bool:
     return bits_of(planes) == RAW_BITS
 
 
@@ -163,7 +163,7 @@ def have_one_dtype(ranges: Sequence[Range]) -> bool:
 
 def fit_together(ranges: Sequence[Range]) -> bool:
     """Whether one `attend` reads all ranges. It takes no planes whose keys or values alone are raw."""
-    is_mixed = any(isinstance(part, PlanesRange) and part.raw_dtypes for part in ranges)
+    is_mixed = any(isinstance(part, EncodedRange) and part.raw_dtypes for part in ranges)
     return not is_mixed and have_one_dtype(ranges) and all(part.fits for part in ranges)
 
 
@@ -181,12 +181,12 @@ def attend(
     return combine(partials, q.dtype, sinks).out.reshape(1, q.shape[1], 1, -1)
 
 
-def attend_planes(q: mx.array, k: Planes, v: Planes, start: int, end: int, scale: float = 1.0) -> Attended:
+def attend_planes(q: mx.array, k: EncodedArray, v: EncodedArray, start: int, end: int, scale: float = 1.0) -> Attended:
     """Attend with q [kv_heads, queries, k_dim] over tokens [start, end) -> float32"""
-    return combine([partial(q, [PlanesRange(k, v, start, end)], scale)], mx.float32)
+    return combine([partial(q, [EncodedRange(k, v, start, end)], scale)], mx.float32)
 
 
-def partial(q: mx.array, parts: Sequence[Range], scale: float) -> Partial:
+def partial(q: mx.array, parts: Sequence[Range], scale: float) -> RangePartial:
     """Attend with q [kv_heads, queries, k_dim] over some parts, in one launch."""
     heads, queries, k_dim = q.shape
     v_dim = _v_dim(parts[0])
@@ -204,10 +204,10 @@ def partial(q: mx.array, parts: Sequence[Range], scale: float) -> Partial:
         grid=(num_blocks * THREADS, heads, -(-queries // (4 * tiles))),
         threadgroup=(THREADS, 1, 1),
     )
-    return Partial(sums, stats)
+    return RangePartial(sums, stats)
 
 
-def combine(partials: Sequence[Partial], dtype: mx.Dtype, sinks: mx.array | None = None) -> Attended:
+def combine(partials: Sequence[RangePartial], dtype: mx.Dtype, sinks: mx.array | None = None) -> Attended:
     """Combine partial results. A sink takes a share of the softmax and contributes nothing."""
     heads, _, queries, v_dim = partials[0].sums.shape
     num_threads = _COMBINE_THREADS // v_dim * v_dim
@@ -226,7 +226,7 @@ def combine(partials: Sequence[Partial], dtype: mx.Dtype, sinks: mx.array | None
     return Attended(out, log_sum)
 
 
-class _Call(NamedTuple):
+class _AttendCall(NamedTuple):
     """Inputs and constants that a part adds to a launch."""
 
     kind: Kind
@@ -235,12 +235,12 @@ class _Call(NamedTuple):
     num_blocks: int
 
 
-def _call(i: int, part: Range, heads: int) -> _Call:
+def _call(i: int, part: Range, heads: int) -> _AttendCall:
     if isinstance(part, RawRange):
         num_tokens = part.end - part.start
         size = piece_tokens(num_tokens, heads)
-        return _Call("raw", part.views(), [(f"SIZE{i}", size)], -(-num_tokens // (size * WARPS)))
-    return _Call("planes", [part.pieces, *part.arrays], part.constants(i), -(-part.pieces.shape[0] // WARPS))
+        return _AttendCall("raw", part.views(), [(f"SIZE{i}", size)], -(-num_tokens // (size * WARPS)))
+    return _AttendCall("planes", [part.pieces, *part.arrays], part.constants(i), -(-part.pieces.shape[0] // WARPS))
 
 
 def _is_bf16(parts: Sequence[Range]) -> bool:

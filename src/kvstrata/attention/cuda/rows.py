@@ -15,19 +15,19 @@ import mlx.core as mx
 
 from kvstrata.attention.cuda import step as cuda_step
 from kvstrata.attention.cuda.ranges import Range
-from kvstrata.attention.cuda.step import Slot
+from kvstrata.attention.cuda.step import KvSlot
 from kvstrata.attention.cuda.trials import step_works
-from kvstrata.attention.segments import Part
+from kvstrata.attention.segments import Segment
 
 HeadKind = tuple[mx.Dtype, int, int]  # dtype, and the sizes of a key and of a value
 
 
-class Row(Protocol):
+class CudaRow(Protocol):
     """A layer of a sequence, as a row of a batch."""
 
-    def before_slot(self) -> tuple[Part, ...]: ...
+    def segments_before(self) -> tuple[Segment, ...]: ...
 
-    def next_slot(self) -> Slot:
+    def next_slot(self) -> KvSlot:
         """Provide the slot of one more token, not counted yet."""
         ...
 
@@ -37,14 +37,14 @@ class Row(Protocol):
 
     def put_last(self, k: mx.array, v: mx.array) -> None: ...
 
-    def parts(self) -> tuple[Part, ...]: ...
+    def segments(self) -> tuple[Segment, ...]: ...
 
 
 def takes_rows(keys: mx.array, values: mx.array) -> bool:
     return keys.shape[2] == 1 and keys.dtype == values.dtype and step_works(keys.dtype, keys.shape[3], values.shape[3])
 
 
-def slots_of(rows: Sequence[Row]) -> list[Slot]:
+def slots_of(rows: Sequence[CudaRow]) -> list[KvSlot]:
     """Return the slot of each row's next token, and count the tokens."""
     slots = []
     for row in rows:
@@ -60,30 +60,30 @@ def kernels(kinds: Collection[HeadKind]) -> str:
     return "MLX, by sequence: it has no step of a whole batch for these layers, or it did not work here (see the log)"
 
 
-class Counters:
+class LaunchState:
     """Counters of one layer, by which the blocks of a launch count themselves: launches of a layer do not overlap."""
 
     def __init__(self) -> None:
         self._counters: mx.array | None = None
-        self.known = cuda_step.Known()
+        self.latest = cuda_step.LatestReads()
 
-    def of(self, size: int) -> mx.array:
+    def counters(self, size: int) -> mx.array:
         if self._counters is None or self._counters.size != size:
             self._counters = mx.zeros((size,), mx.uint32)
         return self._counters
 
 
-class Step:
+class CudaStep:
     """New tokens that are not written yet. Replaces both keys and values, as `Parts` does."""
 
-    def __init__(self, rows: Sequence[Row], keys: mx.array, values: mx.array, counters: Counters) -> None:
+    def __init__(self, rows: Sequence[CudaRow], keys: mx.array, values: mx.array, counters: LaunchState) -> None:
         self._rows = rows
         self._keys = keys  # [rows, kv_heads, 1, k_dim]
         self._values = values
         self._counters = counters
         self._before: list[list[Range]] = []
-        self._slots: list[Slot] = []
-        self._reads: cuda_step.Reads | None = None
+        self._slots: list[KvSlot] = []
+        self._reads: cuda_step.StepReads | None = None
         self._is_written = False
         self._launches: list[mx.array] = []
 
@@ -105,12 +105,12 @@ class Step:
         self._is_written = True
         num_rows, kv_heads, _, k_dim = self._keys.shape
         cuda_step.compile_all(queries.dtype, kv_heads, queries.shape[1] // kv_heads, k_dim, self._values.shape[3])
-        launch = cuda_step.launch_of(self._reads, self._slots, self._counters.of(num_rows * kv_heads))
+        launch = cuda_step.launch_of(self._reads, self._slots, self._counters.counters(num_rows * kv_heads))
         out = cuda_step.attend_step(queries, self._keys, self._values, launch, scale, sinks)
         self._launches.append(out)
         return out
 
-    def write(self) -> Sequence[Row]:
+    def write(self) -> Sequence[CudaRow]:
         """Write the new tokens; for readers of the rows that take another path."""
         mx.eval(self._launches)
         if not self._is_written:
@@ -123,20 +123,20 @@ class Step:
 
     def _take_slots(self) -> None:
         """Take slots for the new tokens, and find out whether the kernel can read all parts of the rows."""
-        self._before = [[part.cuda_range() for part in row.before_slot()] for row in self._rows]
+        self._before = [[part.cuda_range() for part in row.segments_before()] for row in self._rows]
         self._slots = slots_of(self._rows)
         if all(part.fits for ranges in self._before for part in ranges):
-            self._reads = self._counters.known.reads(self._before, self._slots)
+            self._reads = self._counters.latest.reads(self._before, self._slots)
 
 
-class NotCompiled(Exception):
+class UntraceableRead(Exception):
     """The model uses keys in a way that a compiled step does not support."""
 
 
-class Prepared:
+class PreparedStep:
     """New tokens whose launch was prepared before the model was called. Replaces both keys and values."""
 
-    def __init__(self, keys: mx.array, values: mx.array, launch: cuda_step.Launch) -> None:
+    def __init__(self, keys: mx.array, values: mx.array, launch: cuda_step.StepLaunch) -> None:
         self._keys = keys
         self._values = values
         self._launch = launch
@@ -147,22 +147,22 @@ class Prepared:
     def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
         return cuda_step.attend_step(queries, self._keys, self._values, self._launch, scale, sinks)
 
-    def write(self) -> Sequence[Row]:
-        raise NotCompiled("a mask, or queries that the kernel does not take")
+    def write(self) -> Sequence[CudaRow]:
+        raise UntraceableRead("a mask, or queries that the kernel does not take")
 
 
-class Found(NamedTuple):
+class PlannedReads(NamedTuple):
     """Inputs of a launch over one layer of all rows, found before the model is called. No token is counted."""
 
-    reads: cuda_step.Reads
+    reads: cuda_step.StepReads
     counters: mx.array
     kv_heads: int
     held: list[mx.array]
 
 
-def find(rows: Sequence[Row], counters: Counters) -> Found | None:
+def plan_reads(rows: Sequence[CudaRow], counters: LaunchState) -> PlannedReads | None:
     """Find the inputs of a launch over one layer of all rows. None: a launch cannot take them."""
-    before = [[part.cuda_range() for part in row.before_slot()] for row in rows]
+    before = [[part.cuda_range() for part in row.segments_before()] for row in rows]
     if not all(part.fits for ranges in before for part in ranges):
         return None
     slots = [row.next_slot() for row in rows]
@@ -170,7 +170,7 @@ def find(rows: Sequence[Row], counters: Counters) -> Found | None:
     kv_heads = k.shape[1]
     if k.dtype != v.dtype or not step_works(k.dtype, k.shape[3], v.shape[3]):
         return None
-    reads = counters.known.reads(before, slots)
+    reads = counters.latest.reads(before, slots)
     if reads is None:
         return None
-    return Found(reads, counters.of(len(rows) * kv_heads), kv_heads, cuda_step.held_by(before, slots))
+    return PlannedReads(reads, counters.counters(len(rows) * kv_heads), kv_heads, cuda_step.held_by(before, slots))

@@ -16,17 +16,26 @@ import mlx.core as mx
 import numpy as np
 
 from kvstrata.attention.cuda.ranges import RAW_DTYPES, Range, RawRange, have_one_dtype
-from kvstrata.attention.cuda.tables import Kind, Place, RowReads, Tables, parts_length, places_of, raw_kind, tables_of
+from kvstrata.attention.cuda.tables import (
+    RowReads,
+    SegmentForm,
+    SlotPlace,
+    StepTables,
+    places_of,
+    raw_kind,
+    segments_length,
+    tables_of,
+)
 from kvstrata.codecs import backends
 from kvstrata.codecs.cuda import addresses as cuda_addresses
 from kvstrata.codecs.cuda import kernels as cuda_kernels
-from kvstrata.codecs.cuda.addresses import PLANES_PLACES, RAW_PLACES, Whereabouts
-from kvstrata.codecs.cuda.planes import FUSED_DIMS, THREADS, bits_of, blocks_for, scalar, tiles_for, turn_of
+from kvstrata.codecs.cuda.addresses import PLANES_PLACES, RAW_PLACES, KernelViews
+from kvstrata.codecs.cuda.planes import FUSED_DIMS, THREADS, bits_of, blocks_for, rotation_of, scalar, tiles_for
 from kvstrata.codecs.hadamard import sign_values
 from kvstrata.codecs.mean_runs import GROUP_TOKENS
 
 
-class Slot(NamedTuple):
+class KvSlot(NamedTuple):
     """Slot of a row's new token: a place in a buffer [1, kv_heads, size, dim] that no other row writes."""
 
     k: mx.array
@@ -34,29 +43,29 @@ class Slot(NamedTuple):
     size: int  # of the buffer, in tokens
     at: int
     num_tokens: int  # of the buffer, with the new one
-    where: Whereabouts  # of the buffer
+    addresses: KernelViews  # of the buffer
 
 
 @dataclass(frozen=True, eq=False)
-class Reads:
+class StepReads:
     """Tables and addresses of KV that the rows of a layer read. Keeps no KV alive: KV may change between steps."""
 
-    tables: Tables
+    tables: StepTables
     addresses: mx.array  # uint64 [parts, 12]
 
 
-class Known:
+class LatestReads:
     """The latest `Reads` of one layer, made anew when the rows read other tokens or addresses."""
 
     def __init__(self) -> None:
         self._key: Hashable = None
-        self._reads: Reads | None = None
+        self._reads: StepReads | None = None
 
-    def reads(self, before: Sequence[Sequence[Range]], slots: Sequence[Slot]) -> Reads | None:
+    def reads(self, before: Sequence[Sequence[Range]], slots: Sequence[KvSlot]) -> StepReads | None:
         """Return the reads. `before`: each row's ranges but for its slot's buffer; all fit. None: dtypes differ."""
         key = (
             tuple([tuple([(part.where, part.where.version, part.start, part.end) for part in r]) for r in before]),
-            tuple([(slot.where, slot.where.version) for slot in slots]),
+            tuple([(slot.addresses, slot.addresses.version) for slot in slots]),
         )
         if key != self._key:
             self._reads = _reads_of(before, slots)
@@ -64,14 +73,14 @@ class Known:
         return self._reads
 
 
-def held_by(before: Sequence[Sequence[Range]], slots: Sequence[Slot]) -> list[mx.array]:
+def held_by(before: Sequence[Sequence[Range]], slots: Sequence[KvSlot]) -> list[mx.array]:
     """Return the arrays that the addresses point to."""
     held = [array for slot in slots for array in (slot.k, slot.v)]
     return [*held, *(array for ranges in before for part in ranges for array in _arrays(part))]
 
 
-def _reads_of(before: Sequence[Sequence[Range]], slots: Sequence[Slot]) -> Reads | None:
-    numbers: dict[Whereabouts, int] = {}
+def _reads_of(before: Sequence[Sequence[Range]], slots: Sequence[KvSlot]) -> StepReads | None:
+    numbers: dict[KernelViews, int] = {}
     parts: list[Range] = []
 
     def number_of(part: Range) -> int:
@@ -83,31 +92,33 @@ def _reads_of(before: Sequence[Sequence[Range]], slots: Sequence[Slot]) -> Reads
     rows = []
     for ranges, slot in zip(before, slots, strict=True):
         reads = tuple([(number_of(part), part.start, part.end) for part in ranges])
-        rows.append(RowReads(reads, number_of(RawRange(slot.k, slot.v, 0, slot.size, slot.where))))
+        rows.append(RowReads(reads, number_of(RawRange(slot.k, slot.v, 0, slot.size, slot.addresses))))
     if not have_one_dtype(parts):
         return None
     tables = tables_of(tuple([_kind(part) for part in parts]), tuple(rows), slots[0].k.shape[1])
-    return Reads(tables, cuda_addresses.collect([addresses_of(part) for part in parts], parts_length(len(parts))))
+    return StepReads(
+        tables, cuda_addresses.collect([addresses_of(part) for part in parts], segments_length(len(parts)))
+    )
 
 
-def _kind(part: Range) -> Kind:
+def _kind(part: Range) -> SegmentForm:
     if isinstance(part, RawRange):
         return raw_kind(part.k.shape[2])
-    turn = turn_of(part.k)
-    return Kind(
-        *(bits_of(part.k), bits_of(part.v), part.k.num_tokens, (part.k.segments, part.v.segments)),
+    turn = rotation_of(part.k)
+    return SegmentForm(
+        *(bits_of(part.k), bits_of(part.v), part.k.num_tokens, (part.k.mean_runs, part.v.mean_runs)),
         offset=part.k.position % GROUP_TOKENS,
-        turn=(turn.num_pairs, turn.first, int(turn.is_interleaved)) if turn else (0, 0, 0),
+        rotation=(turn.num_pairs, turn.first, int(turn.is_interleaved)) if turn else (0, 0, 0),
     )
 
 
 def _arrays(part: Range) -> list[mx.array]:
-    return [part.k, part.v] if isinstance(part, RawRange) else part.packed.of(part.arrays)
+    return [part.k, part.v] if isinstance(part, RawRange) else part.packed.get(part.arrays)
 
 
 def addresses_of(part: Range) -> mx.array:
     places = RAW_PLACES if isinstance(part, RawRange) else PLANES_PLACES
-    return part.where.of(lambda: cuda_addresses.take(_arrays(part), places))
+    return part.where.get(lambda: cuda_addresses.take(_arrays(part), places))
 
 
 def fits(q: mx.array, k: mx.array, v: mx.array) -> bool:
@@ -125,7 +136,7 @@ def attend_step(
     q: mx.array,  # [rows, heads, 1, k_dim]
     k: mx.array,  # [rows, kv_heads, 1, k_dim], the new token of each row
     v: mx.array,
-    launch: Launch,
+    launch: StepLaunch,
     scale: float,
     sinks: mx.array | None = None,  # [heads]
 ) -> mx.array:
@@ -152,7 +163,7 @@ def attend_step(
     return out
 
 
-class Launch(NamedTuple):
+class StepLaunch(NamedTuple):
     """Inputs of a launch beside the tokens."""
 
     places: mx.array
@@ -163,10 +174,10 @@ class Launch(NamedTuple):
     num_blocks: int
 
 
-def launch_of(reads: Reads, slots: Sequence[Slot], counters: mx.array) -> Launch:
+def launch_of(reads: StepReads, slots: Sequence[KvSlot], counters: mx.array) -> StepLaunch:
     heads = slots[0].k.shape[1]
-    places = places_of(reads.tables, [Place(slot.at, slot.num_tokens) for slot in slots], heads)
-    return Launch(
+    places = places_of(reads.tables, [SlotPlace(slot.at, slot.num_tokens) for slot in slots], heads)
+    return StepLaunch(
         *(places.table, reads.tables.pieces, reads.tables.kinds, reads.addresses, counters),
         num_blocks=places.num_blocks,
     )
@@ -185,8 +196,8 @@ def compile_all(dtype: mx.Dtype, kv_heads: int, group: int, k_dim: int, v_dim: i
         return
     heads = kv_heads * group
     q, k, v = (mx.zeros((1, n, 1, dim), dtype) for n, dim in ((heads, k_dim), (kv_heads, k_dim), (kv_heads, v_dim)))
-    slot = Slot(mx.zeros_like(k), mx.zeros_like(v), 1, 0, 1, Whereabouts())
-    reads = Known().reads([[]], [slot])
+    slot = KvSlot(mx.zeros_like(k), mx.zeros_like(v), 1, 0, 1, KernelViews())
+    reads = LatestReads().reads([[]], [slot])
     assert reads is not None
     mx.eval(attend_step(q, k, v, launch_of(reads, [slot], mx.zeros((kv_heads,), mx.uint32)), 1.0))
     # The kernel that takes the addresses of planes.

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvstrata.codecs.cuda.kernels import ENTRY, WARPS
 from kvstrata.codecs.cuda.planes import RAW_BITS, piece_rows, piece_tokens
-from kvstrata.codecs.mean_runs import Segments
+from kvstrata.codecs.mean_runs import MeanRuns
 
 # Fewest entries of a table, and fewest blocks of a launch: for a row, limited by those of all rows together. Blocks
 # without a piece end at once.
@@ -27,19 +27,19 @@ _FEWEST_PARTS = 64
 _ROW_BLOCKS, _ALL_BLOCKS = 32, 1024
 
 
-class Kind(NamedTuple):
+class SegmentForm(NamedTuple):
     """Storage form of a part's arrays. Parts of the same kind differ only in their addresses."""
 
     k_bits: int
     v_bits: int
     num_tokens: int  # of the arrays
-    segments: tuple[Segments, Segments] = ((), ())  # of keys and of values; empty for raw vectors
+    mean_runs: tuple[MeanRuns, MeanRuns] = ((), ())  # of keys and of values; empty for raw vectors
     offset: int = 0  # of token 0 in the group that shares a mean
-    turn: tuple[int, int, int] = (0, 0, 0)  # RoPE rotation: pairs, first dim, whether a pair are neighbours
+    rotation: tuple[int, int, int] = (0, 0, 0)  # RoPE rotation: pairs, first dim, whether a pair are neighbours
 
 
-def raw_kind(num_tokens: int) -> Kind:
-    return Kind(RAW_BITS, RAW_BITS, num_tokens)
+def raw_kind(num_tokens: int) -> SegmentForm:
+    return SegmentForm(RAW_BITS, RAW_BITS, num_tokens)
 
 
 class RowReads(NamedTuple):
@@ -49,7 +49,7 @@ class RowReads(NamedTuple):
     own: int
 
 
-class Tables(NamedTuple):
+class StepTables(NamedTuple):
     """All tables of the kernel but `places`."""
 
     pieces: mx.array  # int32 [pieces, 8]
@@ -57,20 +57,20 @@ class Tables(NamedTuple):
     rows: tuple[tuple[int, int, int], ...]  # of each row: its own buffer, its first piece, the number of its pieces
 
 
-class Place(NamedTuple):
+class SlotPlace(NamedTuple):
     """Slot of a row's new token in its own buffer."""
 
     at: int
     num_tokens: int  # with the new one
 
 
-class Places(NamedTuple):
+class PlaceTable(NamedTuple):
     table: mx.array  # int32 [rows, 8]
     num_blocks: int  # of the row with most blocks, rounded up
 
 
 @lru_cache(maxsize=32)
-def tables_of(kinds: tuple[Kind, ...], rows: tuple[RowReads, ...], heads: int) -> Tables:
+def tables_of(kinds: tuple[SegmentForm, ...], rows: tuple[RowReads, ...], heads: int) -> StepTables:
     num_heads = len(rows) * heads
     found: list[np.ndarray] = []
     placed, first = [], 0
@@ -81,30 +81,32 @@ def tables_of(kinds: tuple[Kind, ...], rows: tuple[RowReads, ...], heads: int) -
         found += mine
         first += count
     pieces = np.concatenate(found) if found else _NOTHING
-    return Tables(
+    return StepTables(
         _padded(pieces, table_length(len(pieces), _FEWEST_PIECES)),
-        _padded(_kind_rows(kinds), parts_length(len(kinds))),
+        _padded(_kind_rows(kinds), segments_length(len(kinds))),
         tuple(placed),
     )
 
 
-def places_of(tables: Tables, places: Sequence[Place], heads: int) -> Places:
+def places_of(tables: StepTables, places: Sequence[SlotPlace], heads: int) -> PlaceTable:
     longest, num_heads = max([place.num_tokens for place in places]), len(places) * heads
     fewest = min(_ROW_BLOCKS, max(1, _ALL_BLOCKS // num_heads))
     return _places(tables.rows, tuple(places), piece_tokens(longest, num_heads), fewest)
 
 
 @lru_cache(maxsize=64)
-def _places(rows: tuple[tuple[int, int, int], ...], places: tuple[Place, ...], size: int, fewest: int) -> Places:
+def _places(
+    rows: tuple[tuple[int, int, int], ...], places: tuple[SlotPlace, ...], size: int, fewest: int
+) -> PlaceTable:
     table = np.zeros((len(rows), ENTRY), np.int32)
     table[:, [0, 4, 5]] = rows
     table[:, 1:3] = places
     table[:, 3] = size
     num_pieces = table[:, 5] - (-table[:, 2] // size)
-    return Places(mx.array(table), rounded_up(max(fewest, -(-int(num_pieces.max()) // WARPS))))
+    return PlaceTable(mx.array(table), rounded_up(max(fewest, -(-int(num_pieces.max()) // WARPS))))
 
 
-def parts_length(num_parts: int) -> int:
+def segments_length(num_parts: int) -> int:
     """Return the length of tables that have an entry for each part."""
     return table_length(num_parts, _FEWEST_PARTS)
 
@@ -126,22 +128,23 @@ def rounded_up(number: int) -> int:
 _NOTHING = np.zeros((0, ENTRY), np.int32)
 
 
-def _pieces(number: int, kind: Kind, start: int, end: int, num_heads: int) -> np.ndarray:
+def _pieces(number: int, kind: SegmentForm, start: int, end: int, num_heads: int) -> np.ndarray:
     size = piece_tokens(end - start, num_heads)
     if kind.k_bits == kind.v_bits == RAW_BITS:
         firsts = np.arange(start, end, size)
         known = np.zeros((len(firsts), 5), np.int32)
         known[:, 0], known[:, 1] = firsts, np.minimum(size, end - firsts)
     else:
-        known = piece_rows(kind.segments, kind.offset, start, end, size)
+        known = piece_rows(kind.mean_runs, kind.offset, start, end, size)
     rows = np.zeros((len(known), ENTRY), np.int32)
     rows[:, 0], rows[:, 1:6] = number, known
     return rows
 
 
-def _kind_rows(kinds: Sequence[Kind]) -> np.ndarray:
+def _kind_rows(kinds: Sequence[SegmentForm]) -> np.ndarray:
     return np.array(
-        [(k.k_bits, k.v_bits, k.num_tokens, len(k.segments[0]), len(k.segments[1]), *k.turn) for k in kinds], np.int32
+        [(k.k_bits, k.v_bits, k.num_tokens, len(k.mean_runs[0]), len(k.mean_runs[1]), *k.rotation) for k in kinds],
+        np.int32,
     )
 
 

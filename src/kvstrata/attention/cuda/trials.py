@@ -14,17 +14,17 @@ import mlx.core as mx
 import numpy as np
 
 from kvstrata.attention.cuda import step as cuda_step
-from kvstrata.attention.cuda.join import Joining, join, joining
-from kvstrata.attention.cuda.ranges import RAW_DTYPES, PlanesRange, Range, RawRange
+from kvstrata.attention.cuda.join import JoinInput, join, join_input
+from kvstrata.attention.cuda.ranges import RAW_DTYPES, EncodedRange, Range, RawRange
 from kvstrata.codecs import backends
 from kvstrata.codecs.backends import relative_error
-from kvstrata.codecs.base import Planes
-from kvstrata.codecs.cuda.addresses import Whereabouts
+from kvstrata.codecs.base import EncodedArray
+from kvstrata.codecs.cuda.addresses import KernelViews
 from kvstrata.codecs.cuda.planes import FUSED_DIMS, RAW_BITS
-from kvstrata.codecs.mean_runs import segments_of
+from kvstrata.codecs.mean_runs import runs_of
 from kvstrata.codecs.planes import HELD, PlanesCodec
 from kvstrata.codecs.raw import RawCodec
-from kvstrata.codecs.rope import Turn, make_turn
+from kvstrata.codecs.rope import RopeRotation, make_rotation
 
 _HEADS, _GROUP, _SCALE = 2, 2, 0.1
 
@@ -53,14 +53,14 @@ def step_works(dtype: mx.Dtype, k_dim: int, v_dim: int) -> bool:
     return True
 
 
-def joined_works(dtype: mx.Dtype, parts: Joining) -> bool:
+def joined_works(dtype: mx.Dtype, parts: JoinInput) -> bool:
     """Whether the join kernel is right for parts of this kind."""
-    planes = next(part for part in parts.ranges if isinstance(part, PlanesRange))
-    return join_works(dtype, planes.k.dim, planes.v.dim, parts.turn)
+    planes = next(part for part in parts.ranges if isinstance(part, EncodedRange))
+    return join_works(dtype, planes.k.dim, planes.v.dim, parts.rotation)
 
 
 @cache
-def join_works(dtype: mx.Dtype, k_dim: int, v_dim: int, turn: Turn | None) -> bool:
+def join_works(dtype: mx.Dtype, k_dim: int, v_dim: int, turn: RopeRotation | None) -> bool:
     if backends.active() != "cuda" or dtype not in RAW_DTYPES or not {k_dim, v_dim} <= {*FUSED_DIMS}:
         return False
     try:
@@ -74,11 +74,11 @@ def join_works(dtype: mx.Dtype, k_dim: int, v_dim: int, turn: Turn | None) -> bo
     return True
 
 
-def _join_error(dtype: mx.Dtype, k_dim: int, v_dim: int, turn: Turn | None) -> float:
+def _join_error(dtype: mx.Dtype, k_dim: int, v_dim: int, turn: RopeRotation | None) -> float:
     planes = [_planes(dtype, k_dim, v_dim, *bits, turn) for bits in _BITS]
     stored, own = (_pair(1, _BUFFER_TOKENS, k_dim, v_dim, seed, dtype) for seed in (2, 4))
     mx.eval(stored, own)
-    parts = joining([planes[0], RawRange(*stored, 5, 70), *planes[1:]], RawRange(*own, 0, 9), dtype)
+    parts = join_input([planes[0], RawRange(*stored, 5, 70), *planes[1:]], RawRange(*own, 0, 9), dtype)
     assert parts is not None
     dense = [_dense(part, dtype) for part in planes]
     dense[1:1] = [[array[:, :, 5:70] for array in stored]]
@@ -89,19 +89,19 @@ def _join_error(dtype: mx.Dtype, k_dim: int, v_dim: int, turn: Turn | None) -> f
 
 def _step_error(dtype: mx.Dtype, k_dim: int, v_dim: int) -> float:
     """Return the largest error of two steps of two rows; the second row also reads planes and tokens of the first."""
-    turn = make_turn(100.0 ** (-np.arange(k_dim // 2) / k_dim))
+    turn = make_rotation(100.0 ** (-np.arange(k_dim // 2) / k_dim))
     planes = [_planes(dtype, k_dim, v_dim, *bits, turn) for bits in _BITS]
     buffers = [_pair(1, _BUFFER_TOKENS, k_dim, v_dim, seed, dtype) for seed in (2, 4)]
     expected = [_pair(1, _BUFFER_TOKENS, k_dim, v_dim, seed, dtype) for seed in (2, 4)]
     mx.eval(buffers, expected)
-    wheres = [Whereabouts() for _ in buffers]
+    wheres = [KernelViews() for _ in buffers]
     before: list[list[Range]] = [[], [*planes, RawRange(*buffers[0], 0, 70, wheres[0])]]
-    counters, known = mx.zeros((2 * _HEADS,), mx.uint32), cuda_step.Known()
+    counters, known = mx.zeros((2 * _HEADS,), mx.uint32), cuda_step.LatestReads()
     errors = []
     for step in range(2):
         places = (200 + step, 9 + step)
         slots = [
-            cuda_step.Slot(*pair, _BUFFER_TOKENS, at, at + 1, where)
+            cuda_step.KvSlot(*pair, _BUFFER_TOKENS, at, at + 1, where)
             for pair, at, where in zip(buffers, places, wheres, strict=True)
         ]
         q = _random((2, _HEADS * _GROUP, 1, k_dim), 10 + step, dtype)
@@ -123,20 +123,22 @@ def _step_error(dtype: mx.Dtype, k_dim: int, v_dim: int) -> float:
     return max(errors) if all(written) else float("inf")
 
 
-def _planes(dtype: mx.Dtype, k_dim: int, v_dim: int, k_bits: int, v_bits: int, turn: Turn | None) -> PlanesRange:
+def _planes(
+    dtype: mx.Dtype, k_dim: int, v_dim: int, k_bits: int, v_bits: int, turn: RopeRotation | None
+) -> EncodedRange:
     k = _encoded_stock(k_bits, turn, _random((_HEADS, _NUM_BEFORE, k_dim), k_bits, dtype))
     v = _encoded_stock(v_bits, None, _random((_HEADS, _NUM_BEFORE, v_dim), 20 + v_bits, dtype))
-    return PlanesRange(k, v, 3, _NUM_BEFORE)
+    return EncodedRange(k, v, 3, _NUM_BEFORE)
 
 
-def _encoded_stock(bits: int, turn: Turn | None, x: mx.array) -> Planes:
+def _encoded_stock(bits: int, turn: RopeRotation | None, x: mx.array) -> EncodedArray:
     """Encode with stock operations: encoding kernels would have to be compiled."""
     if bits == RAW_BITS:
         return RawCodec().adopt(x)
     codec = PlanesCodec(bits, turn)
     arrays = codec.encode_stock(x, 0)
     held = {name: arrays[name] for name in (*HELD[codec.bits], "scales", "means")}
-    return Planes(codec, held, x.shape[1], 0, x.shape[2], segments_of(0, x.shape[1]))
+    return EncodedArray(codec, held, x.shape[1], 0, x.shape[2], runs_of(0, x.shape[1]))
 
 
 def _stock(q: mx.array, read: Sequence[Sequence[mx.array]]) -> mx.array:
@@ -144,7 +146,7 @@ def _stock(q: mx.array, read: Sequence[Sequence[mx.array]]) -> mx.array:
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=_SCALE)
 
 
-def _dense(part: PlanesRange, dtype: mx.Dtype) -> list[mx.array]:
+def _dense(part: EncodedRange, dtype: mx.Dtype) -> list[mx.array]:
     dense = []
     for planes in (part.k, part.v):
         codec = planes.codec

@@ -13,37 +13,45 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from kvstrata.attention.metal.launch_plan import Asked, Form, Laid, Mean, Plan, laid, plan
-from kvstrata.codecs.base import Planes
-from kvstrata.codecs.cuda.planes import turn_of
+from kvstrata.attention.metal.launch_plan import (
+    HeadForm,
+    LaunchPlan,
+    MeanForm,
+    StepShape,
+    StorageForm,
+    plan,
+    storage_form,
+)
+from kvstrata.codecs.base import EncodedArray
+from kvstrata.codecs.cuda.planes import rotation_of
 from kvstrata.codecs.mean_runs import GROUP_TOKENS
 from kvstrata.codecs.metal import kernel_text as metal_kernel_text
-from kvstrata.codecs.metal.kernel_text import LARGEST_DIM, RAW_KINDS, Dialect, Launch, Run
+from kvstrata.codecs.metal.kernel_text import LARGEST_DIM, RAW_KINDS, Dialect, KernelLaunch, Run
 from kvstrata.codecs.metal.planes import FEWEST_ENTRIES
 
 
-class Read(NamedTuple):
+class SegmentRead(NamedTuple):
     """Tokens [start, end) of arrays [kv_heads, size, ...]."""
 
-    laid: Laid
+    stored_as: StorageForm
     start: int
     end: int
     size: int
     arrays: tuple[mx.array, ...]  # of keys, then of values. Raw: the vectors; planes: codes, scales, means
 
 
-def read_buffers(k: mx.array, v: mx.array, start: int, end: int) -> Read | None:
+def read_buffers(k: mx.array, v: mx.array, start: int, end: int) -> SegmentRead | None:
     """Return the `Read` of raw vectors [1, kv_heads, size, dim]. None: the kernel does not read them."""
     (one, kv_heads, size, k_dim), (_, _, v_size, v_dim) = k.shape, v.shape
     k_kind, v_kind = RAW_KINDS.get(k.dtype), RAW_KINDS.get(v.dtype)
     if one != 1 or size != v_size or not (k_kind and v_kind and _dims_fit(k_dim, v_dim)):
         return None
-    return Read(laid(Form(k_dim, v_dim, kv_heads), k_kind, v_kind), start, end, size, (k, v))
+    return SegmentRead(storage_form(HeadForm(k_dim, v_dim, kv_heads), k_kind, v_kind), start, end, size, (k, v))
 
 
-def read_planes(k: Planes, v: Planes, start: int, end: int) -> Read | None:
+def read_planes(k: EncodedArray, v: EncodedArray, start: int, end: int) -> SegmentRead | None:
     """Return the `Read` of sealed tokens, raw or encoded. None: the kernel does not read them."""
-    if not _dims_fit(k.dim, v.dim) or len(k.leading) != 1 or turn_of(v) is not None:
+    if not _dims_fit(k.dim, v.dim) or len(k.leading) != 1 or rotation_of(v) is not None:
         return None
     kinds = _kind_of(k), _kind_of(v)
     arrays = (*_arrays_of(k), *_arrays_of(v))
@@ -52,15 +60,17 @@ def read_planes(k: Planes, v: Planes, start: int, end: int) -> Read | None:
     mean = None
     if min(kinds) <= 8:
         counts = (_num_means(k), _num_means(v))
-        mean = Mean((k.segments, v.segments), counts, k.position % GROUP_TOKENS, turn_of(k))
-    return Read(laid(Form(k.dim, v.dim, k.leading[0]), *kinds, mean), start, end, k.num_tokens, arrays)
+        mean = MeanForm((k.mean_runs, v.mean_runs), counts, k.position % GROUP_TOKENS, rotation_of(k))
+    return SegmentRead(
+        storage_form(HeadForm(k.dim, v.dim, k.leading[0]), *kinds, mean), start, end, k.num_tokens, arrays
+    )
 
 
-def _num_means(planes: Planes) -> int:
+def _num_means(planes: EncodedArray) -> int:
     return planes.arrays["means"].shape[-2] if "means" in planes.arrays else 1
 
 
-def _kind_of(planes: Planes) -> int:
+def _kind_of(planes: EncodedArray) -> int:
     """Return the kernel's number for this kind of storage; 0: the kernel does not know it."""
     held = planes.arrays
     if "values" in held:
@@ -70,7 +80,7 @@ def _kind_of(planes: Planes) -> int:
     return 8 if "low" in held else 4 if "next" in held else 2
 
 
-def _arrays_of(planes: Planes) -> list[mx.array]:
+def _arrays_of(planes: EncodedArray) -> list[mx.array]:
     names = ("values", "top", "next", "low", "scales", "means")
     return [planes.arrays[name] for name in names if name in planes.arrays]
 
@@ -79,20 +89,20 @@ def _dims_fit(*dims: int) -> bool:
     return all(dim % 16 == 0 and dim <= LARGEST_DIM for dim in dims)
 
 
-class Step(NamedTuple):
+class MetalStep(NamedTuple):
     """A planned decode step of one layer."""
 
-    plan: Plan
+    plan: LaunchPlan
     arrays: list[mx.array]  # of all parts of all rows; the plan refers to them by index
 
 
 def step_of(
     q: mx.array,  # [rows, heads, 1, k_dim]
-    rows: Sequence[Sequence[Read | None]],
+    rows: Sequence[Sequence[SegmentRead | None]],
     scale: float,
     sinks: mx.array | None,
     dialect: Dialect,
-) -> Step | None:
+) -> MetalStep | None:
     """Plan a decode step of one layer. None: the kernel does not take it."""
     num_rows, heads, num_queries, k_dim = q.shape
     if num_queries != 1 or num_rows != len(rows) or q.dtype not in RAW_KINDS or q.size < FEWEST_ENTRIES:
@@ -108,20 +118,22 @@ def step_of(
             arrays += read.arrays
     firsts: dict[int, int] = {}
     same = tuple([firsts.setdefault(id(array), i) for i, array in enumerate(arrays)])
-    asked = Asked(num_rows, heads, k_dim, scale, q.dtype, None if sinks is None else sinks.dtype, dialect)
+    asked = StepShape(num_rows, heads, k_dim, scale, q.dtype, None if sinks is None else sinks.dtype, dialect)
     found = plan(tuple(numbers), same, asked)
-    return None if found is None else Step(found, arrays)
+    return None if found is None else MetalStep(found, arrays)
 
 
-def attend(q: mx.array, step: Step, sinks: mx.array | None = None, run: Run = metal_kernel_text.run_on_gpu) -> mx.array:
+def attend(
+    q: mx.array, step: MetalStep, sinks: mx.array | None = None, run: Run = metal_kernel_text.run_on_gpu
+) -> mx.array:
     """Attend with one query for each head of each row over the row's parts -> [rows, heads, 1, v_dim]"""
     (launches, last), arrays = step.plan, step.arrays
     partials = []
     for each in launches:
         inputs = [q, each.table, each.angles, *[arrays[i] for i in each.arrays]]
-        partials += run(Launch(each.text, inputs, each.groups, [each.shape], [mx.float32]))
+        partials += run(KernelLaunch(each.text, inputs, each.groups, [each.shape], [mx.float32]))
     others = [] if sinks is None else [sinks]
     padding = partials[:1] * (last.num_partials - len(partials))
     inputs = [last.ranges, *others, *partials, *padding]
-    (out,) = run(Launch(last.text, inputs, last.groups, [last.shape], [q.dtype]))
+    (out,) = run(KernelLaunch(last.text, inputs, last.groups, [last.shape], [q.dtype]))
     return out

@@ -15,18 +15,24 @@ import mlx.core as mx
 import numpy as np
 
 from kvstrata.codecs.cuda.planes import pieces_of
-from kvstrata.codecs.mean_runs import Segments
+from kvstrata.codecs.mean_runs import MeanRuns
 from kvstrata.codecs.metal import kernel_text as metal_kernel_text
-from kvstrata.codecs.metal.kernel_text import LANES, RAW_KINDS, Dialect, Sizes, Slots, Text
+from kvstrata.codecs.metal.kernel_text import LANES, RAW_KINDS, ArrayCounts, Dialect, HeadSizes, KernelText
 from kvstrata.codecs.metal.planes import angles_of, head_numbers
-from kvstrata.codecs.rope import Turn
+from kvstrata.codecs.rope import RopeRotation
 
 MOST_BUFFERS = 31  # of a launch, on Metal
 
 OTHER_BUFFERS = 4  # queries, table, angles, result
 
 # Shapes of launches. They are few, because each is compiled when a server starts. The smallest that fits is used.
-SHAPES = (Slots(0, 0, 8), Slots(0, 0, 26), Slots(6, 4, 16), Slots(12, 8, 6), Slots(12, 12, 2))
+SHAPES = (
+    ArrayCounts(0, 0, 8),
+    ArrayCounts(0, 0, 26),
+    ArrayCounts(6, 4, 16),
+    ArrayCounts(12, 8, 6),
+    ArrayCounts(12, 12, 2),
+)
 
 PARTIAL_COUNTS = (1, 2, 4, 8, 16)  # numbers of partial results that a launch combines
 
@@ -39,35 +45,35 @@ MOST_SPLITS = 64  # of a row: the combining launch loops over them
 SPLITS_AT, PIECE_NUMBERS = 16, 12  # as in attend_body.h
 
 
-class Form(NamedTuple):
+class HeadForm(NamedTuple):
     k_dim: int
     v_dim: int
     kv_heads: int
 
 
-class Mean(NamedTuple):
-    segments: tuple[Segments, Segments]  # of keys and of values
+class MeanForm(NamedTuple):
+    mean_runs: tuple[MeanRuns, MeanRuns]  # of keys and of values
     counts: tuple[int, int]  # of means, for each head
     offset: int  # of token 0 in the group that shares a mean
-    turn: Turn | None  # RoPE rotation of the keys' means
+    rotation: RopeRotation | None  # RoPE rotation of the keys' means
 
 
 @dataclass(frozen=True, eq=False)
-class Laid:
+class StorageForm:
     """Storage form of keys and values in arrays. `laid` returns one object for each form, which is its own key."""
 
-    form: Form
+    form: HeadForm
     k_kind: int  # as in source/vectors.h
     v_kind: int
-    mean: Mean
+    mean: MeanForm
 
     @property
-    def turn(self) -> Turn | None:
-        return self.mean.turn
+    def rotation(self) -> RopeRotation | None:
+        return self.mean.rotation
 
     @property
     def kinds(self) -> int:
-        return self.k_kind | self.v_kind << 8 | (self.turn is not None) << 16
+        return self.k_kind | self.v_kind << 8 | (self.rotation is not None) << 16
 
     @property
     def sorts(self) -> str:
@@ -77,25 +83,25 @@ class Laid:
 
 _NUM_PLANES = {8: 3, 4: 2, 2: 1}
 
-_NO_MEAN = Mean(((), ()), (1, 1), 0, None)
+_NO_MEAN = MeanForm(((), ()), (1, 1), 0, None)
 
 
 @lru_cache(maxsize=1024)
-def laid(form: Form, k_kind: int, v_kind: int, mean: Mean | None = None) -> Laid:
-    return Laid(form, k_kind, v_kind, mean or _NO_MEAN)
+def storage_form(form: HeadForm, k_kind: int, v_kind: int, mean: MeanForm | None = None) -> StorageForm:
+    return StorageForm(form, k_kind, v_kind, mean or _NO_MEAN)
 
 
-class Numbers(NamedTuple):
+class NumberedRead(NamedTuple):
     """Tokens [start, end) of a part of `row`."""
 
     row: int
-    laid: Laid
+    stored_as: StorageForm
     start: int
     end: int
     size: int
 
 
-class Asked(NamedTuple):
+class StepShape(NamedTuple):
     num_rows: int
     heads: int
     k_dim: int
@@ -105,10 +111,10 @@ class Asked(NamedTuple):
     dialect: Dialect
 
 
-class Partial(NamedTuple):
+class PartialLaunch(NamedTuple):
     """A launch that attends over some of the parts."""
 
-    text: Text
+    text: KernelText
     table: mx.array
     angles: mx.array
     arrays: tuple[int, ...]  # by their index among the arrays of all parts
@@ -116,37 +122,37 @@ class Partial(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Last(NamedTuple):
+class CombineLaunch(NamedTuple):
     """The launch that combines the partial results."""
 
-    text: Text
+    text: KernelText
     ranges: mx.array
     num_partials: int
     groups: tuple[int, int, int]
     shape: tuple[int, ...]
 
 
-class Plan(NamedTuple):
-    launches: tuple[Partial, ...]
-    last: Last
+class LaunchPlan(NamedTuple):
+    launches: tuple[PartialLaunch, ...]
+    combine: CombineLaunch
 
 
 # Holds a few steps, each with the kinds of layer that a model has: every new token changes the plans.
 @lru_cache(maxsize=32)
 def plan(
-    parts: tuple[tuple[int, Laid, int, int, int], ...],  # see `Numbers`
+    parts: tuple[tuple[int, StorageForm, int, int, int], ...],  # see `Numbers`
     same: tuple[int, ...],  # for each array of each part, the first index at which this array occurs
-    asked: Asked,
-) -> Plan | None:
+    asked: StepShape,
+) -> LaunchPlan | None:
     """Plan a decode step of one layer. None: the kernel does not take it."""
-    numbers = [Numbers(*part) for part in parts]
-    form = numbers[0].laid.form
-    if any(part.laid.form != form for part in numbers) or form.k_dim != asked.k_dim:
+    numbers = [NumberedRead(*part) for part in parts]
+    form = numbers[0].stored_as.form
+    if any(part.stored_as.form != form for part in numbers) or form.k_dim != asked.k_dim:
         return None
-    loads = loads_of(numbers, same)
+    loads = contents_of(numbers, same)
     if len(loads) > PARTIAL_COUNTS[-1]:
         return None
-    sizes = Sizes(form.k_dim, form.v_dim, asked.heads // form.kv_heads)
+    sizes = HeadSizes(form.k_dim, form.v_dim, asked.heads // form.kv_heads)
     num_tokens = sum(part.end - part.start for part in numbers)
     cut = cut_of(num_tokens * form.kv_heads * sizes.num_tiles, num_tokens // asked.num_rows)
     launches, ranges = [], []
@@ -155,55 +161,55 @@ def plan(
         table = table_of(load, asked, cut)
         groups = (table.num_splits, form.kv_heads, sizes.num_tiles)
         shape = (table.num_splits, asked.heads, form.v_dim + 2)
-        angles = angles_of(load.turn, form.k_dim)
-        launches.append(Partial(text, table.numbers, angles, load.buffers(), groups, shape))
+        angles = angles_of(load.rotation, form.k_dim)
+        launches.append(PartialLaunch(text, table.numbers, angles, load.buffers(), groups, shape))
         ranges.append(table.ranges)
-    return Plan(tuple(launches), _last(asked, form, ranges))
+    return LaunchPlan(tuple(launches), _last(asked, form, ranges))
 
 
-def _last(asked: Asked, form: Form, ranges: Sequence[Sequence[tuple[int, int]]]) -> Last:
+def _last(asked: StepShape, form: HeadForm, ranges: Sequence[Sequence[tuple[int, int]]]) -> CombineLaunch:
     count = next(count for count in PARTIAL_COUNTS if count >= len(ranges))
     text = metal_kernel_text.combine_text(asked.dialect, form.v_dim, asked.dtype, count, asked.sinks)
     numbers = np.zeros((asked.num_rows, count, 2), np.int32)
     numbers[:, : len(ranges)] = np.array(ranges, np.int32).swapaxes(0, 1)
     table = mx.array(np.concatenate([np.array([asked.heads, *[0] * 7], np.int32), numbers.ravel()]))
     groups = (-(-form.v_dim // LANES), asked.num_rows * asked.heads, 1)
-    return Last(text, table, count, groups, (asked.num_rows, asked.heads, 1, form.v_dim))
+    return CombineLaunch(text, table, count, groups, (asked.num_rows, asked.heads, 1, form.v_dim))
 
 
 @dataclass(eq=False)
-class Load:
+class LaunchContents:
     """The parts of a launch that is being composed."""
 
-    turn: Turn | None = None
+    rotation: RopeRotation | None = None
     # Indices of arrays, in the order of their slots. An array that several parts read is passed once.
     words: list[int] = field(default_factory=list)
     halves: list[int] = field(default_factory=list)
     raw: list[int] = field(default_factory=list)
-    parts: list[tuple[Numbers, list[int]]] = field(default_factory=list)  # with the slots of its arrays
+    segments: list[tuple[NumberedRead, list[int]]] = field(default_factory=list)  # with the slots of its arrays
 
-    def add(self, part: Numbers, arrays: Sequence[int]) -> bool:
+    def add(self, part: NumberedRead, arrays: Sequence[int]) -> bool:
         """Add a part if the launch can take it, and return whether it can."""
-        turn = part.laid.turn
-        if turn is not None and self.turn is not None and turn != self.turn:
+        turn = part.stored_as.rotation
+        if turn is not None and self.rotation is not None and turn != self.rotation:
             return False
         sorts = {"w": list(self.words), "h": list(self.halves), "r": list(self.raw)}
         slots = []
-        for letter, number in zip(part.laid.sorts, arrays, strict=True):
+        for letter, number in zip(part.stored_as.sorts, arrays, strict=True):
             held = sorts[letter]
             if number not in held:
                 held.append(number)
             slots.append(held.index(number))
-        if shape_for(Slots(*map(len, sorts.values()))) is None:
+        if shape_for(ArrayCounts(*map(len, sorts.values()))) is None:
             return False
         self.words, self.halves, self.raw = sorts.values()
-        self.turn = self.turn or turn
-        self.parts.append((part, slots))
+        self.rotation = self.rotation or turn
+        self.segments.append((part, slots))
         return True
 
     @property
-    def shape(self) -> Slots:
-        shape = shape_for(Slots(len(self.words), len(self.halves), len(self.raw)))
+    def shape(self) -> ArrayCounts:
+        shape = shape_for(ArrayCounts(len(self.words), len(self.halves), len(self.raw)))
         assert shape is not None, "what does not fit is not added"
         return shape
 
@@ -216,91 +222,91 @@ class Load:
         return tuple(found)
 
     def raw_dtypes(self) -> tuple[mx.Dtype, ...]:
-        kinds = {kind for part, _ in self.parts for kind in (part.laid.k_kind, part.laid.v_kind)}
+        kinds = {kind for part, _ in self.segments for kind in (part.stored_as.k_kind, part.stored_as.v_kind)}
         return tuple(dtype for dtype, kind in RAW_KINDS.items() if kind in kinds)
 
 
-def shape_for(wanted: Slots) -> Slots | None:
+def shape_for(wanted: ArrayCounts) -> ArrayCounts | None:
     fitting = (shape for shape in SHAPES if shape.holds(wanted))
     return min(fitting, key=sum, default=None)
 
 
-def loads_of(parts: Sequence[Numbers], same: Sequence[int]) -> list[Load]:
+def contents_of(parts: Sequence[NumberedRead], same: Sequence[int]) -> list[LaunchContents]:
     """Put each part into the first launch that can take it, parts with most arrays first."""
     numbered, at = [], 0
     for part in parts:
-        count = len(part.laid.sorts)
+        count = len(part.stored_as.sorts)
         numbered.append((part, same[at : at + count]))
         at += count
-    loads: list[Load] = []
+    loads: list[LaunchContents] = []
     for part, arrays in sorted(numbered, key=lambda each: -len(each[1])):
         if not any(load.add(part, arrays) for load in loads):
-            loads.append(Load())
+            loads.append(LaunchContents())
             added = loads[-1].add(part, arrays)
             assert added, "every part fits a launch of its own"
     for load in loads:
-        load.parts.sort(key=lambda each: each[0].row)
+        load.segments.sort(key=lambda each: each[0].row)
     return loads
 
 
-class Cut(NamedTuple):
+class SplitSizes(NamedTuple):
     """Division of tokens into pieces, and of pieces into splits."""
 
     piece_tokens: int
     split_pieces: int
 
 
-def cut_of(num_keys: int, row_tokens: int) -> Cut:
+def cut_of(num_keys: int, row_tokens: int) -> SplitSizes:
     """Choose the division of `num_keys`, counted over all rows, heads and tiles of queries: short pieces for little
     work, long splits for much, so that little is left to combine."""
     size = LONGEST_PIECE
     while size > SHORTEST_PIECE and num_keys < ENOUGH_GROUPS * size:
         size //= 2
     pieces = max(1, min(num_keys // (ENOUGH_GROUPS * size), -(-row_tokens // (size * MOST_SPLITS))))
-    return Cut(size, pieces)
+    return SplitSizes(size, pieces)
 
 
-class Table(NamedTuple):
+class LaunchTable(NamedTuple):
     numbers: mx.array  # int32, see attend_body.h
     num_splits: int
     ranges: tuple[tuple[int, int], ...]  # of each row: its first split, and the number of its splits
 
 
-def table_of(load: Load, asked: Asked, cut: Cut) -> Table:
+def table_of(load: LaunchContents, asked: StepShape, cut: SplitSizes) -> LaunchTable:
     pieces: list[np.ndarray] = []
     splits: list[tuple[int, int, int, int]] = []  # row, number of its first piece, how many, kinds
     num_pieces = 0
-    for part, slots in load.parts:
+    for part, slots in load.segments:
         mine = _pieces(part, slots, cut.piece_tokens)
         for first in range(0, len(mine), cut.split_pieces):
             count = min(cut.split_pieces, len(mine) - first)
-            splits.append((part.row, num_pieces + first, count, part.laid.kinds))
+            splits.append((part.row, num_pieces + first, count, part.stored_as.kinds))
         pieces.append(mine)
         num_pieces += len(mine)
     places = np.array(splits, np.int32)
     places[:, 1] = SPLITS_AT + 4 * len(splits) + PIECE_NUMBERS * places[:, 1]
-    head = _head(load.turn, asked.scale, load.parts[0][0].laid.form.kv_heads)
+    head = _head(load.rotation, asked.scale, load.segments[0][0].stored_as.form.kv_heads)
     table = np.concatenate([head, places.ravel(), np.concatenate(pieces).ravel()])
     rows = places[:, 0]
     ranges = tuple((int(np.searchsorted(rows, row)), int((rows == row).sum())) for row in range(asked.num_rows))
-    return Table(mx.array(table), len(splits), ranges)
+    return LaunchTable(mx.array(table), len(splits), ranges)
 
 
-def _pieces(part: Numbers, slots: Sequence[int], size: int) -> np.ndarray:
+def _pieces(part: NumberedRead, slots: Sequence[int], size: int) -> np.ndarray:
     """Table of a part's pieces, int32 [pieces, 12], as in attend_body.h"""
-    mean = part.laid.mean
-    found = np.asarray(pieces_of(mean.segments, mean.offset, part.start, part.end, size))
+    mean = part.stored_as.mean
+    found = np.asarray(pieces_of(mean.mean_runs, mean.offset, part.start, part.end, size))
     pieces = np.zeros((len(found), PIECE_NUMBERS), np.int32)
     pieces[:, 0:2] = found[:, 0:2]
     pieces[:, 2] = part.size
-    pieces[:, 3:6] = np.array(_packed(part.laid, slots), np.uint32).view(np.int32)
+    pieces[:, 3:6] = np.array(_packed(part.stored_as, slots), np.uint32).view(np.int32)
     pieces[:, 6:8] = found[:, 2:4]
     pieces[:, 8:10] = mean.counts
     pieces[:, 10] = found[:, 4]
     return pieces
 
 
-def _packed(how: Laid, slots: Sequence[int]) -> tuple[int, int, int]:
+def _packed(how: StorageForm, slots: Sequence[int]) -> tuple[int, int, int]:
     """Return the slots of keys, of values and of both means: a byte for each array."""
     packed, means, left = [], 0, list(slots)
     for i, kind in enumerate((how.k_kind, how.v_kind)):
@@ -315,7 +321,7 @@ def _packed(how: Laid, slots: Sequence[int]) -> tuple[int, int, int]:
     return packed[0], packed[1], means
 
 
-def _head(turn: Turn | None, scale: float, kv_heads: int) -> np.ndarray:
+def _head(turn: RopeRotation | None, scale: float, kv_heads: int) -> np.ndarray:
     """Head of the table, int32 [16]: scale, RoPE rotation, KV heads, signs"""
     numbers = head_numbers(turn)
     numbers[1:5] = numbers[:4].copy()

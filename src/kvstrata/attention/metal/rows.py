@@ -12,12 +12,12 @@ import mlx.core as mx
 
 from kvstrata.attention.metal import decode as metal_decode
 from kvstrata.attention.metal import trials as metal_trials
-from kvstrata.attention.segments import Parts, RawPart
+from kvstrata.attention.segments import RawSegment, SegmentedKV
 
 logger = logging.getLogger(__name__)
 
 
-def decode_together(q: mx.array, keys: Parts, scale: float, sinks: mx.array | None) -> mx.array | None:
+def decode_together(q: mx.array, keys: SegmentedKV, scale: float, sinks: mx.array | None) -> mx.array | None:
     """Attend with q [rows, heads, 1, dim]. None: the portable kernel is not used."""
     dialect = metal_trials.dialect()
     if dialect is None or _is_one_buffer(keys):
@@ -34,7 +34,7 @@ def decode_together(q: mx.array, keys: Parts, scale: float, sinks: mx.array | No
 
 
 def _decode(
-    q: mx.array, rows: list[list[metal_decode.Read | None]], scale: float, sinks: mx.array | None
+    q: mx.array, rows: list[list[metal_decode.SegmentRead | None]], scale: float, sinks: mx.array | None
 ) -> mx.array | None:
     """Attend in halves if a step needs more launches than one launch can combine."""
     dialect = metal_trials.dialect()
@@ -49,9 +49,9 @@ def _decode(
     return None if first is None or second is None else mx.concatenate([first, second])
 
 
-def _is_one_buffer(keys: Parts) -> bool:
+def _is_one_buffer(keys: SegmentedKV) -> bool:
     """Whether the only part is a raw buffer, which MLX attends to in one operation."""
-    return len(keys.rows) == 1 and len(keys.rows[0]) == 1 and isinstance(keys.rows[0][0], RawPart)
+    return len(keys.rows) == 1 and len(keys.rows[0]) == 1 and isinstance(keys.rows[0][0], RawSegment)
 
 
 @cache

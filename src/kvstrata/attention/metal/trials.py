@@ -16,14 +16,14 @@ import mlx.core as mx
 import numpy as np
 
 from kvstrata.attention.metal import decode as metal_decode
-from kvstrata.attention.segments import Part, Parts, RawPart, SealedPart
-from kvstrata.attention.stock import decode_by_row
-from kvstrata.codecs.backends import Stands, Trial, failed, largest, relative_error
-from kvstrata.codecs.base import Planes
+from kvstrata.attention.segments import RawSegment, SealedSegment, Segment, SegmentedKV
+from kvstrata.attention.stock import decode_row_by_row
+from kvstrata.codecs.backends import StandIns, Trial, failed, largest, relative_error
+from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.metal import kernel_text as metal_kernel_text
 from kvstrata.codecs.metal.kernel_text import Dialect, Run
 from kvstrata.codecs.planes import PlanesCodec
-from kvstrata.codecs.rope import make_turn
+from kvstrata.codecs.rope import make_rotation
 
 Over = Literal["raw", "planes"]
 
@@ -46,16 +46,16 @@ PLANES_CASES = ((1, 0, 1), (1, 0, 8), (2, 0, 1), (0, 3, 1))
 logger = logging.getLogger(__name__)
 
 
-class Kind(NamedTuple):
+class DecodeKind(NamedTuple):
     dtype: mx.Dtype
     k_dim: int
     v_dim: int
     group: int  # queries of a KV head
 
 
-_stands = Stands()
+_stands = StandIns()
 
-_tried: dict[Kind, tuple[Trial, ...]] = {}
+_tried: dict[DecodeKind, tuple[Trial, ...]] = {}
 
 
 def as_if_tried(dialect: Dialect, run: Run = metal_kernel_text.run_on_gpu) -> AbstractContextManager[None]:
@@ -71,7 +71,7 @@ def run() -> Run:
     return _stands.run
 
 
-def is_used(q: mx.array, rows: Sequence[Sequence[metal_decode.Read | None]]) -> bool:
+def is_used(q: mx.array, rows: Sequence[Sequence[metal_decode.SegmentRead | None]]) -> bool:
     """Whether the kernel is used for queries [rows, heads, 1, k_dim] over these parts."""
     if _stands:
         return True
@@ -79,13 +79,13 @@ def is_used(q: mx.array, rows: Sequence[Sequence[metal_decode.Read | None]]) -> 
     first = reads[0] if reads else None
     if first is None or any(read is None for read in reads):
         return False
-    form = first.laid.form
-    raw, planes = trials(Kind(q.dtype, form.k_dim, form.v_dim, q.shape[1] // form.kv_heads))
+    form = first.stored_as.form
+    raw, planes = trials(DecodeKind(q.dtype, form.k_dim, form.v_dim, q.shape[1] // form.kv_heads))
     has_codes = any(read is not None and len(read.arrays) > 2 for read in reads)
     return planes.is_used if has_codes else raw.is_used
 
 
-def trials(kind: Kind) -> tuple[Trial, ...]:
+def trials(kind: DecodeKind) -> tuple[Trial, ...]:
     """Return the trials over raw vectors and over planes; run them if they have not run yet."""
     found = _tried.get(kind)
     if found is None:
@@ -107,14 +107,14 @@ def used() -> list[str]:
     return sorted(f"{trial.what} {kind}" for kind, found in list(_tried.items()) for trial in found if trial.is_used)
 
 
-def report(kinds: Collection[Kind]) -> list[dict[str, Any]]:
+def report(kinds: Collection[DecodeKind]) -> list[dict[str, Any]]:
     """Report the trials for `doctor`; run trials that have not run yet."""
     if dialect() is None:
         return []
     return [{"heads": [str(kind.dtype), *kind[1:]], **trial.as_json()} for kind in kinds for trial in trials(kind)]
 
 
-def _trial(kind: Kind, over: Over) -> Trial:
+def _trial(kind: DecodeKind, over: Over) -> Trial:
     allowed = ALLOWED[kind.dtype]
     try:
         error = _error(kind, over)
@@ -127,22 +127,22 @@ def _trial(kind: Kind, over: Over) -> Trial:
     return Trial(over, error, allowed, ours_ms, stock_ms)
 
 
-def _error(kind: Kind, over: Over) -> float:
+def _error(kind: DecodeKind, over: Over) -> float:
     """Return the largest error of all kernels, with and without sinks."""
     errors = []
     for i, case in enumerate(RAW_CASES if over == "raw" else PLANES_CASES):
         parts = _parts(kind, *case)
         q = _normal((1, KV_HEADS * kind.group, 1, kind.k_dim), 5, kind.dtype)
         sinks = _normal((KV_HEADS * kind.group,), 6, kind.dtype) if i % 2 else None
-        keys = Parts((parts,))
-        errors.append(relative_error(_ours(q, keys, sinks), decode_by_row(q, keys, SCALE, sinks)))
-    two = Parts((_parts(kind, 0, 0, 2), _parts(kind, 1, 1, 2) if over == "planes" else _parts(kind, 0, 0, 3)))
+        keys = SegmentedKV((parts,))
+        errors.append(relative_error(_ours(q, keys, sinks), decode_row_by_row(q, keys, SCALE, sinks)))
+    two = SegmentedKV((_parts(kind, 0, 0, 2), _parts(kind, 1, 1, 2) if over == "planes" else _parts(kind, 0, 0, 3)))
     q = _normal((2, KV_HEADS * kind.group, 1, kind.k_dim), 7, kind.dtype)
-    errors.append(relative_error(_ours(q, two, None), decode_by_row(q, two, SCALE, None)))
+    errors.append(relative_error(_ours(q, two, None), decode_row_by_row(q, two, SCALE, None)))
     return largest(errors)
 
 
-def _ours(q: mx.array, keys: Parts, sinks: mx.array | None) -> mx.array:
+def _ours(q: mx.array, keys: SegmentedKV, sinks: mx.array | None) -> mx.array:
     found = dialect()
     assert found is not None
     step = metal_decode.step_of(q, [[part.read() for part in parts] for parts in keys.rows], SCALE, sinks, found)
@@ -151,16 +151,16 @@ def _ours(q: mx.array, keys: Parts, sinks: mx.array | None) -> mx.array:
     return metal_decode.attend(q, step, sinks, run())
 
 
-def _times(kind: Kind, over: Over) -> tuple[float, float]:
+def _times(kind: DecodeKind, over: Over) -> tuple[float, float]:
     """Milliseconds of a layer with and without the kernel, for the number of rows at which the kernel gains least."""
     heads = TIMED_KV_HEADS * kind.group
     found = []
     for num_rows in (TIMED_ROWS,) if over == "raw" else (1, TIMED_ROWS):
-        keys = Parts(tuple(_timed_row(kind, over, row) for row in range(num_rows)))
+        keys = SegmentedKV(tuple(_timed_row(kind, over, row) for row in range(num_rows)))
         q = _normal((num_rows, heads, 1, kind.k_dim), 5, kind.dtype)
         mx.eval(q)
         ours, stock = _milliseconds(
-            lambda q=q, keys=keys: _ours(q, keys, None), lambda q=q, keys=keys: decode_by_row(q, keys, SCALE, None)
+            lambda q=q, keys=keys: _ours(q, keys, None), lambda q=q, keys=keys: decode_row_by_row(q, keys, SCALE, None)
         )
         found.append((ours, stock))
     return max(found, key=lambda pair: pair[0] / pair[1])
@@ -180,20 +180,20 @@ def _milliseconds(*works: Callable[[], mx.array]) -> list[float]:
     return best
 
 
-def _timed_row(kind: Kind, over: Over, row: int) -> tuple[Part, ...]:
+def _timed_row(kind: DecodeKind, over: Over, row: int) -> tuple[Segment, ...]:
     if over == "raw":
         return (_raw(kind, TIMED_RAW_TOKENS, row, TIMED_KV_HEADS),)
     shapes = [(TIMED_KV_HEADS, TIMED_TOKENS, dim) for dim in (kind.k_dim, kind.v_dim)]
     k, v = (PlanesCodec(4).encode(_normal(shape, row, kind.dtype)) for shape in shapes)
-    return (SealedPart(k, v), _raw(kind, OWN_TOKENS, row, TIMED_KV_HEADS))
+    return (SealedSegment(k, v), _raw(kind, OWN_TOKENS, row, TIMED_KV_HEADS))
 
 
-def _parts(kind: Kind, num_eights: int, num_fours: int, num_raw: int) -> tuple[Part, ...]:
+def _parts(kind: DecodeKind, num_eights: int, num_fours: int, num_raw: int) -> tuple[Segment, ...]:
     """Make the parts of one row. Keys of 8 bits have RoPE-aware means."""
     frequencies = 100.0 ** (-np.arange(kind.k_dim // 2) / kind.k_dim)
-    eights = [(PlanesCodec(8, make_turn(frequencies)), PlanesCodec(8))] * num_eights
+    eights = [(PlanesCodec(8, make_rotation(frequencies)), PlanesCodec(8))] * num_eights
     coded = [
-        SealedPart(_encoded(k, kind.k_dim, i, kind), _encoded(v, kind.v_dim, i, kind))
+        SealedSegment(_encoded(k, kind.k_dim, i, kind), _encoded(v, kind.v_dim, i, kind))
         for i, (k, v) in enumerate([*eights, *[(PlanesCodec(4), PlanesCodec(4))] * num_fours])
     ]
     # Raw parts are short if there are many.
@@ -201,14 +201,14 @@ def _parts(kind: Kind, num_eights: int, num_fours: int, num_raw: int) -> tuple[P
     return (*coded, *(_raw(kind, tokens + i % 5, i) for i in range(num_raw)))
 
 
-def _encoded(codec: PlanesCodec, dim: int, seed: int, kind: Kind) -> Planes:
+def _encoded(codec: PlanesCodec, dim: int, seed: int, kind: DecodeKind) -> EncodedArray:
     return codec.encode(_normal((KV_HEADS, 300 + seed, dim), seed, kind.dtype), 11 * seed)
 
 
-def _raw(kind: Kind, num_tokens: int, seed: int, kv_heads: int = KV_HEADS) -> RawPart:
+def _raw(kind: DecodeKind, num_tokens: int, seed: int, kv_heads: int = KV_HEADS) -> RawSegment:
     k, v = (_normal((1, kv_heads, num_tokens + 5, dim), 30 + seed, kind.dtype) for dim in (kind.k_dim, kind.v_dim))
     mx.eval(k, v)
-    return RawPart(k, v, num_tokens, 3)
+    return RawSegment(k, v, num_tokens, 3)
 
 
 def _normal(shape: tuple[int, ...], seed: int, dtype: mx.Dtype) -> mx.array:

@@ -18,7 +18,7 @@ from kvstrata.codecs import backends, rope
 from kvstrata.codecs import mean_runs as seg
 from kvstrata.codecs.base import LARGEST, finite
 from kvstrata.codecs.hadamard import block_of, rotate, rotate_back, sign_values
-from kvstrata.codecs.rope import Turn
+from kvstrata.codecs.rope import RopeRotation
 
 # For more queries (a prefill) decoding once and BLAS are faster.
 FUSED_QUERIES = 16
@@ -39,7 +39,7 @@ def warm_up() -> None:
         return
     x, weights, segments = mx.zeros((1, 1, 64)), mx.zeros((1, 1, 1)), (1,)
     arrays = encode_planes(x, 0, None)
-    decode_planes(arrays, 8, rope.Means(x, segments, 0, None))
+    decode_planes(arrays, 8, rope.RopeMeans(x, segments, 0, None))
     score_planes(x, arrays, 8)
     mix_planes(weights, arrays, 8, segments)
 
@@ -71,7 +71,7 @@ def threads_for(*, is_large: bool) -> Iterator[None]:
 
 
 @cache
-def rotation_of(dim: int) -> tuple[np.ndarray, int]:
+def hadamard_of(dim: int) -> tuple[np.ndarray, int]:
     """Signs and block of the Hadamard rotation. Signs are copied: numba takes 10 us to recognise a read-only array."""
     return sign_values(dim).copy(), block_of(dim)
 
@@ -83,14 +83,14 @@ Angles = tuple[np.ndarray, np.ndarray, int, int, int]
 _NO_ANGLES: Angles = (np.empty((0, 0), np.float32), np.empty((0, 0), np.float32), 0, 1, 0)
 
 
-def _angles(turn: Turn | None, dim: int) -> Angles:
+def _angles(turn: RopeRotation | None, dim: int) -> Angles:
     if turn is None:
         return _NO_ANGLES
     cos, sin, _ = rope.tables(turn, dim)
     return (cos, sin, turn.first, *turn.strides)
 
 
-def encode_planes(x: mx.array, position: int, turn: Turn | None) -> dict[str, mx.array]:
+def encode_planes(x: mx.array, position: int, turn: RopeRotation | None) -> dict[str, mx.array]:
     """Encode float32 [..., tokens, dim] to all three code planes, scales and means."""
     codes, is_plain = _encoded(x, position, turn)
     if is_plain:
@@ -101,7 +101,7 @@ def encode_planes(x: mx.array, position: int, turn: Turn | None) -> dict[str, mx
 
 
 def _encoded(
-    x: mx.array, position: int, turn: Turn | None, given: mx.array | None = None
+    x: mx.array, position: int, turn: RopeRotation | None, given: mx.array | None = None
 ) -> tuple[dict[str, mx.array], bool]:
     """Encode around given means, or the vectors' own. Return also whether the result may be used: every value that
     moved a mean was finite and within float16's range."""
@@ -109,7 +109,7 @@ def _encoded(
 
     source, stride = _rows(x)
     tokens, dim = x.shape[-2:]
-    segments = seg.segments_of(position, tokens)
+    segments = seg.runs_of(position, tokens)
     leading, rows = x.shape[:-2], math.prod(x.shape[:-2])
     top, following = np.empty((2, rows, tokens, dim // 4), np.uint8)
     low = np.empty((rows, tokens, dim // 4), np.uint16)
@@ -122,7 +122,7 @@ def _encoded(
     out = (top, following, low, scales)
     with threads_for(is_large=is_large):
         angles = _angles(turn, dim)
-        is_plain = cpu_kernels.encode_planes(where, given is not None, means, angles, *rotation_of(dim), out)
+        is_plain = cpu_kernels.encode_planes(where, given is not None, means, angles, *hadamard_of(dim), out)
     words = {"top": top.view(np.uint32), "next": following.view(np.uint32), "low": low.view(np.uint32)}
     halves = {"scales": scales.astype(np.float16), "means": means.astype(np.float16)}
     arrays = {name: _to_mlx(plane, (*leading, plane.shape[1])) for name, plane in {**words, **halves}.items()}
@@ -140,7 +140,7 @@ def _rows(x: mx.array) -> tuple[np.ndarray, int]:
     return view, outer[0] // view.itemsize
 
 
-def decode_planes(arrays: Mapping[str, mx.array], bits: int, means: rope.Means) -> mx.array:
+def decode_planes(arrays: Mapping[str, mx.array], bits: int, means: rope.RopeMeans) -> mx.array:
     """Decode to float32 [..., tokens, dim]."""
     from kvstrata.codecs.cpu import kernels as cpu_kernels
 
@@ -148,9 +148,9 @@ def decode_planes(arrays: Mapping[str, mx.array], bits: int, means: rope.Means) 
     mx.eval(means.values)
     values = _flat(np.asarray(means.values))
     dim = values.shape[-1]
-    centres = (values, seg.ids(means.segments), means.position % seg.GROUP_TOKENS, _angles(means.turn, dim))
+    centres = (values, seg.ids(means.segments), means.position % seg.GROUP_TOKENS, _angles(means.rotation, dim))
     out = np.empty((*scales.shape, dim), np.float32)
-    cpu_kernels.decode_planes(*codes, scales, centres, *rotation_of(dim), bits, out)
+    cpu_kernels.decode_planes(*codes, scales, centres, *hadamard_of(dim), bits, out)
     return _to_mlx(out, arrays["scales"].shape[:-1])
 
 
@@ -167,7 +167,7 @@ def score_planes(q: mx.array, arrays: Mapping[str, mx.array], bits: int) -> mx.a
     return _to_mlx(out, q.shape[:-1])
 
 
-def mix_planes(p: mx.array, arrays: Mapping[str, mx.array], bits: int, segments: seg.Segments) -> mx.array:
+def mix_planes(p: mx.array, arrays: Mapping[str, mx.array], bits: int, segments: seg.MeanRuns) -> mx.array:
     """p [..., queries, tokens] -> [..., queries, dim]"""
     from kvstrata.codecs.cpu import kernels as cpu_kernels
 

@@ -22,14 +22,14 @@ PLANES_PLACES = tuple(range(11))
 COLLECTED = 16  # rows of addresses that one launch collects
 
 
-class Whereabouts:
+class KernelViews:
     """Addresses of one attention segment's arrays, taken at the first use and again after `forget`."""
 
     def __init__(self) -> None:
         self._taken: mx.array | None = None
         self.version = 0
 
-    def of(self, take: Callable[[], mx.array]) -> mx.array:
+    def get(self, take: Callable[[], mx.array]) -> mx.array:
         if self._taken is None:
             self._taken = take()
         return self._taken

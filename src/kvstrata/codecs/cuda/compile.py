@@ -40,33 +40,35 @@ _BEFORE = """#ifndef INFINITY
 logger = logging.getLogger(__name__)
 
 
-class Array(NamedTuple):
+class ArrayArgument(NamedTuple):
     name: str
     dtype: mx.Dtype
 
 
-class Size(NamedTuple):
+class SizeArgument(NamedTuple):
     """Size of an input along an axis."""
 
     number: int
     axis: int
 
 
-class Text(NamedTuple):
+class CudaText(NamedTuple):
     name: str  # of the kernel, unique to this text
     text: str
-    inputs: tuple[Array, ...]
-    outputs: tuple[Array, ...]
-    sizes: tuple[Size, ...]
+    inputs: tuple[ArrayArgument, ...]
+    outputs: tuple[ArrayArgument, ...]
+    sizes: tuple[SizeArgument, ...]
 
 
-def text_of(name: str, header: str, source: str, inputs: Sequence[Array], outputs: Sequence[Array]) -> Text:
+def text_of(
+    name: str, header: str, source: str, inputs: Sequence[ArrayArgument], outputs: Sequence[ArrayArgument]
+) -> CudaText:
     """Return the text of a kernel. `source` is the body; `x_shape[1]` in it is a size of the input x."""
     numbers = {array.name: number for number, array in enumerate(inputs)}
-    sizes: list[Size] = []
+    sizes: list[SizeArgument] = []
 
     def parameter_of(found: re.Match[str]) -> str:
-        size = Size(numbers[found[1]], int(found[2]))
+        size = SizeArgument(numbers[found[1]], int(found[2]))
         if size not in sizes:
             sizes.append(size)
         return f"{found[1]}_size{size.axis}"
@@ -82,7 +84,7 @@ def text_of(name: str, header: str, source: str, inputs: Sequence[Array], output
     digest = blake2s((header + after).encode(), digest_size=8).hexdigest()
     unique = f"kvstrata_{name}_{digest}"
     text = f'{_BEFORE}{header}\nextern "C" __global__ void {unique}{after}'
-    return Text(unique, text, tuple(inputs), tuple(outputs), tuple(sizes))
+    return CudaText(unique, text, tuple(inputs), tuple(outputs), tuple(sizes))
 
 
 class Compiled:
@@ -91,7 +93,7 @@ class Compiled:
     code therefore gets an ending that gives it the hash of empty code. The first call, in `__init__`, passes the code
     and does nothing; the others pass no code."""
 
-    def __init__(self, text: Text, *, views: bool) -> None:
+    def __init__(self, text: CudaText, *, views: bool) -> None:
         self._name = text.name
         self._sizes = text.sizes
         self._views = views
@@ -157,8 +159,8 @@ def _tried(header: str) -> bool:
   sums[i] = __half(float(x[i]) + float(*y));
   places[i] = 100 * y_shape[0] + i / x_shape[1];
 """
-    inputs = (Array("x", mx.uint32), Array("y", mx.bfloat16))
-    outputs = (Array("sums", mx.float16), Array("places", mx.int32))
+    inputs = (ArrayArgument("x", mx.uint32), ArrayArgument("y", mx.bfloat16))
+    outputs = (ArrayArgument("sums", mx.float16), ArrayArgument("places", mx.int32))
     kernel = Compiled(text_of("trial", header, source, inputs, outputs), views=False)
     x = mx.arange(15, dtype=mx.uint32).reshape(3, 5)
     arrays, shapes = [x.T, mx.array([0.5], mx.bfloat16)], [(5, 3), (5, 3)]

@@ -292,10 +292,10 @@ class Kernel:
 
     def text(
         self, constants: tuple[Constant, ...], inputs: Sequence[mx.Dtype], outputs: Sequence[mx.Dtype]
-    ) -> cuda_compile.Text:
+    ) -> cuda_compile.CudaText:
         """Return the kernel's text for arrays of these types."""
         arrays = [
-            [cuda_compile.Array(*array) for array in zip(names, dtypes, strict=True)]
+            [cuda_compile.ArrayArgument(*array) for array in zip(names, dtypes, strict=True)]
             for names, dtypes in ((self.inputs, inputs), (self.outputs, outputs))
         ]
         return cuda_compile.text_of(self.name, self.header, self.source(constants), *arrays)

@@ -12,12 +12,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.codecs.base import Planes
+from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.cuda import kernels as cuda_kernels
 from kvstrata.codecs.cuda.kernels import WARPS, Constant
 from kvstrata.codecs.hadamard import sign_values
-from kvstrata.codecs.mean_runs import GROUP_TOKENS, Segments, segments_of
-from kvstrata.codecs.rope import Turn, tables
+from kvstrata.codecs.mean_runs import GROUP_TOKENS, MeanRuns, runs_of
+from kvstrata.codecs.rope import RopeRotation, tables
 
 # A lane of a warp holds 16 dims of a key, so a head_dim is divided in units of 64.
 FUSED_DIMS = (64, 128, 192, 256)
@@ -50,18 +50,18 @@ def pays(num_queries: int, dim: int) -> bool:
     return num_queries <= FUSED_QUERIES and dim in FUSED_DIMS
 
 
-def turn_of(planes: Planes) -> Turn | None:
+def rotation_of(planes: EncodedArray) -> RopeRotation | None:
     return getattr(planes.codec, "turn", None)  # by name: the module with its class imports this one
 
 
-def turn_constants(turn: Turn | None, prefix: str = "", suffix: str = "") -> list[Constant]:
+def rotation_constants(turn: RopeRotation | None, prefix: str = "", suffix: str = "") -> list[Constant]:
     """Constants of the RoPE rotation for kernels; without pairs there is no rotation."""
     numbers = (turn.num_pairs, turn.first, turn.is_interleaved) if turn else (0, 0, False)
     return [(f"{prefix}{name}{suffix}", n) for name, n in zip(("PAIRS", "FIRST", "INTERLEAVED"), numbers, strict=True)]
 
 
 @lru_cache(maxsize=8)
-def angles_of(turn: Turn | None) -> mx.array:
+def angles_of(turn: RopeRotation | None) -> mx.array:
     """float32 [256, 2 * pairs]: cos, then sin"""
     if turn is None:
         return mx.zeros((1,))
@@ -70,7 +70,7 @@ def angles_of(turn: Turn | None) -> mx.array:
 
 
 @lru_cache(maxsize=8)
-def table_of(turn: Turn | None, dim: int) -> mx.array:
+def table_of(turn: RopeRotation | None, dim: int) -> mx.array:
     """float32, then pairs of float16 as the bits of one float32: see turned.cuh"""
     if turn is None:
         return mx.zeros((1,))
@@ -89,19 +89,19 @@ def table_of(turn: Turn | None, dim: int) -> mx.array:
     return mx.array(np.concatenate([turns.ravel(), rows.view(np.float32).ravel()]))
 
 
-def decode_planes(planes: Planes, dtype: mx.Dtype, start: int = 0, end: int | None = None) -> mx.array:
+def decode_planes(planes: EncodedArray, dtype: mx.Dtype, start: int = 0, end: int | None = None) -> mx.array:
     """Tokens [start, end) -> [..., tokens, dim]"""
-    turn = turn_of(planes)
+    turn = rotation_of(planes)
     count = (planes.num_tokens if end is None else end) - start
     rows = planes.num_values // (planes.num_tokens * planes.dim)
     num_units = rows * count * (planes.dim // 16)
     (out,) = cuda_kernels.decode_planes().run(
         inputs=[
             *(signs(planes.dim), angles_of(turn)),
-            starts_of(planes.segments, start, count, planes.position % GROUP_TOKENS, bits_of(planes)),
+            starts_of(planes.mean_runs, start, count, planes.position % GROUP_TOKENS, bits_of(planes)),
             *arrays_of(planes),
         ],
-        constants=(("T", dtype), ("DIM", planes.dim), *turn_constants(turn)),
+        constants=(("T", dtype), ("DIM", planes.dim), *rotation_constants(turn)),
         grid=(-(-num_units // DECODE_THREADS) * DECODE_THREADS, 1, 1),
         threadgroup=(DECODE_THREADS, 1, 1),
         output_shapes=[(*planes.leading, count, planes.dim)],
@@ -110,11 +110,11 @@ def decode_planes(planes: Planes, dtype: mx.Dtype, start: int = 0, end: int | No
     return out
 
 
-def encode_planes(x: mx.array, bits: int, position: int, turn: Turn | None) -> dict[str, mx.array]:
+def encode_planes(x: mx.array, bits: int, position: int, turn: RopeRotation | None) -> dict[str, mx.array]:
     """Encode [..., tokens, dim] to the planes of a code of `bits`, scales and means."""
     rows = x.reshape(-1, *x.shape[-2:])
     heads, num_tokens, dim = rows.shape
-    segments = segments_of(position, num_tokens)
+    segments = runs_of(position, num_tokens)
     widths = {"top": dim // 16, "next": dim // 16 if bits >= 4 else 0, "low": dim // 8 if bits == 8 else 0}
     # An output that is not written still needs an entry.
     shapes = [(heads, num_tokens, width) if width else (1, 1, 1) for width in widths.values()]
@@ -123,7 +123,7 @@ def encode_planes(x: mx.array, bits: int, position: int, turn: Turn | None) -> d
             *(rows, signs(dim), angles_of(turn)),
             starts_of(segments, 0, num_tokens, position % GROUP_TOKENS, bits),
         ],
-        constants=(("T", x.dtype), ("BITS", bits), ("DIM", dim), *turn_constants(turn)),
+        constants=(("T", x.dtype), ("BITS", bits), ("DIM", dim), *rotation_constants(turn)),
         output_shapes=[*shapes, (heads, num_tokens, 1), (heads, len(segments), dim)],
         output_dtypes=[mx.uint32, mx.uint32, mx.uint32, mx.float16, mx.float16],
         grid=(len(segments) * _ENCODE_THREADS, heads, 1),
@@ -134,17 +134,17 @@ def encode_planes(x: mx.array, bits: int, position: int, turn: Turn | None) -> d
     return {name: plane.reshape(*x.shape[:-2], *plane.shape[-2:]) for name, plane in zip(names, held, strict=True)}
 
 
-def score_planes(q: mx.array, planes: Planes) -> mx.array:
+def score_planes(q: mx.array, planes: EncodedArray) -> mx.array:
     """q [..., queries, dim] -> float32 [..., queries, tokens]"""
     flat = q.reshape(-1, *q.shape[-2:])
     heads, queries, dim = flat.shape
-    tiles, turn = tiles_for(queries, dim), turn_of(planes)
+    tiles, turn = tiles_for(queries, dim), rotation_of(planes)
     pieces = all_pieces(planes, heads)
     (scores,) = cuda_kernels.score_planes().run(
         inputs=[flat, signs(dim), table_of(turn, dim), pieces, *arrays_of(planes)],
         constants=(
             *(("T", q.dtype), ("K_BITS", bits_of(planes)), ("K_DIM", dim), ("TILES", tiles)),
-            *turn_constants(turn, "K_"),
+            *rotation_constants(turn, "K_"),
         ),
         output_shapes=[(heads, queries, planes.num_tokens)],
         output_dtypes=[mx.float32],
@@ -153,7 +153,7 @@ def score_planes(q: mx.array, planes: Planes) -> mx.array:
     return scores.reshape(*q.shape[:-1], planes.num_tokens)
 
 
-def mix_planes(p: mx.array, planes: Planes) -> mx.array:
+def mix_planes(p: mx.array, planes: EncodedArray) -> mx.array:
     """p [..., queries, tokens] -> float32 [..., queries, dim]"""
     flat = p.astype(mx.float32).reshape(-1, *p.shape[-2:])
     heads, queries, _ = flat.shape
@@ -199,19 +199,19 @@ def piece_tokens(num_tokens: int, heads: int) -> int:
     return size
 
 
-def all_pieces(planes: Planes, heads: int) -> mx.array:
+def all_pieces(planes: EncodedArray, heads: int) -> mx.array:
     size = piece_tokens(planes.num_tokens, heads)
     offset = planes.position % GROUP_TOKENS
-    return pieces_of((planes.segments, planes.segments), offset, 0, planes.num_tokens, size)
+    return pieces_of((planes.mean_runs, planes.mean_runs), offset, 0, planes.num_tokens, size)
 
 
-def bits_of(planes: Planes) -> int:
+def bits_of(planes: EncodedArray) -> int:
     if "values" in planes.arrays:
         return RAW_BITS
     return 8 if "low" in planes.arrays else 4 if "next" in planes.arrays else 2
 
 
-def arrays_of(planes: Planes) -> list[mx.array]:
+def arrays_of(planes: EncodedArray) -> list[mx.array]:
     """Return the arrays that kernels take. The top plane stands in for a plane that is not held, and is not read."""
     held = planes.arrays
     if "values" in held:
@@ -231,17 +231,17 @@ def signs(dim: int) -> mx.array:
 
 
 @lru_cache(maxsize=256)
-def starts_of(segments: Segments, start: int, count: int, offset: int, bits: int) -> mx.array:
+def starts_of(segments: MeanRuns, start: int, count: int, offset: int, bits: int) -> mx.array:
     return mx.array(np.array([start, count, offset, bits, *np.cumsum((0, *segments))], np.int32))
 
 
 @lru_cache(maxsize=256)
-def pieces_of(segments: tuple[Segments, Segments], offset: int, start: int, end: int, size: int) -> mx.array:
+def pieces_of(segments: tuple[MeanRuns, MeanRuns], offset: int, start: int, end: int, size: int) -> mx.array:
     return mx.array(piece_rows(segments, offset, start, end, size))
 
 
 @lru_cache(maxsize=256)
-def piece_rows(segments: tuple[Segments, Segments], offset: int, start: int, end: int, size: int) -> np.ndarray:
+def piece_rows(segments: tuple[MeanRuns, MeanRuns], offset: int, start: int, end: int, size: int) -> np.ndarray:
     """int32 [pieces, 5]: first token, number of tokens, mean run of keys, mean run of values, offset of the first token
     in its group. No piece crosses a mean run. `segments` of keys and values; `offset` of token 0 in its group."""
     k_starts, v_starts = (np.cumsum((0, *each)) for each in segments)

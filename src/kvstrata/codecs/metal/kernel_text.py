@@ -52,14 +52,14 @@ _PLACES: dict[Dialect, str] = {
 }
 
 
-class Slots(NamedTuple):
+class ArrayCounts(NamedTuple):
     """Number of arrays that a launch takes of each kind: words of codes, float16 numbers, raw vectors."""
 
     words: int
     halves: int
     raw: int
 
-    def holds(self, other: Slots) -> bool:
+    def holds(self, other: ArrayCounts) -> bool:
         return self.words >= other.words and self.halves >= other.halves and self.raw >= other.raw
 
     @property
@@ -67,7 +67,7 @@ class Slots(NamedTuple):
         return [f"kv_{letter}{i}" for letter, count in zip("whr", self, strict=True) for i in range(count)]
 
 
-class Sizes(NamedTuple):
+class HeadSizes(NamedTuple):
     """Sizes that are compiled in."""
 
     k_dim: int
@@ -84,7 +84,7 @@ class Sizes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Text:
+class KernelText:
     dialect: Dialect
     name: str
     inputs: tuple[str, ...]
@@ -98,7 +98,7 @@ class Text:
 
 
 @cache
-def attend_text(dialect: Dialect, sizes: Sizes, slots: Slots, raw: tuple[mx.Dtype, ...]) -> Text:
+def attend_text(dialect: Dialect, sizes: HeadSizes, slots: ArrayCounts, raw: tuple[mx.Dtype, ...]) -> KernelText:
     """Text of the kernel for partial results of attention. `raw`: the dtypes of vectors that are not codes."""
     constants = {
         "KV_K_DIM": sizes.k_dim,
@@ -111,13 +111,13 @@ def attend_text(dialect: Dialect, sizes: Sizes, slots: Slots, raw: tuple[mx.Dtyp
     header = _header(dialect, constants) + _read("vectors") + _read("attend")
     body = _PLACES[dialect] + _picks(slots) + _read("attend_body")
     inputs = ("q", "table", "angles", *slots.names)
-    return Text(dialect, "attend_parts", inputs, ("partial",), header, body)
+    return KernelText(dialect, "attend_parts", inputs, ("partial",), header, body)
 
 
 @cache
 def combine_text(
     dialect: Dialect, v_dim: int, dtype: mx.Dtype, num_partials: int, sinks: mx.Dtype | None = None
-) -> Text:
+) -> KernelText:
     names = [f"kv_p{i}" for i in range(num_partials)]
     constants = {
         "KV_V_DIM": v_dim,
@@ -129,50 +129,50 @@ def combine_text(
     }
     header = _header(dialect, constants) + _read("vectors")
     inputs = ("ranges", *(("sinks",) if sinks is not None else ()), *names)
-    return Text(dialect, "combine_parts", inputs, ("out",), header, _PLACES[dialect] + _read("combine_body"))
+    return KernelText(dialect, "combine_parts", inputs, ("out",), header, _PLACES[dialect] + _read("combine_body"))
 
 
 @cache
-def mean_text(dialect: Dialect, dim: int) -> Text:
+def mean_text(dialect: Dialect, dim: int) -> KernelText:
     """Text of the kernel for the means of mean runs, float16."""
     header = _planes_header(dialect, {"KV_DIM": dim})
     inputs, body = ("table", "angles", "x"), _PLACES[dialect] + _read("mean_body")
-    return Text(dialect, "means_of_planes", inputs, ("means",), header, body)
+    return KernelText(dialect, "means_of_planes", inputs, ("means",), header, body)
 
 
 @cache
-def encode_text(dialect: Dialect, dim: int, bits: int) -> Text:
+def encode_text(dialect: Dialect, dim: int, bits: int) -> KernelText:
     """Text of the kernel for codes and scales of vectors, given the means."""
     header = _planes_header(dialect, {"KV_DIM": dim, "KV_BITS": bits})
     inputs, outputs = ("table", "angles", "x", "means"), (*_CODES[bits], "scales")
-    return Text(dialect, "encode_planes", inputs, outputs, header, _PLACES[dialect] + _read("encode_body"))
+    return KernelText(dialect, "encode_planes", inputs, outputs, header, _PLACES[dialect] + _read("encode_body"))
 
 
 @cache
-def decode_text(dialect: Dialect, dim: int, slots: Slots, dtype: mx.Dtype) -> Text:
+def decode_text(dialect: Dialect, dim: int, slots: ArrayCounts, dtype: mx.Dtype) -> KernelText:
     """Text of the kernel that decodes one or several stretches to one array. Raw stretches have the array's dtype."""
     constants = {"KV_DIM": dim, "KV_RAW_KIND": RAW_KINDS[dtype]}
     body = _PLACES[dialect] + _picks(slots) + _read("decode_body")
     inputs = ("table", "angles", *slots.names)
-    return Text(dialect, "decode_parts", inputs, ("out",), _planes_header(dialect, constants), body)
+    return KernelText(dialect, "decode_parts", inputs, ("out",), _planes_header(dialect, constants), body)
 
 
 def _planes_header(dialect: Dialect, constants: Mapping[str, object]) -> str:
     return _header(dialect, constants) + _read("vectors") + _read("planes")
 
 
-class Launch(NamedTuple):
-    text: Text
+class KernelLaunch(NamedTuple):
+    text: KernelText
     inputs: list[mx.array]
     groups: tuple[int, int, int]
     shapes: list[tuple[int, ...]]  # of the outputs
     dtypes: list[mx.Dtype]
 
 
-Run = Callable[[Launch], Sequence[mx.array]]
+Run = Callable[[KernelLaunch], Sequence[mx.array]]
 
 
-def run_on_gpu(launch: Launch) -> Sequence[mx.array]:
+def run_on_gpu(launch: KernelLaunch) -> Sequence[mx.array]:
     x, y, z = launch.groups
     types = tuple([array.dtype for array in launch.inputs]), tuple(launch.dtypes)
     return _compiled(launch.text, types)(
@@ -185,7 +185,7 @@ def run_on_gpu(launch: Launch) -> Sequence[mx.array]:
 
 
 @cache
-def _compiled(text: Text, dtypes: tuple[tuple[mx.Dtype, ...], ...]) -> Callable[..., Sequence[mx.array]]:
+def _compiled(text: KernelText, dtypes: tuple[tuple[mx.Dtype, ...], ...]) -> Callable[..., Sequence[mx.array]]:
     """Make a kernel. MLX compiles it at its first run and caches it by name, which must include the arrays' types."""
     make: Any = mx.fast.metal_kernel if text.dialect == "metal" else mx.fast.cuda_kernel
     types = hashlib.blake2s(repr(dtypes).encode(), digest_size=4).hexdigest()
@@ -207,7 +207,7 @@ def _word(name: str) -> str:
     return name.partition("(")[0]
 
 
-def _picks(slots: Slots) -> str:
+def _picks(slots: ArrayCounts) -> str:
     """Return the macros that select an array of each kind by its number."""
     names = {letter: [name for name in slots.names if name[3] == letter] for letter in "whr"}
     return (

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.codecs.base import Planes
-from kvstrata.codecs.cuda.planes import bits_of, piece_rows, pieces_of, turn_of
+from kvstrata.codecs.base import EncodedArray
+from kvstrata.codecs.cuda.planes import bits_of, piece_rows, pieces_of, rotation_of
 from kvstrata.codecs.hadamard import sign_values
-from kvstrata.codecs.mean_runs import GROUP_TOKENS, Segments, segments_of
+from kvstrata.codecs.mean_runs import GROUP_TOKENS, MeanRuns, runs_of
 from kvstrata.codecs.metal import kernel_text as metal_kernel_text
-from kvstrata.codecs.metal.kernel_text import LARGEST_DIM, RAW_KINDS, Dialect, Launch, Run, Slots
-from kvstrata.codecs.rope import Turn, tables
+from kvstrata.codecs.metal.kernel_text import LARGEST_DIM, RAW_KINDS, ArrayCounts, Dialect, KernelLaunch, Run
+from kvstrata.codecs.rope import RopeRotation, tables
 
 PIECE_TOKENS = 32  # of a threadgroup
 
@@ -36,24 +36,29 @@ def takes_vectors(dtype: mx.Dtype, dim: int) -> bool:
 
 
 def encode(
-    x: mx.array, bits: int, position: int, turn: Turn | None, dialect: Dialect, run: Run = metal_kernel_text.run_on_gpu
+    x: mx.array,
+    bits: int,
+    position: int,
+    turn: RopeRotation | None,
+    dialect: Dialect,
+    run: Run = metal_kernel_text.run_on_gpu,
 ) -> dict[str, mx.array]:
     """Encode [..., tokens, dim] to the planes of a code of `bits`, scales and means."""
     rows = x.reshape(-1, *x.shape[-2:])
     heads, num_tokens, dim = rows.shape
-    segments = segments_of(position, num_tokens)
+    segments = runs_of(position, num_tokens)
     offset = position % GROUP_TOKENS
     angles = angles_of(turn, dim)
     whole, pieces = (_piece_table(segments, offset, turn, size) for size in (GROUP_TOKENS, PIECE_TOKENS))
     shape = (heads, len(segments), dim)
     text = metal_kernel_text.mean_text(dialect, dim)
-    (means,) = run(Launch(text, [whole, angles, rows], (len(segments), heads, 1), [shape], [mx.float16]))
+    (means,) = run(KernelLaunch(text, [whole, angles, rows], (len(segments), heads, 1), [shape], [mx.float16]))
     text = metal_kernel_text.encode_text(dialect, dim, bits)
     widths = {"top": dim // 16, "next": dim // 16, "low": dim // 8, "scales": 1}
     shapes = [(heads, num_tokens, widths[name]) for name in text.outputs]
     dtypes = [mx.float16 if name == "scales" else mx.uint32 for name in text.outputs]
     groups = (_num_pieces(pieces), heads, 1)
-    made = run(Launch(text, [pieces, angles, rows, means], groups, shapes, dtypes))
+    made = run(KernelLaunch(text, [pieces, angles, rows, means], groups, shapes, dtypes))
     planes = {**dict(zip(text.outputs, made, strict=True)), "means": means}
     return {name: plane.reshape(*x.shape[:-2], *plane.shape[-2:]) for name, plane in planes.items()}
 
@@ -63,7 +68,7 @@ def _num_pieces(table: mx.array) -> int:
 
 
 @lru_cache(maxsize=64)
-def _piece_table(segments: Segments, offset: int, turn: Turn | None, size: int) -> mx.array:
+def _piece_table(segments: MeanRuns, offset: int, turn: RopeRotation | None, size: int) -> mx.array:
     """int32 table that planes.h reads"""
     head = head_numbers(turn)
     head[4:6] = sum(segments), len(segments)
@@ -71,7 +76,7 @@ def _piece_table(segments: Segments, offset: int, turn: Turn | None, size: int) 
     return mx.array(np.concatenate([head, pieces.ravel()]))
 
 
-def head_numbers(turn: Turn | None) -> np.ndarray:
+def head_numbers(turn: RopeRotation | None) -> np.ndarray:
     """int32 [16]: the first four describe the RoPE rotation, the last eight are signs of the Hadamard rotation."""
     numbers = np.zeros(HEAD_NUMBERS, np.int32)
     if turn is not None:
@@ -82,7 +87,7 @@ def head_numbers(turn: Turn | None) -> np.ndarray:
 
 
 @lru_cache(maxsize=8)
-def angles_of(turn: Turn | None, dim: int) -> mx.array:
+def angles_of(turn: RopeRotation | None, dim: int) -> mx.array:
     """float32 [256, dim / 16, 16]: 8 cosines and 8 sines for each of the lanes that share a vector"""
     if turn is None:
         return mx.array(np.zeros(FEWEST_ENTRIES, np.float32))
@@ -93,7 +98,7 @@ def angles_of(turn: Turn | None, dim: int) -> mx.array:
 
 
 # Array counts of launches: for one prefix and the tokens after it, or all arrays that Metal has buffers for.
-SHAPES = (Slots(3, 2, 1), Slots(15, 10, 3))
+SHAPES = (ArrayCounts(3, 2, 1), ArrayCounts(15, 10, 3))
 
 OTHER_BUFFERS = 3  # table, angles, result
 
@@ -102,50 +107,52 @@ PIECE_NUMBERS = 10  # as decode_body.h has them
 _NUM_CODES = {8: 3, 4: 2, 2: 1}  # arrays of codes, by bits
 
 
-class Stretch(NamedTuple):
+class TokenRange(NamedTuple):
     """Tokens [start, end) of planes, or of raw vectors [heads, size, dim]."""
 
-    held: Planes | mx.array
+    held: EncodedArray | mx.array
     start: int
     end: int
 
     @property
     def dim(self) -> int:
-        return self.held.dim if isinstance(self.held, Planes) else self.held.shape[-1]
+        return self.held.dim if isinstance(self.held, EncodedArray) else self.held.shape[-1]
 
     @property
     def heads(self) -> int:
-        return prod(self.held.leading) if isinstance(self.held, Planes) else self.held.shape[0]
+        return prod(self.held.leading) if isinstance(self.held, EncodedArray) else self.held.shape[0]
 
     @property
-    def turn(self) -> Turn | None:
-        return turn_of(self.held) if isinstance(self.held, Planes) else None
+    def rotation(self) -> RopeRotation | None:
+        return rotation_of(self.held) if isinstance(self.held, EncodedArray) else None
 
 
-def takes_planes(planes: Planes) -> bool:
+def takes_planes(planes: EncodedArray) -> bool:
     fits = "top" in planes.arrays and planes.dim <= LARGEST_DIM
     return fits and min(array.size for array in planes.arrays.values()) >= FEWEST_ENTRIES
 
 
-def takes_stretches(stretches: Sequence[Stretch], dtype: mx.Dtype) -> bool:
+def takes_ranges(stretches: Sequence[TokenRange], dtype: mx.Dtype) -> bool:
     """Whether the kernel joins the stretches to one array of this dtype."""
-    dims, turns = {stretch.dim for stretch in stretches}, {stretch.turn for stretch in stretches}
+    dims, turns = {stretch.dim for stretch in stretches}, {stretch.rotation for stretch in stretches}
     if dtype not in RAW_KINDS or len(dims) != 1 or dims.pop() % 16 or len(turns - {None}) > 1:
         return False
     return all(
-        takes_planes(held) if isinstance(held, Planes) else held.dtype == dtype and held.shape[-1] <= LARGEST_DIM
+        takes_planes(held) if isinstance(held, EncodedArray) else held.dtype == dtype and held.shape[-1] <= LARGEST_DIM
         for held, _, _ in stretches
     )
 
 
-def decode(planes: Planes, dtype: mx.Dtype, dialect: Dialect, run: Run = metal_kernel_text.run_on_gpu) -> mx.array:
+def decode(
+    planes: EncodedArray, dtype: mx.Dtype, dialect: Dialect, run: Run = metal_kernel_text.run_on_gpu
+) -> mx.array:
     """-> [..., tokens, dim]"""
-    out = join([Stretch(planes, 0, planes.num_tokens)], dtype, dialect, run)
+    out = join([TokenRange(planes, 0, planes.num_tokens)], dtype, dialect, run)
     return out.reshape(*planes.leading, planes.num_tokens, planes.dim)
 
 
 def join(
-    stretches: Sequence[Stretch], dtype: mx.Dtype, dialect: Dialect, run: Run = metal_kernel_text.run_on_gpu
+    stretches: Sequence[TokenRange], dtype: mx.Dtype, dialect: Dialect, run: Run = metal_kernel_text.run_on_gpu
 ) -> mx.array:
     """Join stretches in order -> [heads, tokens, dim]. If they do not fit one launch, only planes go through launches,
     and the results are concatenated with raw stretches."""
@@ -163,24 +170,24 @@ def join(
     return mx.concatenate(arrays, axis=1)
 
 
-class Stored(NamedTuple):
+class RangeLayout(NamedTuple):
     """Layout of a stretch in its arrays."""
 
     bits: int  # 0: raw
     size: int  # tokens of the arrays
     start: int
     end: int
-    segments: Segments = ()
+    mean_runs: MeanRuns = ()
     offset: int = 0  # of token 0 in the group that shares a mean
-    turns: bool = False
+    is_rotated: bool = False
 
 
 class _Load:
     """Stretches that one launch decodes to vectors of `dtype`."""
 
-    def __init__(self, dtype: mx.Dtype, *stretches: Stretch) -> None:
-        self.turn: Turn | None = None
-        self.stored: list[Stored] = []
+    def __init__(self, dtype: mx.Dtype, *stretches: TokenRange) -> None:
+        self.turn: RopeRotation | None = None
+        self.stored: list[RangeLayout] = []
         self._dtype = dtype
         self._words: list[mx.array] = []
         self._halves: list[mx.array] = []
@@ -188,31 +195,31 @@ class _Load:
         for stretch in stretches:
             self.add(stretch)
 
-    def add(self, stretch: Stretch) -> bool:
+    def add(self, stretch: TokenRange) -> bool:
         """Add a stretch. Return whether there were slots for its arrays."""
         held, start, end = stretch
         if isinstance(held, mx.array):
             words, halves, raw = [], [], [held]
-            stored = Stored(0, held.shape[-2], start, end)
+            stored = RangeLayout(0, held.shape[-2], start, end)
         else:
             words = [held.arrays[name] for name in ("top", "next", "low") if name in held.arrays]
             halves, raw = [held.arrays["scales"], held.arrays["means"]], []
-            offset, turns = held.position % GROUP_TOKENS, stretch.turn is not None
-            stored = Stored(bits_of(held), held.num_tokens, start, end, held.segments, offset, turns)
+            offset, turns = held.position % GROUP_TOKENS, stretch.rotation is not None
+            stored = RangeLayout(bits_of(held), held.num_tokens, start, end, held.mean_runs, offset, turns)
         held_already = (self._words, self._halves, self._raw)
         sizes = [len(before) + len(more) for before, more in zip(held_already, (words, halves, raw), strict=True)]
-        if not SHAPES[-1].holds(Slots(*sizes)):
+        if not SHAPES[-1].holds(ArrayCounts(*sizes)):
             return False
         self._words += words
         self._halves += halves
         self._raw += raw
         self.stored.append(stored)
-        self.turn = self.turn or stretch.turn
+        self.turn = self.turn or stretch.rotation
         return True
 
     @property
-    def shape(self) -> Slots:
-        slots = Slots(len(self._words), len(self._halves), len(self._raw))
+    def shape(self) -> ArrayCounts:
+        slots = ArrayCounts(len(self._words), len(self._halves), len(self._raw))
         return next(shape for shape in SHAPES if shape.holds(slots))
 
     def arrays(self) -> list[mx.array]:
@@ -237,13 +244,13 @@ def _decoded(load: _Load, heads: int, dim: int, dtype: mx.Dtype, dialect: Dialec
     text = metal_kernel_text.decode_text(dialect, dim, load.shape, dtype)
     groups = ((table.size - HEAD_NUMBERS) // PIECE_NUMBERS, heads, 1)
     shape = (heads, sum(stored.end - stored.start for stored in load.stored), dim)
-    (out,) = run(Launch(text, [table, angles_of(load.turn, dim), *load.arrays()], groups, [shape], [dtype]))
+    (out,) = run(KernelLaunch(text, [table, angles_of(load.turn, dim), *load.arrays()], groups, [shape], [dtype]))
     return out
 
 
 # Tables of a few chunks, for keys and for values; layers that are stored alike share one.
 @lru_cache(maxsize=32)
-def _stretch_table(parts: tuple[Stored, ...], turn: Turn | None) -> mx.array:
+def _stretch_table(parts: tuple[RangeLayout, ...], turn: RopeRotation | None) -> mx.array:
     """int32 table that decode_body.h reads"""
     rows, total, words, halves, raw = [], 0, 0, 0, 0
     for bits, size, start, end, segments, offset, turns in parts:
