@@ -44,7 +44,8 @@ def test_decoding_over_pieces_equals_one_array(dim: int, sinks: bool) -> None:
     sink = mx.random.normal((6,)) if sinks else None
     wanted = mx.fast.scaled_dot_product_attention(q, k, v, scale=dim**-0.5, sinks=sink)
     layer = filled(k[:, :, :-1], v[:, :, :-1], [7, 20, 30])
-    step = cpu_step.CpuStep((layer,), k[:, :, -1:], v[:, :, -1:])
+    step = cpu_step.begin_step((layer,), k[:, :, -1:], v[:, :, -1:])
+    assert step is not None
     assert distance(attend(q, step, step, None, dim**-0.5, None, sink), wanted) < TOLERANCE
     # What the step has written is there for MLX's operations too.
     parts = SegmentedKV((layer.segments(),))
@@ -62,7 +63,8 @@ def test_rows_of_different_lengths_decode_as_alone(tokens: int) -> None:
     for layer, k, v in zip(layers, keys, values, strict=True):
         layer.append(k, v)
     q, k, v = random_tokens(4, 1, 16, rows=3), random_tokens(2, 1, 16, rows=3), random_tokens(2, 1, 24, rows=3)
-    step = cpu_step.CpuStep(layers, k, v)
+    step = cpu_step.begin_step(layers, k, v)
+    assert step is not None
     out = attend(q, step, step, None, 0.25, None)
     for i in range(3):
         all_k = mx.concatenate([keys[i], k[i : i + 1]], axis=2)
@@ -78,7 +80,8 @@ def test_a_step_with_a_mask_goes_by_mlx() -> None:
     k, v, q = random_tokens(2, 9, 16), random_tokens(2, 9, 16), random_tokens(4, 1, 16)
     mask = mx.arange(9)[None] >= 4
     layer = filled(k[:, :, :-1], v[:, :, :-1], [20])
-    step = cpu_step.CpuStep((layer,), k[:, :, -1:], v[:, :, -1:])
+    step = cpu_step.begin_step((layer,), k[:, :, -1:], v[:, :, -1:])
+    assert step is not None
     wanted = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.25, mask=mask)
     assert distance(attend(q, step, step, None, 0.25, mask), wanted) < TOLERANCE
 
@@ -98,7 +101,8 @@ def test_extreme_scores_stay_finite() -> None:
     k = mx.concatenate([mx.full((1, 1, 1, 8), 100.0), mx.full((1, 1, 3, 8), -100.0)], axis=2)
     q = mx.full((1, 1, 1, 8), 100.0)
     layer = filled(k[:, :, :-1], k[:, :, :-1], [8])
-    step = cpu_step.CpuStep((layer,), k[:, :, -1:], k[:, :, -1:])
+    step = cpu_step.begin_step((layer,), k[:, :, -1:], k[:, :, -1:])
+    assert step is not None
     assert distance(attend(q, step, step, None, 1.0, None), mx.full((1, 1, 1, 8), 100.0)) < 1e-3
 
 

@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.attention.cpu import step as cpu_step
-from kvstrata.attention.segments import RawSegment, SealedSegment, Segment, SegmentSlice
-from kvstrata.attention.stock import decode_over_segments
+from kvstrata.attention.segments import KvSlot, RawSegment, SealedSegment, Segment, SegmentSlice
+from kvstrata.attention.stock import attend_segments
 from kvstrata.codecs.base import Codec, EncodedArray
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.registry import parse_for
@@ -40,7 +40,7 @@ KEY_CODECS = [*CODECS, "planes:8 halves", "planes:4 neighbours", "planes:2 last"
 
 
 class PartsRow:
-    """A row over given parts, and a buffer that the new token goes to."""
+    """A row over given segments, and a buffer that the new token goes to."""
 
     def __init__(self, before: Sequence[Segment], tail: tuple[mx.array, mx.array], room: int = 3) -> None:
         self._before = before
@@ -48,11 +48,17 @@ class PartsRow:
         self._buffer.put(0, *tail)
         self._used = tail[0].shape[2]
 
-    def runs_with_next(self) -> list[cpu_step.TokenRun]:
-        runs = [cpu_step.run_of(part) for part in self._before]
+    def segments_before(self) -> tuple[Segment, ...]:
+        return tuple(self._before)
+
+    def next_slot(self) -> KvSlot:
+        return self._buffer.slot(self._used, self._used + 1)
+
+    def count_next(self) -> None:
         self._used += 1
-        tail = cpu_step.TokenRun(*self._buffer.addresses(), self._buffer.size, self._used - 1, self._used)
-        return [*(run for run in runs if run is not None), tail]
+
+    def put_last(self, k: mx.array, v: mx.array) -> None:
+        self._buffer.put(self._used - 1, k, v)
 
     def segments(self) -> tuple[Segment, ...]:
         assert self._buffer.k is not None
@@ -88,7 +94,13 @@ def step(
     """-> a step over the rows, and queries for it"""
     heads, _, k_dim, v_dim = shape
     keys, values = normal(rng, len(rows), heads, 1, k_dim), normal(rng, len(rows), heads, 1, v_dim)
-    return cpu_step.CpuStep(rows, keys, values), normal(rng, len(rows), heads * queries, 1, k_dim)
+    return begin(rows, keys, values), normal(rng, len(rows), heads * queries, 1, k_dim)
+
+
+def begin(rows: Sequence[PartsRow], keys: mx.array, values: mx.array) -> cpu_step.CpuStep:
+    step = cpu_step.begin_step(rows, keys, values)
+    assert step is not None
+    return step
 
 
 def check(
@@ -103,8 +115,8 @@ def check(
     scale = shape[2] ** -0.5
     out = taken.attend(q, scale, sinks)
     for i, row in enumerate(rows):
-        wanted = decode_over_segments(q[i : i + 1], row.segments(), scale, sinks)
-        dense = decode_over_segments(q[i : i + 1], _dense(row.segments()), scale, sinks)
+        wanted = attend_segments(q[i : i + 1], row.segments(), scale, sinks)
+        dense = attend_segments(q[i : i + 1], _dense(row.segments()), scale, sinks)
         assert distance(out[i : i + 1], wanted) < 1e-4
         assert distance(out[i : i + 1], dense) < 1e-4
     return np.array(out)
@@ -189,10 +201,10 @@ def test_other_rows_change_nothing() -> None:
         return [PartsRow([part], tail) for part, tail in zip(parts, tails, strict=True)]
 
     keys, values, q = (normal(rng, 3, heads, 1, 64) for heads in (2, 2, 6))
-    together = cpu_step.CpuStep(rows(), keys, values).attend(q, 0.1, None)
+    together = begin(rows(), keys, values).attend(q, 0.1, None)
     for i, row in enumerate(rows()):
         one = slice(i, i + 1)
-        alone = cpu_step.CpuStep([row], keys[one], values[one]).attend(q[one], 0.1, None)
+        alone = begin([row], keys[one], values[one]).attend(q[one], 0.1, None)
         assert mx.array_equal(alone, together[one])
 
 
@@ -256,15 +268,18 @@ def test_none_where_there_is_no_kernel() -> None:
     assert cpu_step.run_of(SegmentSlice(SealedSegment(planes, raw), 3, 9)) is not None
 
 
-def test_a_run_keeps_its_part() -> None:
-    part = a_part(np.random.default_rng(2), ("planes:8", "raw"), (2, 64, 64, 64))
-    run, alive = cpu_step.run_of(part), weakref.ref(part)
-    del part
-    gc.collect()
-    assert alive() is not None
-    del run
-    gc.collect()
-    assert alive() is None
+def test_run_keeps_arrays_but_not_its_segment() -> None:
+    """A view that referred to its segment would be a cycle, and the segment's memory would wait for the collector."""
+    segment = a_part(np.random.default_rng(2), ("planes:8", "raw"), (2, 64, 64, 64))
+    run, alive, arrays = cpu_step.run_of(segment), weakref.ref(segment), segment.arrays()
+    assert run is not None
+    gc.disable()
+    try:
+        del segment
+        assert alive() is None
+    finally:
+        gc.enable()
+    assert {id(array) for array in arrays} <= {id(held) for held in run.holds}
 
 
 def test_nothing_is_compiled_after_warm_up() -> None:

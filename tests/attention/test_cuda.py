@@ -21,12 +21,12 @@ from kvstrata.attention.cuda import join as cuda_join
 from kvstrata.attention.cuda import ranges as cuda_ranges
 from kvstrata.attention.cuda import step as cuda_step
 from kvstrata.attention.cuda import trials as cuda_trials
-from kvstrata.attention.segments import RawSegment, SealedSegment, SegmentedKV, SegmentSlice
+from kvstrata.attention.dispatch import segments_to_arrays
+from kvstrata.attention.segments import KernelViews, RawSegment, SealedSegment, SegmentSlice
 from kvstrata.codecs import backends
 from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.cuda import kernels as cuda_kernels
 from kvstrata.codecs.cuda import planes as cuda_planes
-from kvstrata.codecs.cuda.addresses import KernelViews
 from kvstrata.codecs.cuda.kernels import Kernel
 from kvstrata.codecs.mean_runs import runs_of
 from kvstrata.codecs.planes import HELD, PlanesCodec
@@ -135,8 +135,8 @@ JOINED = [(64, mx.float16, True), (128, mx.bfloat16, True), (128, mx.bfloat16, F
 def test_parts_are_joined_as_they_decode(
     dim: int, dtype: mx.Dtype, turns: bool, with_own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstrata.attention.segments.backends", SimpleNamespace(active=lambda: "cuda"))
-    monkeypatch.setattr("kvstrata.attention.segments.joined_works", lambda *_: True)
+    monkeypatch.setattr("kvstrata.attention.dispatch.backends", SimpleNamespace(active=lambda: "cuda"))
+    monkeypatch.setattr("kvstrata.attention.cuda.trials.joined_works", lambda *_: True)
     # Of any bits, some of them cut, one raw and some by half; each lies elsewhere in its groups.
     sealed = [
         SealedSegment(
@@ -171,7 +171,7 @@ def test_parts_are_joined_as_they_decode(
         return run(kernel, *given, **launch)
 
     monkeypatch.setattr(Kernel, "run", watched)
-    joined = SegmentedKV((tuple(parts),)).to_arrays(mx.zeros((), dtype))
+    joined = segments_to_arrays(tuple(parts), dtype)
     for found, expected in zip(joined, zip(*wanted, strict=True), strict=True):
         assert _error(found[0], np.concatenate(expected, axis=1)) < {mx.float16: 1e-3, mx.bfloat16: 5e-3}[dtype]
     assert launched.count("decode_parts") == 2
@@ -196,9 +196,9 @@ def test_the_kernel_that_joins_is_tried_and_found_right(monkeypatch: pytest.Monk
 
 
 def test_what_another_sequence_may_still_write_is_not_joined_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstrata.attention.segments.backends", SimpleNamespace(active=lambda: "cuda"))
-    monkeypatch.setattr("kvstrata.attention.segments.joined_works", lambda *_: True)
-    monkeypatch.setattr("kvstrata.attention.segments.cuda_join.join", lambda *_: pytest.fail("not this way"))
+    monkeypatch.setattr("kvstrata.attention.dispatch.backends", SimpleNamespace(active=lambda: "cuda"))
+    monkeypatch.setattr("kvstrata.attention.cuda.trials.joined_works", lambda *_: True)
+    monkeypatch.setattr("kvstrata.attention.cuda.join.join", lambda *_: pytest.fail("not this way"))
     planes = _encoded(8, 64, turn="")
     x = keys(2, 8, 64, dtype=mx.bfloat16)[None]
     live = RawSegment(x, x, 8)
@@ -209,7 +209,7 @@ def test_what_another_sequence_may_still_write_is_not_joined_by_address(monkeypa
         (live, SealedSegment(planes, planes)),
         (live,),
     ):
-        SegmentedKV((row,)).to_arrays(mx.zeros((), mx.bfloat16))
+        segments_to_arrays(row, mx.bfloat16)
 
 
 @needs_kernels
@@ -324,7 +324,7 @@ def check_step(dtype: mx.Dtype, dim: int, with_planes: bool, turn: str = "") -> 
         )
         before[2][:0] = [replace(planes, start=100, end=300), stepping, planes, kept]
     held = {id(array): _float64(array) for pair in (*buffers, first) for array in pair}
-    counters, known, wheres = mx.zeros((6,), mx.uint32), cuda_step.LatestReads(), [KernelViews() for _ in buffers]
+    counters, known, wheres = mx.zeros((6,), mx.uint32), cuda_step.LaunchState(), [KernelViews() for _ in buffers]
     # The last row is a ring: its new token lies among older ones.
     for at, counts in [((100, 7, 130), (101, 8, 512)), ((101, 8, 131), (102, 9, 512))]:
         places = zip(buffers, at, counts, wheres, strict=True)

@@ -17,7 +17,6 @@ import pytest
 
 from kvstrata.attention.cpu import step as cpu_step
 from kvstrata.attention.cuda import ranges as cuda_ranges
-from kvstrata.attention.cuda import rows as cuda_rows
 from kvstrata.attention.cuda import step as cuda_step
 from kvstrata.attention.cuda import trials as cuda_trials
 from kvstrata.attention.cuda.trials import step_works
@@ -123,15 +122,15 @@ def test_a_step_reads_what_attention_by_sequence_reads(
     monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.StepLaunch], with_sinks: bool
 ) -> None:
     sinks = mx.arange(3 * HEADS).astype(DTYPE) if with_sinks else None
-    monkeypatch.setattr(cuda_rows, "takes_rows", lambda *_: False)
+    monkeypatch.setattr(cuda_trials, "step_takes", lambda *_: False)
     wanted = _run(_layers(), 6, sinks)
     assert not launches
-    monkeypatch.setattr(cuda_rows, "takes_rows", lambda keys, _: keys.shape[2] == 1)
+    monkeypatch.setattr(cuda_trials, "step_takes", lambda keys, _: keys.shape[2] == 1)
     layers = _layers()
     got = _run(layers, 6, sinks)
     assert len(launches) == 6
     assert mx.abs(got - wanted).max() < 0.02 * mx.abs(wanted).max()
-    monkeypatch.setattr(cuda_rows, "takes_rows", lambda *_: False)
+    monkeypatch.setattr(cuda_trials, "step_takes", lambda *_: False)
     by_sequence = _layers()
     _run(by_sequence, 6, sinks)
     for ours, theirs in zip(layers, by_sequence, strict=True):
@@ -144,7 +143,7 @@ def test_nothing_of_what_was_replaced_is_kept(
     monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.StepLaunch]
 ) -> None:
     """Sealed or stepped down between two steps, by a sequence that ran alone before it joined the batch."""
-    monkeypatch.setattr(cuda_rows, "takes_rows", lambda keys, _: keys.shape[2] == 1)
+    monkeypatch.setattr(cuda_trials, "step_takes", lambda keys, _: keys.shape[2] == 1)
     layers = [FullLayer(3000), FullLayer(100)]
     for layer, count in zip(layers, (2900, 10), strict=True):
         layer.append(*(keys(1, HEADS, count, DIM, seed=i, dtype=DTYPE) for i in (0, 1)))
@@ -174,7 +173,7 @@ def test_nothing_of_what_was_replaced_is_kept(
 def test_launches_are_issued_when_the_pass_ends(monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
     """What they write MLX does not know of: a pass whose result nobody asks for has to be issued all the same."""
     result_bytes = 8 << 20
-    monkeypatch.setattr(cuda_rows, "takes_rows", lambda keys, _: keys.shape[2] == 1)
+    monkeypatch.setattr(cuda_trials, "step_takes", lambda keys, _: keys.shape[2] == 1)
     monkeypatch.setattr(cuda_step, "attend_step", lambda *_: mx.ones((result_bytes // 4,), mx.float32))
     caches = [SequenceCache(LAYOUT, None, 16) for _ in range(2)]
     batch = BatchCache(caches)
@@ -195,11 +194,11 @@ def test_launches_are_issued_when_the_pass_ends(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.usefixtures("launches")
 def test_layers_that_share_keys_read_the_token_that_is_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_rows, "takes_rows", lambda keys, _: keys.shape[2] == 1)
+    monkeypatch.setattr(cuda_trials, "step_takes", lambda keys, _: keys.shape[2] == 1)
     k = keys(1, HEADS, 1, DIM, dtype=DTYPE)
     for layer in (FullLayer(16, shape=SHAPE), WindowLayer(16, shape=SHAPE)):
         held, _ = layer.update_and_fetch(k, k)
-        assert isinstance(held, cuda_rows.CudaStep)
+        assert isinstance(held, cuda_step.CudaStep)
         attend(k, held, held, layer, SCALE, None)
         assert layer.keys_and_values() == (held, held)
         layer.end_pass()
@@ -216,7 +215,7 @@ def _steps(rows: AttentionRows, layers: list[FullLayer]) -> mx.array:
 
 
 def test_who_reads_the_same_shares_it(monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.StepLaunch]) -> None:
-    monkeypatch.setattr(cuda_rows, "takes_rows", lambda keys, _: keys.shape[2] == 1)
+    monkeypatch.setattr(cuda_trials, "step_takes", lambda keys, _: keys.shape[2] == 1)
     planes, raw = _prefix(PlanesCodec(8), 90, 1), _prefix(RawCodec(), 70, 3)
     ends = range(20, 60, 2)
     before = [[_Cut(SegmentSlice(planes, 0, end)), _Cut(SegmentSlice(raw, 3, end))] for end in ends]
@@ -234,7 +233,7 @@ def _bits(launch: cuda_step.StepLaunch) -> list[int]:
 def test_tables_are_made_once_for_layers_that_are_stored_alike(
     monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.StepLaunch]
 ) -> None:
-    monkeypatch.setattr(cuda_rows, "takes_rows", lambda keys, _: keys.shape[2] == 1)
+    monkeypatch.setattr(cuda_trials, "step_takes", lambda keys, _: keys.shape[2] == 1)
     before = [[_prefix(PlanesCodec(8), 90, seed)] for seed in (1, 2)]
     layers = [[FullLayer(40, parts, shape=SHAPE) for _ in range(2)] for parts in before]
     for rows in layers:
@@ -252,10 +251,10 @@ def test_tables_are_made_once_for_layers_that_are_stored_alike(
 @pytest.mark.usefixtures("launches")
 def test_what_moves_between_steps_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A buffer that MLX has written to may lie elsewhere after that."""
-    monkeypatch.setattr(cuda_rows, "takes_rows", lambda keys, _: keys.shape[2] == 1)
+    monkeypatch.setattr(cuda_trials, "step_takes", lambda keys, _: keys.shape[2] == 1)
     layer = FullLayer(40)
     layer.append(*(keys(1, HEADS, 9, DIM, seed=i, dtype=DTYPE) for i in (0, 1)))
-    known = cuda_step.LatestReads()
+    known = cuda_step.LaunchState()
 
     def reads() -> cuda_step.StepReads | None:
         return known.reads([[]], [layer.next_slot()])
@@ -280,9 +279,9 @@ def test_a_launch_takes_any_number_of_parts(
             for row in range(7)
         ]
 
-    monkeypatch.setattr(cuda_rows, "takes_rows", lambda *_: False)
+    monkeypatch.setattr(cuda_trials, "step_takes", lambda *_: False)
     wanted = _run(layers(), 2, None)
-    monkeypatch.setattr(cuda_rows, "takes_rows", lambda keys, _: keys.shape[2] == 1)
+    monkeypatch.setattr(cuda_trials, "step_takes", lambda keys, _: keys.shape[2] == 1)
     got = _run(layers(), 2, None)
     assert [len(_bits(made)) for made in launches] == [70 + 7] * 2
     assert mx.abs(got - wanted).max() < 0.02 * mx.abs(wanted).max()
@@ -295,7 +294,7 @@ def test_what_a_launch_cannot_take_goes_by_sequence(
     raw = [keys(HEADS, 20, DIM, seed=seed, dtype=mx.float16) for seed in (1, 2)]
     before = SealedSegment(*(RawCodec().encode(x, 0) for x in raw))
     layers = [FullLayer(8, [before], shape=SHAPE), FullLayer(8, shape=SHAPE)]
-    monkeypatch.setattr(cuda_rows, "takes_rows", lambda keys, _: keys.shape[2] == 1)
+    monkeypatch.setattr(cuda_trials, "step_takes", lambda keys, _: keys.shape[2] == 1)
     got = _run(list(layers), 2, None)
     assert not launches
     assert [layer.offset for layer in layers] == [22, 2]

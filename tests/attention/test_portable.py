@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvstrata.attention.metal import decode as metal_decode
 from kvstrata.attention.metal import launch_plan as metal_launch_plan
 from kvstrata.attention.segments import RawSegment, SealedSegment, Segment, SegmentSlice
-from kvstrata.attention.stock import decode_over_segments
+from kvstrata.attention.stock import attend_segments
 from kvstrata.codecs import backends
 from kvstrata.codecs.base import Codec, EncodedArray
 from kvstrata.codecs.metal.kernel_text import ArrayCounts
@@ -68,7 +68,7 @@ def queries(num_rows: int, group: int, dim: int, seed: int = 9) -> mx.array:
 
 def ours(q: mx.array, rows: Rows, sinks: mx.array | None = None, run: Plain | None = None) -> mx.array:
     step = metal_decode.step_of(
-        q, [[part.read() for part in parts] for parts in rows], q.shape[3] ** -0.5, sinks, "plain"
+        q, [[metal_decode.read_of(part) for part in parts] for parts in rows], q.shape[3] ** -0.5, sinks, "plain"
     )
     assert step is not None
     return metal_decode.attend(q, step, sinks, run or Plain())
@@ -78,7 +78,7 @@ def stock(q: mx.array, rows: Rows, sinks: mx.array | None = None) -> mx.array:
     """In float32, by the path that a Mac has without the kernel."""
     with backends.as_on_metal():
         found = [
-            decode_over_segments(q[i : i + 1].astype(mx.float32), tuple(map(widened, parts)), q.shape[3] ** -0.5, sinks)
+            attend_segments(q[i : i + 1].astype(mx.float32), tuple(map(widened, parts)), q.shape[3] ** -0.5, sinks)
             for i, parts in enumerate(rows)
         ]
         return mx.concatenate(found)
@@ -260,8 +260,8 @@ def test_parts_that_the_kernel_does_not_read() -> None:
     assert of(PlanesCodec(8), 288) is None
     # Metal gets arrays of fewer than 8 entries in another way: here the scales of 2 heads and 3 tokens.
     assert of(PlanesCodec(8), 64, 3) is None
-    assert raw(4, 72, 0).read() is None
-    one, other = (raw(4, dim, 0).read() for dim in (64, 128))
+    assert metal_decode.read_of(raw(4, 72, 0)) is None
+    one, other = (metal_decode.read_of(raw(4, dim, 0)) for dim in (64, 128))
     for rows, num_rows, fits in (
         ([[one]], 1, True),
         ([[one, other]], 1, False),
@@ -276,7 +276,7 @@ def loads_of(rows: Rows) -> list[metal_launch_plan.LaunchContents]:
     numbers, arrays = [], []
     for row, parts in enumerate(rows):
         for part in parts:
-            read = part.read()
+            read = metal_decode.read_of(part)
             assert read is not None
             numbers.append(metal_launch_plan.NumberedRead(row, *read[:4]))
             arrays += read.arrays

@@ -9,13 +9,12 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.attention.cpu import step as cpu_step
-from kvstrata.attention.dispatch import attend, decode, kernels
+from kvstrata.attention.dispatch import attend, decode, decode_row_by_row, kernels
 from kvstrata.attention.metal import decode as metal_decode
 from kvstrata.attention.metal import launch_plan as metal_launch_plan
 from kvstrata.attention.metal import trials as metal_trials
 from kvstrata.attention.metal.trials import DecodeKind
 from kvstrata.attention.segments import SegmentedKV
-from kvstrata.attention.stock import decode_row_by_row
 from kvstrata.bench import selftest
 from kvstrata.codecs import backends
 from kvstrata.codecs.backends import Trial
@@ -158,7 +157,10 @@ def test_a_trial_finds_what_is_wrong_or_fails() -> None:
 def test_what_was_tried_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raw rows and planes apart; without a trial's word nothing is used."""
     q = queries(1, GROUP, DIM)
-    coded, plain = [[sealed("planes:4", "planes:4", 9, DIM).read()]], [[raw(9, DIM, 1).read()]]
+    coded, plain = (
+        [[metal_decode.read_of(sealed("planes:4", "planes:4", 9, DIM))]],
+        [[metal_decode.read_of(raw(9, DIM, 1))]],
+    )
     right, slow = Trial("raw", 0.0, 1.0, 1.0, 2.0), Trial("planes", 0.0, 1.0, 2.0, 1.0)
     monkeypatch.setattr(metal_trials, "_tried", {KIND: (right, slow)})
     assert metal_trials.is_used(q, plain)
@@ -174,7 +176,9 @@ def test_a_trial_runs_every_kernel_that_a_step_can_need(monkeypatch: pytest.Monk
     shapes, counts = set(), set()
     for case in (*metal_trials.RAW_CASES, *metal_trials.PLANES_CASES):
         parts = metal_trials._parts(KIND, *case)
-        step = metal_decode.step_of(queries(1, GROUP, DIM), [[part.read() for part in parts]], 0.1, None, "plain")
+        step = metal_decode.step_of(
+            queries(1, GROUP, DIM), [[metal_decode.read_of(part) for part in parts]], 0.1, None, "plain"
+        )
         assert step is not None
         shapes |= {len(launch.arrays) for launch in step.plan.launches}
         shapes |= {launch.text.inputs for launch in step.plan.launches}

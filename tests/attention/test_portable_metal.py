@@ -59,7 +59,9 @@ def recorded(function: Callable[[mx.array], mx.array | list[mx.array]], argument
 
 def texts_for(rows: Rows, group: int = 2, dtype: mx.Dtype = mx.bfloat16, sinks: mx.array | None = None) -> list[str]:
     def attended(q: mx.array) -> mx.array:
-        step = metal_decode.step_of(q, [[part.read() for part in parts] for parts in rows], 0.1, sinks, "metal")
+        step = metal_decode.step_of(
+            q, [[metal_decode.read_of(part) for part in parts] for parts in rows], 0.1, sinks, "metal"
+        )
         assert step is not None
         return metal_decode.attend(q, step, sinks)
 
@@ -201,7 +203,9 @@ def test_clang_takes_the_text_as_cudas_language(tmp_path: Path) -> None:
         launches.append(launch)
         return [mx.zeros(shape, dtype) for shape, dtype in zip(launch.shapes, launch.dtypes, strict=True)]
 
-    step = metal_decode.step_of(q, [[part.read() for part in parts] for parts in rows], 0.1, sinks, "cuda")
+    step = metal_decode.step_of(
+        q, [[metal_decode.read_of(part) for part in parts] for parts in rows], 0.1, sinks, "cuda"
+    )
     assert step is not None
     metal_decode.attend(q, step, sinks, see)
     assert [launch.text.name for launch in launches] == ["attend_parts", "combine_parts"]

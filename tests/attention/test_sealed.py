@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvstrata.attention.dispatch import attend
+from kvstrata.attention.dispatch import attend, segments_to_arrays
 from kvstrata.attention.segments import SealedSegment, SegmentedKV
 from kvstrata.codecs.registry import parse_for
 from kvstrata.kv.batch_cache import BatchCache
@@ -55,7 +55,7 @@ def test_attention_over_sealed_parts_is_attention_over_what_they_decode_to(name:
     # The first tokens, the encoded ones and the tail; neighbours under the same codec are joined.
     assert len(parts.rows[0]) == (2 if name == "raw" else 3)
     q = random_tokens(4, queries, dim)
-    k, v = parts.to_arrays(q)
+    k, v = segments_to_arrays(parts.rows[0], q.dtype)
     mask = "causal" if queries > 1 else None
     wanted = mx.fast.scaled_dot_product_attention(q, k, v, scale=dim**-0.5, mask=mask)
     assert distance(attend(q, parts, parts, None, dim**-0.5, mask), wanted) < 1e-4
@@ -67,7 +67,7 @@ def test_sealing_keeps_the_first_and_the_newest_tokens_as_they_were() -> None:
     layer.append(k, v)
     codec = parse_for("planes:4", 64)
     layer.own.encode_past_at_once(codec, codec, RawWindow(4, 128))
-    after_k, after_v = SegmentedKV((layer.segments(),)).to_arrays(k)
+    after_k, after_v = segments_to_arrays(layer.segments(), k.dtype)
     for before, after in ((k, after_k), (v, after_v)):
         assert distance(after[:, :, :4], before[:, :, :4]) == 0
         assert distance(after[:, :, -128:], before[:, :, -128:]) == 0
@@ -91,7 +91,7 @@ def test_sealing_keeps_the_room_of_all_pieces(tokens: int, grown: int) -> None:
     more_k, more_v = random_tokens(2, room, 64), random_tokens(2, room, 64)
     layer.append(more_k, more_v)
     (tail,) = layer.own.segments(tokens - 20, tokens + room)
-    dense_k, dense_v = tail.dense(k)
+    dense_k, dense_v = tail.dense(k.dtype)
     assert mx.array_equal(dense_k, mx.concatenate([k[:, :, -20:], more_k], axis=2))
     assert mx.array_equal(dense_v, mx.concatenate([v[:, :, -20:], more_v], axis=2))
     with pytest.raises(IndexError, match="do not fit"):
@@ -111,7 +111,7 @@ def test_a_long_prompt_that_is_sealed_as_it_comes_moves_no_room(raw_tokens: int 
         assert layer.own.buffers.capacity - (layer.offset - layer.own.sealed_tokens) == round_up(20_000 - at - 256)
         assert layer.nbytes - layer.own.sealed_bytes <= round_up(128 + 512) * 2 * 2 * 64 * 4
     assert layer.own.num_to_encode(RawWindow(4, 128)) == 0
-    after_k, after_v = SegmentedKV((layer.segments(),)).to_arrays(k)
+    after_k, after_v = segments_to_arrays(layer.segments(), k.dtype)
     for before, after in ((k, after_k), (v, after_v)):
         assert after.shape[2] == 19_968
         assert distance(after, mx.tile(before, (1, 1, 78, 1))) < 1
@@ -125,7 +125,7 @@ def test_room_that_was_promised_is_there_though_nothing_is_sealed() -> None:
         layer.append(k[:, :, at : at + 100], v[:, :, at : at + 100])
     layer.grow(50)
     assert layer.own.buffers.capacity >= 2050
-    assert mx.array_equal(SegmentedKV((layer.segments(),)).to_arrays(k)[0], k)
+    assert mx.array_equal(segments_to_arrays(layer.segments(), k.dtype)[0], k)
 
 
 def test_sealing_frees_what_it_says() -> None:

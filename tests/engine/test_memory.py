@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstrata.attention.dispatch import token_ranges
 from kvstrata.attention.segments import RawSegment
 from kvstrata.backend import MlxBackend
 from kvstrata.codecs import backends
@@ -83,7 +84,7 @@ def test_context_sources_on_metal_have_more_segments_than_a_launch_decodes(num_t
     with backends.as_on_metal():
         sources = profiling.context_sources(spec, pair, num_tokens)
         assert sum(source.num_tokens for source in sources) == num_tokens
-        stretches = [part.stretches()[0] for source in sources for part in source.segments()]
+        stretches = [token_ranges(part)[0] for source in sources for part in source.segments()]
     launches: list[KernelLaunch] = []
 
     def see(launch: KernelLaunch) -> list[mx.array]:

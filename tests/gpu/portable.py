@@ -21,10 +21,10 @@ from statistics import median
 import mlx.core as mx
 import numpy as np
 
+from kvstrata.attention.dispatch import decode_row_by_row
 from kvstrata.attention.metal import decode as metal_decode
 from kvstrata.attention.metal import launch_plan as metal_launch_plan
 from kvstrata.attention.segments import RawSegment, SealedSegment, Segment, SegmentedKV, SegmentSlice
-from kvstrata.attention.stock import decode_row_by_row
 from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.cuda import planes as cuda_planes
 from kvstrata.codecs.metal import planes as metal_planes
@@ -89,16 +89,17 @@ def raw(heads: int, tokens: int, dims: tuple[int, int], dtype: mx.Dtype, seed: i
 
 
 def ours(q: mx.array, rows: Rows, sinks: mx.array | None = None) -> mx.array:
-    step = metal_decode.step_of(q, [[part.read() for part in parts] for parts in rows], SCALE, sinks, "cuda")
+    step = metal_decode.step_of(
+        q, [[metal_decode.read_of(part) for part in parts] for parts in rows], SCALE, sinks, "cuda"
+    )
     assert step is not None
     return metal_decode.attend(q, step, sinks)
 
 
 def expected(q: mx.array, rows: Rows, sinks: mx.array | None) -> np.ndarray:
     out = []
-    like = mx.zeros(1, mx.float32)
     for row, parts in enumerate(rows):
-        dense = [part.dense(like) for part in parts]
+        dense = [part.dense(mx.float32) for part in parts]
         k, v = (np.concatenate([wide(pair[i])[0] for pair in dense], axis=1) for i in range(2))
         grouped = wide(q)[row].reshape(k.shape[0], -1, k.shape[2]) * SCALE
         scores = grouped @ k.swapaxes(-1, -2)
@@ -273,7 +274,7 @@ def planned(enough: int, q: mx.array, made: list[Rows]) -> list[metal_decode.Met
     metal_launch_plan.ENOUGH_GROUPS = enough
     metal_launch_plan.plan.cache_clear()
     steps = [
-        metal_decode.step_of(q, [[part.read() for part in parts] for parts in rows], SCALE, None, "cuda")
+        metal_decode.step_of(q, [[metal_decode.read_of(part) for part in parts] for parts in rows], SCALE, None, "cuda")
         for rows in made
     ]
     return [step for step in steps if step is not None]

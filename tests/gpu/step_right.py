@@ -11,9 +11,8 @@ import numpy as np
 
 from kvstrata.attention.cuda import step as cuda_step
 from kvstrata.attention.cuda.ranges import EncodedRange, Range, RawRange
-from kvstrata.attention.cuda.step import KvSlot
+from kvstrata.attention.segments import KernelViews, KvSlot
 from kvstrata.codecs.base import EncodedArray
-from kvstrata.codecs.cuda.addresses import KernelViews
 from kvstrata.codecs.cuda.planes import RAW_BITS
 from kvstrata.codecs.mean_runs import runs_of
 from kvstrata.codecs.planes import HELD, PlanesCodec
@@ -94,7 +93,7 @@ class Rows:
             k, v, _, at, _, where = self.slots[0]
             self.before[-1].append(RawRange(k, v, 1, at, where))
         self.counters = mx.zeros((case.num_rows * case.kv_heads,), mx.uint32)
-        self.known = cuda_step.LatestReads()
+        self.known = cuda_step.LaunchState()
 
     def step(self) -> float:
         """One step, and how far it is from what it should give."""
@@ -109,15 +108,15 @@ class Rows:
         mx.eval(out, cuda_step.held_by(self.before, self.slots))
         worst = 0.0
         for row, slot in enumerate(self.slots):
-            for dense, new in zip(self.dense[slot.addresses], (k, v), strict=True):
+            for dense, new in zip(self.dense[slot.views], (k, v), strict=True):
                 dense[:, slot.at] = wide(new)[row, :, 0]
         for row, slot in enumerate(self.slots):
             parts = [[x[:, part.start : part.end] for x in self._dense(part)] for part in self.before[row]]
-            parts.append([x[:, : slot.num_tokens] for x in self.dense[slot.addresses]])
+            parts.append([x[:, : slot.num_tokens] for x in self.dense[slot.views]])
             wanted = attention_of(wide(q)[row, :, 0], parts, 0.09, sinks)
             worst = max(worst, float(np.abs(wide(out)[row, :, 0] - wanted).max() / np.abs(wanted).max()))
         for slot in self.slots:
-            same = [np.array_equal(wide(x)[0], y) for x, y in zip(slot[:2], self.dense[slot.addresses], strict=True)]
+            same = [np.array_equal(wide(x)[0], y) for x, y in zip(slot[:2], self.dense[slot.views], strict=True)]
             if not all(same):
                 raise AssertionError("the new tokens are not where they should be")
         if mx.any(self.counters).item():
@@ -153,15 +152,15 @@ class Rows:
         whole = among[int(self.rng.integers(0, len(among)))]
         start = int(self.rng.integers(0, whole.end))
         end = int(self.rng.integers(start + 1, whole.end + 1))
-        return type(whole)(whole.k, whole.v, start, end, whole.where)  # pyright: ignore[reportArgumentType]
+        return type(whole)(whole.k, whole.v, start, end, whole.views)  # pyright: ignore[reportArgumentType]
 
     def _dense(self, part: Range) -> list[np.ndarray]:
-        if part.where not in self.dense:
+        if part.views not in self.dense:
             if isinstance(part, RawRange):
-                self.dense[part.where] = [wide(part.k)[0], wide(part.v)[0]]
+                self.dense[part.views] = [wide(part.k)[0], wide(part.v)[0]]
             else:
-                self.dense[part.where] = [decoded(x) for x in (part.k, part.v)]
-        return self.dense[part.where]
+                self.dense[part.views] = [decoded(x) for x in (part.k, part.v)]
+        return self.dense[part.views]
 
 
 def a_turn(dim: int) -> RopeRotation:

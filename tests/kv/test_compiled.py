@@ -15,7 +15,7 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.attention.cpu import step as cpu_step
-from kvstrata.attention.cuda import rows as cuda_rows
+from kvstrata.attention.cuda import trials as cuda_trials
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.engine.runner import ModelRunner
 from kvstrata.kv import decode_step
@@ -40,7 +40,7 @@ def walk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Walk]:
     walk = Walk()
     walk.install(monkeypatch)
     monkeypatch.setattr(cpu_step, "fits", lambda *_: False)
-    monkeypatch.setattr(cuda_rows, "step_works", lambda *_: True)
+    monkeypatch.setattr(cuda_trials, "step_works", lambda *_: True)
     for name in ("cuda.step.fits", "cuda.ranges.fits", "cuda.ranges._raw_fits"):
         monkeypatch.setattr(f"kvstrata.attention.{name}", lambda *_: True)
     mx.disable_compile()

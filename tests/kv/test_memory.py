@@ -174,10 +174,10 @@ def test_pieces_become_one_part() -> None:
     layer = filled(100, capacity=100)
     layer.grow(200)
     layer.append(*random_kv(50, seed=1))
-    before = [array for part in layer.segments() for array in (part.dense(random_kv(1)[0]))]
+    before = [array for part in layer.segments() for array in (part.dense(random_kv(1)[0].dtype))]
     span = live(layer)
     transcode_layer(span, 0, RAW)
-    k, v = span.sealed(0)[0].dense(random_kv(1)[0])
+    k, v = span.sealed(0)[0].dense(random_kv(1)[0].dtype)
     assert distance(k, mx.concatenate(before[::2], axis=2)) == 0
     assert distance(v, mx.concatenate(before[1::2], axis=2)) == 0
 

@@ -172,7 +172,7 @@ class Rounded(KVCache):
     def __init__(self, part: SealedSegment, like: Any, num_tokens: int) -> None:
         super().__init__()
         self._options = {"group_size": like.group_size, "bits": like.bits}
-        k, v = part.dense(mx.zeros(()))
+        k, v = part.dense(mx.float32)
         super().update_and_fetch(k[:, :, :num_tokens], v[:, :, :num_tokens])
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:

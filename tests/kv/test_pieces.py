@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
-from kvstrata.attention.segments import SegmentedKV
+from kvstrata.attention.dispatch import segments_to_arrays
 from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.registry import parse
 from kvstrata.kv.precision_plan import RAW, make_plan
@@ -30,7 +30,7 @@ def steps(span: Span, name: str, *, upward: bool = False) -> Iterator[None]:
 
 
 def dense(span: Span) -> tuple[mx.array, mx.array]:
-    return SegmentedKV((span.segments(0, span.position, span.end),)).to_arrays(random_kv(1)[0])
+    return segments_to_arrays(span.segments(0, span.position, span.end), random_kv(1)[0].dtype)
 
 
 def long_span() -> Span:
@@ -141,7 +141,7 @@ def test_a_running_sequence_is_sealed_in_pieces_while_it_writes() -> None:
     assert count == -(-(NUM_TOKENS - 128) // GRAIN.slice_tokens)
     assert layer.own.sealed_tokens == NUM_TOKENS - 128
     assert layer.offset == NUM_TOKENS + 3
-    k = SegmentedKV((layer.segments(),)).to_arrays(random_kv(1)[0])[0]
+    k = segments_to_arrays(layer.segments(), random_kv(1)[0].dtype)[0]
     wanted = mx.concatenate([random_kv(NUM_TOKENS)[0], *(random_kv(1, seed=i)[0] for i in (1, 2, 3))], axis=2)
     assert mx.array_equal(k[:, :, -131:], wanted[:, :, -131:])
     assert float(mx.abs(k - wanted).max().item()) < 0.1  # pyright: ignore[reportArgumentType]

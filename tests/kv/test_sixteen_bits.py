@@ -97,7 +97,7 @@ def decoded(layout: Layout, span: Span, mark: Checkpoint | None, dtype: mx.Dtype
     """What is stored, as plain arrays."""
     held = {}
     for layer in span.layers:
-        parts = [part.dense(mx.zeros(1, dtype)) for part in span.segments(layer, span.position, span.end)]
+        parts = [part.dense(dtype) for part in span.segments(layer, span.position, span.end)]
         k, v = (mx.concatenate([pair[i].squeeze(0) for pair in parts], axis=1) for i in range(2))
         held[layer] = (_raw(k, v, span.position),)
     plain = Span(layout, span.position, span.num_tokens, held)
@@ -110,7 +110,7 @@ def _raw(k: mx.array, v: mx.array, position: int) -> SealedSegment:
 
 def _decoded_state(state: LayerState, dtype: mx.Dtype) -> LayerState:
     if isinstance(state, SealedSegment):
-        k, v = (array.squeeze(0) for array in state.dense(mx.zeros(1, dtype)))
+        k, v = (array.squeeze(0) for array in state.dense(dtype))
         return _raw(k, v, state.k.position)
     if isinstance(state, RecurrentState):
         arrays = [array if array is None or not _is_float(array) else array.astype(dtype) for array in state.arrays]

@@ -62,7 +62,7 @@ def test_stepping_down_ends_where_encoding_directly_does(name: str) -> None:
     step(stepped, "planes:4", "planes:4")
     step(stepped, name, name)
     like = random_kv(1)[0]
-    for a, b in zip(stepped.sealed(0)[0].dense(like), direct.sealed(0)[0].dense(like), strict=True):
+    for a, b in zip(stepped.sealed(0)[0].dense(like.dtype), direct.sealed(0)[0].dense(like.dtype), strict=True):
         assert distance(a, b) == 0
 
 

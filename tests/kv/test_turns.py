@@ -8,7 +8,7 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from kvstrata.attention.segments import SegmentedKV
+from kvstrata.attention.dispatch import segments_to_arrays
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.registry import parse
 from kvstrata.kv.layout import Layout
@@ -86,8 +86,8 @@ def test_blocks_of_both_versions_are_read_and_lie_side_by_side() -> None:
     joined = run_to_end(join_blocks(TURNING, parts, 0, 600))
     assert [part.k.codec for part in joined.sealed(0)] == [PlanesCodec(8), PlanesCodec(8, TURN)]
     like = mx.zeros(())
-    found = SegmentedKV((joined.segments(0, 0, 600),)).to_arrays(like)
-    wanted = [SegmentedKV((span.segments(0, span.position, span.end),)).to_arrays(like) for span in (old, new)]
+    found = segments_to_arrays(joined.segments(0, 0, 600), like.dtype)
+    wanted = [segments_to_arrays(span.segments(0, span.position, span.end), like.dtype) for span in (old, new)]
     for side in (0, 1):
         assert distance(found[side], mx.concatenate([pair[side] for pair in wanted], axis=2)) == 0
 

@@ -77,9 +77,8 @@ def check(parts: Iterable[Segment], tokens: Sequence[int], layer: int, at_least:
     `at_least`: the bits that all of them once had. Lost precision does not come back with more bits.
     """
     at = 0
-    like = mx.zeros((), mx.float32)
     for part in parts:
-        for side, array in enumerate(part.dense(like)):
+        for side, array in enumerate(part.dense(mx.float32)):
             held = np.asarray(array[0, 0])
             wanted = expected(tokens, at, at + part.num_tokens, layer, side)
             tolerance = _tolerance(part, side)

@@ -1,31 +1,76 @@
-"""Dispatch of attention over parts, and the one place where mlx-lm's models are made to call it.
+"""Dispatch of attention: the path of each operation, native kernels first, and the hook in mlx-lm's models.
 
-A layer's cache hands the model a `Parts` in place of keys and values. Models pass the `Parts` to
-`scaled_dot_product_attention`, which they import by name; `install` rebinds that name to `attend`. `attend` looks at
-the type of the keys: ours take the paths below, plain arrays go to mlx-lm's own function. Therefore mlx-lm's caches
-keep working in the same process, and layers that share another layer's keys need no cache of their own.
+A layer's cache hands the model a `SegmentedKV` or a `StepInput` in place of keys and values. Models pass them to
+`scaled_dot_product_attention`, which they import by name; `install` rebinds that name to `attend`. Plain arrays go to
+mlx-lm's own function, so mlx-lm's caches keep working in the same process, and layers that share another layer's keys
+need no cache of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import logging
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models import base
 
+from kvstrata.attention import stock
 from kvstrata.attention.cpu import step as cpu_step
+from kvstrata.attention.cuda import join as cuda_join
 from kvstrata.attention.cuda import prefill as cuda_prefill
-from kvstrata.attention.cuda import rows as cuda_rows
+from kvstrata.attention.cuda import ranges as cuda_ranges
+from kvstrata.attention.cuda import step as cuda_step
+from kvstrata.attention.cuda import trials as cuda_trials
+from kvstrata.attention.cuda.step import LaunchState, PlannedReads
+from kvstrata.attention.metal import decode as metal_decode
 from kvstrata.attention.metal import trials as metal_trials
-from kvstrata.attention.metal.rows import decode_together
-from kvstrata.attention.segments import SegmentedKV
-from kvstrata.attention.stock import decode_row_by_row
+from kvstrata.attention.segments import (
+    DecodeRow,
+    RawSegment,
+    SealedSegment,
+    Segment,
+    SegmentedKV,
+    SegmentSlice,
+    has_codes,
+)
 from kvstrata.backend.rebinding import rebind
 from kvstrata.codecs import backends, trials
+from kvstrata.codecs.base import EncodedArray
+from kvstrata.codecs.metal.planes import TokenRange
 
-Keys = SegmentedKV | cpu_step.CpuStep | cuda_rows.CudaStep | cuda_rows.PreparedStep
+logger = logging.getLogger(__name__)
+
+HeadKind = tuple[mx.Dtype, int, int]  # dtype, and the sizes of a key and of a value
+
+
+class StepInput(Protocol):
+    """New tokens, one for each row, that a kernel writes with the attention. Replaces both keys and values."""
+
+    @property
+    def launched(self) -> Sequence[mx.array]:
+        """Arrays that have to be issued when the pass ends."""
+        ...
+
+    def takes(self, queries: mx.array) -> bool:
+        """Whether `attend` takes these queries."""
+        ...
+
+    def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
+        """Write the new tokens, once, and attend to all tokens."""
+        ...
+
+    def write(self) -> Sequence[DecodeRow]:
+        """Write the new tokens; for readers of the rows that take another path."""
+        ...
+
+
+_STEP_INPUTS = (cpu_step.CpuStep, cuda_step.CudaStep, cuda_step.PreparedStep)
+
+Keys = SegmentedKV | StepInput
 
 
 class ChunkKeys(NamedTuple):
@@ -38,7 +83,7 @@ class ChunkKeys(NamedTuple):
 
 @dataclass(frozen=True)
 class MixedKeys:
-    """Keys of a mixed pass: chunks of prompts and decode rows. Replaces both keys and values, as `Parts` does."""
+    """Keys of a mixed pass: chunks of prompts and decode rows. Replaces both keys and values, as `SegmentedKV` does."""
 
     chunks: tuple[ChunkKeys, ...]
     rows: Keys | None  # None: the pass has no decode rows
@@ -47,6 +92,11 @@ class MixedKeys:
 def as_chunk(tokens: mx.array) -> mx.array:
     """Swap [tokens, heads, 1, dim] <-> [1, heads, tokens, dim]."""
     return tokens.swapaxes(0, 2)
+
+
+def install() -> int:
+    """Make models call `attend`, and return how many modules call it. Call it after a model was loaded."""
+    return rebind(base.scaled_dot_product_attention, attend)
 
 
 def attend(
@@ -59,8 +109,8 @@ def attend(
     sinks: mx.array | None = None,
 ) -> mx.array:
     if isinstance(keys, MixedKeys):
-        return _mixed(queries, keys, scale, sinks)
-    if isinstance(keys, cpu_step.CpuStep | cuda_rows.CudaStep | cuda_rows.PreparedStep):
+        return _attend_mixed(queries, keys, scale, sinks)
+    if isinstance(keys, _STEP_INPUTS):
         if mask is None and keys.takes(queries):
             return keys.attend(queries, scale, sinks)
         keys = SegmentedKV(tuple(row.segments() for row in keys.write()))
@@ -68,49 +118,161 @@ def attend(
         return base.scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
     if queries.shape[2] == 1 and mask is None:
         return decode(queries, keys, scale, sinks)
-    # Prefill of one row. The joined arrays are scratch of one layer, freed before the next layer makes its own.
-    k, v = keys.to_arrays(queries)
-    if mask == "causal" and sinks is None and cpu_step.fits(queries, k, v):
-        return cpu_step.prefill(queries, k, v, scale)
-    if backends.active() == "cuda" and cuda_prefill.takes(queries, k, v, mask, sinks):
-        return cuda_prefill.attend(queries, k, v, scale, mask)
-    out = mx.fast.scaled_dot_product_attention(queries, k, v, scale=scale, mask=mask, sinks=sinks)
-    if backends.active() == "cpu" or (backends.active() != "cuda" and keys.has_codes):
-        # Without this evaluation the pass would keep the decoded arrays of every layer until its end.
-        mx.eval(out)
-    return out
+    return prefill(queries, keys, scale, mask, sinks)
 
 
-def _mixed(queries: mx.array, keys: MixedKeys, scale: float, sinks: mx.array | None) -> mx.array:
+def _attend_mixed(queries: mx.array, keys: MixedKeys, scale: float, sinks: mx.array | None) -> mx.array:
     """Attend with the tokens of each chunk as a chunk, and with the decode rows as a decode step."""
     out, start = [], 0
-    for parts, count, mask in keys.chunks:
+    for kv, count, mask in keys.chunks:
         chunk = as_chunk(queries[start : start + count])
         if count == 1 and mask is None and backends.active() == "cuda":
             mask = "causal"  # as in longer chunks: otherwise MLX compiles kernels for one token, for seconds
-        out.append(as_chunk(attend(chunk, parts, parts, None, scale, mask, sinks)))
+        out.append(as_chunk(attend(chunk, kv, kv, None, scale, mask, sinks)))
         start += count
     if keys.rows is not None:
         out.append(attend(queries[start:], keys.rows, keys.rows, None, scale, None, sinks))
     return mx.concatenate(out)
 
 
-def decode(queries: mx.array, keys: SegmentedKV, scale: float, sinks: mx.array | None) -> mx.array:
-    """Attend with one query for each row over all parts of the row."""
-    together = decode_together(queries, keys, scale, sinks)
-    return decode_row_by_row(queries, keys, scale, sinks) if together is None else together
+def begin_step(rows: Sequence[DecodeRow], k: mx.array, v: mx.array, state: LaunchState) -> StepInput | None:
+    """Return the step whose kernel writes new tokens [rows, kv_heads, 1, dim] and attends. None: MLX has to write."""
+    if (step := cpu_step.begin_step(rows, k, v)) is not None:
+        return step
+    if cuda_trials.step_takes(k, v):
+        return cuda_step.CudaStep(rows, k, v, state)
+    return None
 
 
-def kernels(kinds: Collection[cuda_rows.HeadKind]) -> str:
+def attend_next(
+    rows: Sequence[DecodeRow], q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float
+) -> np.ndarray | None:
+    """Write one new token for each row and attend, all in numpy arrays [rows, heads, 1, dim]. None: only MLX can."""
+    return cpu_step.attend_next(rows, q, k, v, scale)
+
+
+def plan_layer(rows: Sequence[DecodeRow], state: LaunchState) -> PlannedReads | None:
+    """Find what the launch of one layer reads, before the model is called. None: no launch can read it."""
+    return cuda_step.plan_reads(rows, state, cuda_trials.step_works)
+
+
+def decode(q: mx.array, kv: SegmentedKV, scale: float, sinks: mx.array | None) -> mx.array:
+    """Attend with q [rows, heads, 1, k_dim], one query for each row, over all segments of the row."""
+    if (dialect := metal_trials.dialect()) is not None and not _is_one_buffer(kv):
+        try:
+            rows = [[metal_decode.read_of(segment) for segment in segments] for segments in kv.rows]
+            if metal_trials.is_used(q, rows):
+                out = metal_decode.attend_rows(q, rows, scale, sinks, dialect, metal_trials.run())
+                if out is not None:
+                    return out
+        except Exception as failure:  # noqa: BLE001
+            # A step must not fail for the sake of speed.
+            _warn_once(f"{type(failure).__name__}: {failure}")
+    return decode_row_by_row(q, kv, scale, sinks)
+
+
+def _is_one_buffer(kv: SegmentedKV) -> bool:
+    """Whether the only segment is a raw buffer, which MLX attends to in one operation."""
+    return len(kv.rows) == 1 and len(kv.rows[0]) == 1 and isinstance(kv.rows[0][0], RawSegment)
+
+
+@cache
+def _warn_once(reason: str) -> None:
+    logger.warning("Batches attend by sequence, which is slower: a step could not be planned: %s", reason)
+
+
+def decode_row_by_row(q: mx.array, kv: SegmentedKV, scale: float, sinks: mx.array | None) -> mx.array:
+    """Attend as `decode` does, without a kernel for a whole batch."""
+    return stock.attend_rows(q, kv, scale, sinks, _decode_row)
+
+
+def _decode_row(q: mx.array, segments: Sequence[Segment], scale: float, sinks: mx.array | None) -> mx.array:
+    if backends.active() == "cuda" and not (len(segments) == 1 and isinstance(segments[0], RawSegment)):
+        ranges = [cuda_ranges.range_of(segment) for segment in segments]
+        if cuda_ranges.fit_together(ranges):
+            return cuda_ranges.attend(q, ranges, scale, sinks)
+    return stock.attend_row(q, segments, scale, sinks, cpu_step.softmax)
+
+
+def prefill(
+    q: mx.array, kv: SegmentedKV, scale: float, mask: mx.array | str | None, sinks: mx.array | None
+) -> mx.array:
+    """Attend with a chunk of one row, q [1, heads, tokens, k_dim]. The joined arrays are scratch of one layer."""
+    (segments,) = kv.rows
+    k, v = segments_to_arrays(segments, q.dtype)
+    if mask == "causal" and sinks is None and cpu_step.fits(q, k, v):
+        return cpu_step.prefill(q, k, v, scale)
+    if backends.active() == "cuda" and cuda_prefill.takes(q, k, v, mask, sinks):
+        return cuda_prefill.attend(q, k, v, scale, mask)
+    out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
+    if backends.active() == "cpu" or (backends.active() != "cuda" and has_codes(segments)):
+        # Without this evaluation the pass would keep the decoded arrays of every layer until its end.
+        mx.eval(out)
+    return out
+
+
+def segments_to_arrays(segments: Sequence[Segment], dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    """Join consecutive segments to plain K and V, [1, kv_heads, tokens, dim]. Encoded ones are decoded to `dtype`."""
+    if has_codes(segments):
+        if backends.active() == "cuda" and (joined := _join_on_cuda(segments, dtype)) is not None:
+            return joined
+        if backends.active() == "metal" and (joined := _join_on_metal(segments, dtype)) is not None:
+            return joined
+    dense = [segment.dense(dtype) for segment in segments]
+    if len(dense) == 1:
+        return dense[0]
+    return mx.concatenate([k for k, _ in dense], axis=2), mx.concatenate([v for _, v in dense], axis=2)
+
+
+def _join_on_cuda(segments: Sequence[Segment], dtype: mx.Dtype) -> tuple[mx.array, mx.array] | None:
+    """Join segments, some of them encoded, by CUDA kernels. None: decode segment by segment."""
+    *before, last = segments
+    own = cuda_ranges.range_of_raw(last) if isinstance(last, RawSegment) else None
+    cached = segments if own is None else before
+    # A raw segment may only be the last one, the sequence's own tokens: another sequence's may not be written yet.
+    if any(isinstance(segment, RawSegment) for segment in cached):
+        return None
+    joined = cuda_join.join_input([cuda_ranges.range_of(segment) for segment in cached], own, dtype)
+    if joined is None or not cuda_trials.joined_works(dtype, joined):
+        return None
+    return cuda_join.join(joined, dtype)
+
+
+def _join_on_metal(segments: Sequence[Segment], dtype: mx.Dtype) -> tuple[mx.array, mx.array] | None:
+    """Join segments, some of them encoded, by the portable kernel. None: decode segment by segment."""
+    keys, values = zip(*map(token_ranges, segments), strict=True)
+    k = _join_ranges(keys, dtype)
+    v = None if k is None else _join_ranges(values, dtype)
+    return None if k is None or v is None else (k[None], v[None])
+
+
+def _join_ranges(ranges: Sequence[TokenRange], dtype: mx.Dtype) -> mx.array | None:
+    """Keys or values alone, [heads, tokens, dim]"""
+    if any(isinstance(held, EncodedArray) for held, _, _ in ranges):
+        return trials.join(ranges, dtype)
+    raw = [held[:, start:end] for held, start, end in ranges if isinstance(held, mx.array)]
+    return raw[0] if len(raw) == 1 else mx.concatenate(raw, axis=1)
+
+
+def token_ranges(segment: Segment) -> tuple[TokenRange, TokenRange]:
+    """Return the keys and the values of a segment for the kernel that joins them."""
+    if isinstance(segment, RawSegment):
+        start, end = segment.start, segment.start + segment.num_tokens
+        arrays = segment.k_buffer.squeeze(0), segment.v_buffer.squeeze(0)  # an index would copy
+        return TokenRange(arrays[0], start, end), TokenRange(arrays[1], start, end)
+    whole, start, end = segment, 0, segment.num_tokens
+    if isinstance(segment, SegmentSlice):
+        whole, start, end = segment.whole, segment.start, segment.end
+    assert isinstance(whole, SealedSegment)
+    k, v = (TokenRange(each.arrays.get("values", each), start, end) for each in (whole.k, whole.v))
+    return k, v
+
+
+def kernels(kinds: Collection[HeadKind]) -> str:
     """Describe for people which kernels compute attention over heads of these kinds."""
     if backends.active() == "cuda":
-        return cuda_rows.kernels(kinds)
+        return cuda_trials.kernels(kinds)
     if backends.active() == "metal":
         vectors = {trials.VectorKind(dtype, dim) for dtype, *dims in kinds for dim in dims}
         return "; ".join([metal_trials.kernels(kinds), *trials.kernels(vectors)])
     return cpu_step.kernels()
-
-
-def install() -> int:
-    """Make models call `attend`, and return how many modules call it. Call it after a model was loaded."""
-    return rebind(base.scaled_dot_product_attention, attend)

@@ -1,27 +1,49 @@
-"""Parts, which attention reads: runs of tokens of one sequence in one layer, raw or encoded.
+"""Segments: runs of tokens of one sequence in one layer as attention reads them, raw or encoded.
 
-Every part computes the scores of queries by its keys, the weighted sum of its values, and keys and values as plain
-arrays. `like` has the dtype that the model computes in.
+Every segment computes the scores of queries by its keys, the weighted sum of its values, and its keys and values as
+plain arrays. Segments know no back-end: what a kernel derives from a segment is memoized in its `KernelViews`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import mlx.core as mx
 
-from kvstrata.attention.cuda import join as cuda_join
-from kvstrata.attention.cuda import ranges as cuda_ranges
-from kvstrata.attention.cuda.trials import joined_works
-from kvstrata.attention.metal import decode as metal_decode
-from kvstrata.codecs import backends, trials
 from kvstrata.codecs.base import EncodedArray
-from kvstrata.codecs.cuda.addresses import KernelViews
-from kvstrata.codecs.metal.planes import TokenRange
 from kvstrata.codecs.raw import RawCodec, exact_mix, exact_scores
+
+_Source = TypeVar("_Source")
+
+_View = TypeVar("_View")
+
+_NOT_MADE = object()
+
+
+class KernelViews:
+    """Memo of the views that kernels take of one segment's or buffer's arrays: addresses, tables, contiguous copies.
+
+    A view must not refer to its segment: segments are freed by reference counting, which a cycle would defeat.
+    """
+
+    def __init__(self) -> None:
+        self._views: dict[Callable[[Any], Any], Any] = {}
+        self.version = 0  # changes with each `forget`
+
+    def get(self, make: Callable[[_Source], _View], source: _Source) -> _View:
+        """Return `make(source)`, made at the first use and again after `forget`."""
+        found = self._views.get(make, _NOT_MADE)
+        if found is _NOT_MADE:
+            found = self._views[make] = make(source)
+        return found
+
+    def forget(self) -> None:
+        """Drop all views because MLX writes the arrays: whether it writes in place is not known."""
+        self._views.clear()
+        self.version += 1
 
 
 class Segment(Protocol):
@@ -39,20 +61,8 @@ class Segment(Protocol):
         """Mix values by float32 weights [1, kv_heads, queries, tokens] -> float32 [1, kv_heads, queries, v_dim]"""
         ...
 
-    def dense(self, like: mx.array) -> tuple[mx.array, mx.array]:
-        """K and V, [1, kv_heads, tokens, dim]"""
-        ...
-
-    def cuda_range(self) -> cuda_ranges.Range:
-        """The range that CUDA's kernels read, if it `fits` them."""
-        ...
-
-    def read(self) -> metal_decode.SegmentRead | None:
-        """The `Read` of the portable kernel; None: the kernel does not read this part."""
-        ...
-
-    def stretches(self) -> tuple[TokenRange, TokenRange]:
-        """Keys and values, for the kernel that joins parts."""
+    def dense(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        """K and V, [1, kv_heads, tokens, dim]; encoded ones decoded to `dtype`, raw ones as they are."""
         ...
 
 
@@ -64,7 +74,47 @@ class SegmentSource(Protocol):
 
     @property
     def version(self) -> Hashable:
-        """A value that changes whenever the parts or their addresses change."""
+        """A value that changes whenever the segments or their addresses change."""
+        ...
+
+    def segments(self) -> tuple[Segment, ...]: ...
+
+
+class SlotPlace(NamedTuple):
+    """Place of a row's new token in its own buffer."""
+
+    at: int
+    num_tokens: int  # of the buffer, with the new one
+
+
+class KvSlot(NamedTuple):
+    """Slot of a row's new token: a place in a buffer [1, kv_heads, size, dim] that no other row writes."""
+
+    k: mx.array
+    v: mx.array
+    size: int  # of the buffer, in tokens
+    at: int
+    num_tokens: int  # of the buffer, with the new one
+    views: KernelViews  # of the buffer
+
+
+class DecodeRow(Protocol):
+    """A layer of one sequence, as a row of a decode step whose kernel writes the new token."""
+
+    def segments_before(self) -> tuple[Segment, ...]:
+        """Return all segments that the layer reads, except for the buffer that the next token goes to."""
+        ...
+
+    def next_slot(self) -> KvSlot:
+        """Return the slot of one more token, which is not counted yet."""
+        ...
+
+    def count_next(self) -> None:
+        """Count the token of the slot: the caller writes it there, or has written it by `put_last`."""
+        ...
+
+    def put_last(self, k: mx.array, v: mx.array) -> None:
+        """Write the last counted token through MLX."""
         ...
 
     def segments(self) -> tuple[Segment, ...]: ...
@@ -78,7 +128,7 @@ class RawSegment:
     v_buffer: mx.array  # [1, kv_heads, size, v_dim]
     num_tokens: int
     start: int = 0
-    addresses: KernelViews = field(default_factory=KernelViews, compare=False)  # of the buffer
+    views: KernelViews = field(default_factory=KernelViews, compare=False)  # of the buffer
 
     @property
     def num_heads(self) -> int:
@@ -98,28 +148,17 @@ class RawSegment:
     def mix(self, weights: mx.array) -> mx.array:
         return exact_mix(weights, self.v)
 
-    def dense(self, like: mx.array) -> tuple[mx.array, mx.array]:  # noqa: ARG002
+    def dense(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:  # noqa: ARG002
         return self.k, self.v
-
-    def cuda_range(self) -> cuda_ranges.RawRange:
-        return cuda_ranges.RawRange(
-            self.k_buffer, self.v_buffer, self.start, self.start + self.num_tokens, self.addresses
-        )
-
-    def read(self) -> metal_decode.SegmentRead | None:
-        return metal_decode.read_buffers(self.k_buffer, self.v_buffer, self.start, self.start + self.num_tokens)
-
-    def stretches(self) -> tuple[TokenRange, TokenRange]:
-        start, end = self.start, self.start + self.num_tokens
-        return TokenRange(self.k_buffer.squeeze(0), start, end), TokenRange(self.v_buffer.squeeze(0), start, end)
 
 
 @dataclass(frozen=True)
 class SealedSegment:
-    """Tokens that do not change any more. Immutable, so any number of sequences may share a part."""
+    """Tokens that do not change any more. Immutable, so any number of sequences may share a segment."""
 
     k: EncodedArray  # [kv_heads, tokens, k_dim]
     v: EncodedArray
+    views: KernelViews = field(default_factory=KernelViews, init=False, compare=False)
 
     @property
     def num_tokens(self) -> int:
@@ -145,30 +184,8 @@ class SealedSegment:
         return 0
 
     def segments(self) -> tuple[Segment, ...]:
-        """Return the part itself: a part that never changes is its own source."""
+        """Return the segment itself: a segment that never changes is its own source."""
         return (self,)
-
-    def cuda_range(self) -> cuda_ranges.Range:
-        return self._cuda_range
-
-    @cached_property
-    def _cuda_range(self) -> cuda_ranges.Range:
-        """Range whose tables are made once."""
-        if self.is_raw:
-            k, v = (mx.contiguous(planes.arrays["values"])[None] for planes in (self.k, self.v))
-            return cuda_ranges.RawRange(k, v, 0, self.num_tokens)
-        return cuda_ranges.EncodedRange(self.k, self.v, 0, self.num_tokens)
-
-    def read(self) -> metal_decode.SegmentRead | None:
-        return self._read
-
-    @cached_property
-    def _read(self) -> metal_decode.SegmentRead | None:
-        return metal_decode.read_planes(self.k, self.v, 0, self.num_tokens)
-
-    def stretches(self) -> tuple[TokenRange, TokenRange]:
-        k, v = (TokenRange(each.arrays.get("values", each), 0, self.num_tokens) for each in (self.k, self.v))
-        return k, v
 
     def scores(self, q: mx.array, scale: float) -> mx.array:
         if isinstance(self.k.codec, RawCodec):
@@ -178,17 +195,18 @@ class SealedSegment:
     def mix(self, weights: mx.array) -> mx.array:
         return self.v.codec.mix(weights.squeeze(0), self.v)[None]
 
-    def dense(self, like: mx.array) -> tuple[mx.array, mx.array]:
-        return self.k.codec.decode(self.k, like.dtype)[None], self.v.codec.decode(self.v, like.dtype)[None]
+    def dense(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        return self.k.codec.decode(self.k, dtype)[None], self.v.codec.decode(self.v, dtype)[None]
 
 
 @dataclass(frozen=True)
 class SegmentSlice:
-    """Tokens [start, end) of a sealed part, read in place: other sequences may read more of the part."""
+    """Tokens [start, end) of a sealed segment, read in place: other sequences may read more of the segment."""
 
     whole: SealedSegment
     start: int
     end: int
+    views: KernelViews = field(default_factory=KernelViews, init=False, compare=False)
 
     @property
     def num_tokens(self) -> int:
@@ -208,97 +226,45 @@ class SegmentSlice:
     def mix(self, weights: mx.array) -> mx.array:
         return self._view.mix(weights)
 
-    def dense(self, like: mx.array) -> tuple[mx.array, mx.array]:
-        return self._view.dense(like)
-
-    def cuda_range(self) -> cuda_ranges.Range:
-        return self._cuda_range
-
-    @cached_property
-    def _cuda_range(self) -> cuda_ranges.Range:
-        """Range over the arrays of the whole part, which all readers share."""
-        return replace(self.whole.cuda_range(), start=self.start, end=self.end)
-
-    def read(self) -> metal_decode.SegmentRead | None:
-        whole = self.whole.read()
-        return None if whole is None else whole._replace(start=self.start, end=self.end)
-
-    def stretches(self) -> tuple[TokenRange, TokenRange]:
-        k, v = (whole._replace(start=self.start, end=self.end) for whole in self.whole.stretches())
-        return k, v
+    def dense(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        return self._view.dense(dtype)
 
 
 @dataclass(frozen=True)
 class SegmentedKV:
-    """Parts of each row of the batch, oldest first. Replaces both keys and values."""
+    """Segments of each row of the batch, oldest first. Replaces both keys and values."""
 
     rows: tuple[tuple[Segment, ...], ...]
 
     @property
     def has_codes(self) -> bool:
-        """Whether any part has to be decoded to become a plain array."""
-        wholes = [part.whole if isinstance(part, SegmentSlice) else part for row in self.rows for part in row]
-        return any(isinstance(part, SealedSegment) and not part.is_raw for part in wholes)
-
-    def to_arrays(self, like: mx.array) -> tuple[mx.array, mx.array]:
-        """The only row's keys and values as plain arrays."""
-        (row,) = self.rows
-        on_gpu = {"cuda": _joined_on_cuda, "metal": _joined_on_metal}.get(backends.active())
-        if on_gpu is not None and self.has_codes and (joined := on_gpu(row, like.dtype)) is not None:
-            return joined
-        dense = [part.dense(like) for part in row]
-        if len(dense) == 1:
-            return dense[0]
-        return mx.concatenate([k for k, _ in dense], axis=2), mx.concatenate([v for _, v in dense], axis=2)
+        """Whether any segment has to be decoded to become a plain array."""
+        return any(has_codes(row) for row in self.rows)
 
 
-def _joined_on_cuda(row: Sequence[Segment], dtype: mx.Dtype) -> tuple[mx.array, mx.array] | None:
-    """Join parts, some of them encoded, by CUDA kernels. None: decode part by part."""
-    *before, last = row
-    own = last.cuda_range() if isinstance(last, RawSegment) else None
-    stored = row if own is None else before
-    # A raw part may only be the last one, the sequence's own tokens: another sequence's may not be written yet.
-    if any(isinstance(part, RawSegment) for part in stored):
-        return None
-    parts = cuda_join.join_input([part.cuda_range() for part in stored], own, dtype)
-    if parts is None or not joined_works(dtype, parts):
-        return None
-    return cuda_join.join(parts, dtype)
+def has_codes(segments: Iterable[Segment]) -> bool:
+    """Whether any segment has to be decoded to become a plain array."""
+    wholes = [segment.whole if isinstance(segment, SegmentSlice) else segment for segment in segments]
+    return any(isinstance(whole, SealedSegment) and not whole.is_raw for whole in wholes)
 
 
-def _joined_on_metal(row: Sequence[Segment], dtype: mx.Dtype) -> tuple[mx.array, mx.array] | None:
-    """Join parts, some of them encoded, by the portable kernel. None: decode part by part."""
-    keys, values = zip(*(part.stretches() for part in row), strict=True)
-    k = _joined_side(keys, dtype)
-    v = None if k is None else _joined_side(values, dtype)
-    return None if k is None or v is None else (k[None], v[None])
-
-
-def _joined_side(stretches: Sequence[TokenRange], dtype: mx.Dtype) -> mx.array | None:
-    """Keys or values alone, [heads, tokens, dim]"""
-    if any(isinstance(held, EncodedArray) for held, _, _ in stretches):
-        return trials.join(stretches, dtype)
-    raw = [held[:, start:end] for held, start, end in stretches if isinstance(held, mx.array)]
-    return raw[0] if len(raw) == 1 else mx.concatenate(raw, axis=1)
-
-
-def cut_segments(parts: Iterable[Segment], start: int, end: int) -> Iterator[Segment]:
-    """Yield tokens [start, end) of consecutive parts. No memory moves."""
+def cut_segments(segments: Iterable[Segment], start: int, end: int) -> Iterator[Segment]:
+    """Yield tokens [start, end) of consecutive segments. No memory moves."""
     first = 0
-    for part in parts:
-        a, b = max(start - first, 0), min(end - first, part.num_tokens)
+    for segment in segments:
+        a, b = max(start - first, 0), min(end - first, segment.num_tokens)
         if a < b:
-            yield part if b - a == part.num_tokens else _cut(part, a, b)
-        first += part.num_tokens
+            yield segment if b - a == segment.num_tokens else _cut(segment, a, b)
+        first += segment.num_tokens
 
 
-def _cut(part: Segment, start: int, end: int) -> Segment:
-    if isinstance(part, RawSegment):
-        return RawSegment(part.k_buffer, part.v_buffer, end - start, part.start + start, part.addresses)
-    if isinstance(part, SegmentSlice):
-        return SegmentSlice(part.whole, part.start + start, part.start + end)
-    assert isinstance(part, SealedSegment)
-    return SegmentSlice(part, start, end)
+def _cut(segment: Segment, start: int, end: int) -> Segment:
+    if isinstance(segment, RawSegment):
+        return RawSegment(segment.k_buffer, segment.v_buffer, end - start, segment.start + start, segment.views)
+    if isinstance(segment, SegmentSlice):
+        return SegmentSlice(segment.whole, segment.start + start, segment.start + end)
+    assert isinstance(segment, SealedSegment)
+    return SegmentSlice(segment, start, end)
 
 
 def _range(buffer: mx.array, start: int, num_tokens: int) -> mx.array:

@@ -17,7 +17,7 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from kvstrata.attention.cpu import step as cpu_step
-from kvstrata.attention.cuda import rows as cuda_rows
+from kvstrata.attention.cuda import step as cuda_step
 from kvstrata.bench.driver import MIB, Figure, Progress, lay_out, silent
 from kvstrata.codecs.registry import parse
 from kvstrata.kv.attention_rows import AttentionRows
@@ -239,7 +239,7 @@ def _append_rows(caches: Sequence[Any], rows: int) -> None:
     new = mx.zeros((rows, HEADS, 1, HEAD_DIM))
     for cache in caches:
         keys, _ = cache.update_and_fetch(new, new)
-        if isinstance(keys, cpu_step.CpuStep | cuda_rows.CudaStep):
+        if isinstance(keys, cpu_step.CpuStep | cuda_step.CudaStep):
             keys.write()
     mx.eval([array for cache in caches for array in _arrays(cache)])
 

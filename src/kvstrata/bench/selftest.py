@@ -139,7 +139,7 @@ def _attention_error(precision: str, dtype: mx.Dtype, own_tokens: int = OWN_TOKE
     q = _normal((1, HEADS, 1, DIM), 6, OFFSET / 4).astype(dtype)
     keys = SegmentedKV((parts,))
     found = _wide(attend(q, keys, keys, None, DIM**-0.5, None))
-    dense = [part.dense(mx.zeros(1, mx.float32)) for part in parts]
+    dense = [part.dense(mx.float32) for part in parts]
     k, v = (np.concatenate([_wide(pair[i]) for pair in dense], axis=2) for i in range(2))
     expected = _attention(_wide(q), k, v)
     return float(np.abs(found - expected).max() / np.abs(expected).max())

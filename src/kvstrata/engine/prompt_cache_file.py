@@ -13,7 +13,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from kvstrata.attention.segments import SealedSegment, SegmentedKV
+from kvstrata.attention.dispatch import segments_to_arrays
+from kvstrata.attention.segments import SealedSegment
 from kvstrata.codecs.affine import AffineCodec
 from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.runner import ModelRunner
@@ -186,8 +187,9 @@ def _compare_layers(cache: SequenceCache, span: Span, start: int, end: int) -> S
     for layer, own in enumerate(cache.flat):
         if not isinstance(own, FullLayer):
             continue
-        like = mx.zeros((), span.layout.flat()[layer].dtype)
-        _compare(span, layer, start, SegmentedKV((own.own.segments(start, end),)).to_arrays(like), is_first=False)
+        dtype = span.layout.flat()[layer].dtype
+        ours = segments_to_arrays(own.own.segments(start, end), dtype)
+        _compare(span, layer, start, ours, is_first=False)
         yield
 
 
@@ -200,7 +202,7 @@ def _compare(span: Span, layer: int, start: int, ours: tuple[mx.array, mx.array]
     codec = span.sealed(layer)[0].k.codec  # a prompt cache has one codec per layer
     bits = codec.bits if isinstance(codec, AffineCodec) else None
     limit = _limit(bits, ours[0].dtype, is_first=is_first)
-    for theirs, computed in zip(SegmentedKV((segments,)).to_arrays(ours[0]), ours, strict=True):
+    for theirs, computed in zip(segments_to_arrays(segments, ours[0].dtype), ours, strict=True):
         # Encoded by the same codec, equal values get equal codes.
         decoded = codec.decode(codec.encode(computed.squeeze(0)), computed.dtype)[None] if bits else computed
         errors = _errors_by_token(_as_rows(decoded), _as_rows(theirs))
@@ -213,8 +215,8 @@ def _compare(span: Span, layer: int, start: int, ours: tuple[mx.array, mx.array]
 def _compare_checkpoints(theirs: Checkpoint, ours: Checkpoint) -> None:
     for layer, (one, other) in enumerate(zip(theirs.states, ours.states, strict=True)):
         if isinstance(one, SealedSegment) and isinstance(other, SealedSegment):
-            like = other.k.arrays["values"]
-            pairs = list(zip(one.dense(like), other.dense(like), strict=True))
+            dtype = other.k.arrays["values"].dtype
+            pairs = list(zip(one.dense(dtype), other.dense(dtype), strict=True))
         elif isinstance(one, RecurrentState) and isinstance(other, RecurrentState):
             pairs = [(a, b) for a, b in zip(one.arrays, other.arrays, strict=True) if a is not None and b is not None]
         else:

@@ -270,4 +270,4 @@ class SequenceTable:
         would keep their memory."""
         for sequence in self.running.values():
             if sequence.cache is not None:
-                sequence.cache.drop_stale_views()
+                sequence.cache.drop_replaced_segments()

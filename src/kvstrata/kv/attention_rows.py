@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.attention.cpu import step as cpu_step
-from kvstrata.attention.cuda import rows as cuda_rows
-from kvstrata.attention.dispatch import Keys
+from kvstrata.attention import dispatch
+from kvstrata.attention.dispatch import Keys, LaunchState, PlannedReads, StepInput
 from kvstrata.attention.segments import SegmentedKV
 from kvstrata.kv.attention_layer import AttentionLayer
 from kvstrata.kv.window_layer import WindowLayer
@@ -19,8 +18,8 @@ class AttentionRows:
     def __init__(self, layers: Sequence[AttentionLayer]) -> None:
         self._layers = layers
         self.offset: mx.array | int = 0  # [rows], set for each step: RoPE takes one offset for each row
-        self._step: cpu_step.CpuStep | cuda_rows.CudaStep | None = None
-        self._launch_state = cuda_rows.LaunchState()
+        self._step: StepInput | None = None
+        self._launch_state = LaunchState()
 
     def begin_step(self, offsets: mx.array) -> None:
         self.offset = offsets
@@ -29,20 +28,17 @@ class AttentionRows:
     def end_step(self) -> list[mx.array]:
         """Return the arrays that have to be issued before the next step."""
         step, self._step = self._step, None  # holds segments that may be replaced before the next step
-        return step.launched if isinstance(step, cuda_rows.CudaStep) else []
+        return list(step.launched) if step is not None else []
 
     @property
     def layers(self) -> Sequence[AttentionLayer]:
         return self._layers
 
-    def plan_reads(self) -> cuda_rows.PlannedReads | None:
-        return cuda_rows.plan_reads(self._layers, self._launch_state)
+    def plan_reads(self) -> PlannedReads | None:
+        return dispatch.plan_layer(self._layers, self._launch_state)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Keys, Keys]:
-        if cpu_step.fits(keys, values) and all(layer.has_runs for layer in self._layers):
-            self._step = cpu_step.CpuStep(self._layers, keys, values)
-        elif cuda_rows.takes_rows(keys, values):
-            self._step = cuda_rows.CudaStep(self._layers, keys, values, self._launch_state)
+        self._step = dispatch.begin_step(self._layers, keys, values, self._launch_state)
         if self._step is not None:
             return self._step, self._step
         num_rows = len(self._layers)
@@ -52,13 +48,11 @@ class AttentionRows:
 
     def attend_next(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray | None:
         """Write and attend for all rows, as `AttentionLayer.attend_next` does."""
-        if not (cpu_step.available() and all(layer.has_runs for layer in self._layers)):
-            return None
-        return cpu_step.attend_next(self._layers, q, k, v, scale)
+        return dispatch.attend_next(self._layers, q, k, v, scale)
 
     def keys_and_values(self) -> tuple[Keys, Keys]:
-        parts = self._step or SegmentedKV(tuple(layer.segments() for layer in self._layers))
-        return parts, parts
+        keys = self._step or SegmentedKV(tuple(layer.segments() for layer in self._layers))
+        return keys, keys
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:  # noqa: N803, ARG002
         if N != 1:

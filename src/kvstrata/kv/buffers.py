@@ -5,17 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.attention.cpu import step as cpu_step
-from kvstrata.attention.cuda.step import KvSlot
-from kvstrata.attention.segments import RawSegment
+from kvstrata.attention.segments import KernelViews, KvSlot, RawSegment
 from kvstrata.codecs.base import copy_rows
-from kvstrata.codecs.cuda.addresses import KernelViews
 
 # On CUDA, MLX has its fast attention for buffers of a multiple of 256 tokens only.
 TOKENS_STEP = 256 if mx.cuda.is_available() else 1
@@ -60,8 +56,12 @@ class KvBuffer:
         self._shape = shape
         self.k: mx.array | None = None  # [1, kv_heads, size, k_dim]
         self.v: mx.array | None = None  # [1, kv_heads, size, v_dim]
-        self.gpu_addresses = KernelViews()  # addresses on a GPU
-        self._addresses: tuple[int, int] | None = None  # of K and V, on a CPU
+        self.views = KernelViews()  # of K and V; nothing but `put` and `adopt` moves a buffer
+        self.used = 0  # tokens counted by a list of buffers; a ring counts its own
+
+    @property
+    def free(self) -> int:
+        return self.size - self.used
 
     @property
     def nbytes(self) -> int:
@@ -78,28 +78,19 @@ class KvBuffer:
         """Return the first `num_tokens` of the written tokens."""
         assert self.k is not None
         assert self.v is not None
-        return RawSegment(self.k, self.v, num_tokens, addresses=self.gpu_addresses)
+        return RawSegment(self.k, self.v, num_tokens, views=self.views)
 
     def put(self, at: int, k: mx.array, v: mx.array) -> None:  # [1, kv_heads, tokens, dim]
         if self.k is None or self.v is None:
             self.k, self.v = (mx.zeros((1, x.shape[1], self.size, x.shape[3]), x.dtype) for x in (k, v))
         _assign(self.k, at, k)
         _assign(self.v, at, v)
-        self._addresses = None
-        self.gpu_addresses.forget()
+        self.views.forget()
 
     def adopt(self, k: mx.array, v: mx.array) -> None:
         """Take over arrays of the buffer's size that no other code holds."""
-        self.k, self.v, self._addresses = k, v, None
-        self.gpu_addresses.forget()
-
-    def addresses(self) -> tuple[int, int]:
-        """Evaluate K and V, and return their addresses: valid until the next `put`; nothing else moves a buffer."""
-        if self._addresses is None:
-            k, v = self.allocate()
-            mx.eval(k, v)
-            self._addresses = _address(k), _address(v)
-        return self._addresses
+        self.k, self.v = k, v
+        self.views.forget()
 
     def allocate(self) -> tuple[mx.array, mx.array]:
         """Return K and V for a kernel that writes to them. Allocate them if they are not allocated yet."""
@@ -108,6 +99,10 @@ class KvBuffer:
             heads, k_dim, v_dim, dtype = self._shape
             self.k, self.v = (_zeros((1, heads, self.size, dim), dtype) for dim in (k_dim, v_dim))
         return self.k, self.v
+
+    def slot(self, at: int, num_tokens: int) -> KvSlot:
+        """Return the slot of a token that a kernel writes, `num_tokens` being in the buffer with it."""
+        return KvSlot(*self.allocate(), self.size, at, num_tokens, self.views)
 
 
 def owned(array: mx.array) -> mx.array:
@@ -134,77 +129,66 @@ def _zeros(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
     return mx.zeros(shape, dtype)
 
 
-def _address(buffer: mx.array) -> int:
-    view = np.asarray(buffer)
-    assert view.dtype == np.float32, "kernels read and write nothing else"
-    assert view.flags.c_contiguous, "kernels walk a buffer by its shape alone"
-    return view.ctypes.data
-
-
 # Free slots beside the newest tokens after the others were encoded, and least size of a buffer that is added later:
 # the next seal moves the newest tokens again, with all their free slots.
 FREE_TOKENS = 512
 
 
-@dataclass
-class Piece:
-    buffer: KvBuffer
-    used: int = 0
-
-    @property
-    def free(self) -> int:
-        return self.buffer.size - self.used
-
-
 class KvBufferList:
+    """Buffers of one layer of a sequence, which fill up in order, and a promise of more."""
+
     def __init__(self, capacity: int, raw_tokens: int | None, shape: KvShape | None) -> None:
         """`capacity`: tokens that may be written. `raw_tokens`: most of them that have buffers at once; None: all."""
         self._raw_tokens = raw_tokens
         self._shape = shape
         first = capacity if raw_tokens is None else min(capacity, raw_tokens)
-        self._buffers = [_piece(first, shape)]
+        self._buffers = [self._new_buffer(first)]
         self._unallocated = capacity - first  # tokens without a buffer yet
         self.version = 0  # changes with the buffers, and with each write by MLX
+
+    def _new_buffer(self, num_tokens: int) -> KvBuffer:
+        return KvBuffer(round_up(num_tokens), self._shape)
 
     @property
     def capacity(self) -> int:
         """Tokens that fit, including tokens without a buffer yet."""
-        return sum(piece.buffer.size for piece in self._buffers) + self._unallocated
+        return sum(buffer.size for buffer in self._buffers) + self._unallocated
 
     @property
     def nbytes(self) -> int:
-        return sum(piece.buffer.nbytes for piece in self._buffers)
+        return sum(buffer.nbytes for buffer in self._buffers)
 
     @property
     def token_bytes(self) -> int:
-        return self._buffers[0].buffer.token_bytes
+        return self._buffers[0].token_bytes
 
     @property
     def num_tokens(self) -> int:
-        return sum(piece.used for piece in self._buffers)
+        return sum(buffer.used for buffer in self._buffers)
 
     def arrays(self) -> list[mx.array]:
-        return [array for piece in self._buffers for array in piece.buffer.arrays()]
+        return [array for buffer in self._buffers for array in buffer.arrays()]
 
     def segments(self) -> list[RawSegment]:
-        return [piece.buffer.segment(piece.used) for piece in self._buffers if piece.used]
+        return [buffer.segment(buffer.used) for buffer in self._buffers if buffer.used]
 
     def grow(self, tokens: int) -> None:
         if self._raw_tokens is None and not self._unallocated:
-            self._buffers.append(_piece(tokens, self._shape))
+            self._buffers.append(self._new_buffer(tokens))
             self.version += 1
         else:
             self._unallocated += tokens
 
     def reserve(self, num_tokens: int) -> None:
-        """Add a buffer if `num_tokens` more do not fit, out of the promised tokens. Buffers stay few at any length."""
+        """Add a buffer if `num_tokens` more do not fit, out of the unallocated tokens. Buffers stay few at any
+        length."""
         if self._buffers[-1].free >= num_tokens:
             return  # the usual case, kept fast: a plan of a step asks this of each layer of each row
-        free = sum(piece.free for piece in self._buffers)
+        free = sum(buffer.free for buffer in self._buffers)
         if free < num_tokens and self._unallocated:
             size = max(num_tokens - free, self._raw_tokens or max(FREE_TOKENS, self.capacity // 4))
-            self._buffers.append(_piece(min(size, self._unallocated), self._shape))
-            self._unallocated = max(0, self._unallocated - self._buffers[-1].buffer.size)
+            self._buffers.append(self._new_buffer(min(size, self._unallocated)))
+            self._unallocated = max(0, self._unallocated - self._buffers[-1].size)
             self.version += 1
 
     def append(self, k: mx.array, v: mx.array) -> int:
@@ -212,38 +196,22 @@ class KvBufferList:
         start, total = 0, k.shape[2]
         self.reserve(total)
         self.version += 1
-        for piece in self._buffers:
-            count = min(piece.free, total - start)
+        for buffer in self._buffers:
+            count = min(buffer.free, total - start)
             if count:
-                piece.buffer.put(piece.used, k[:, :, start : start + count], v[:, :, start : start + count])
-                piece.used += count
+                buffer.put(buffer.used, k[:, :, start : start + count], v[:, :, start : start + count])
+                buffer.used += count
                 start += count
         return start
-
-    def runs_with_next(self) -> tuple[list[cpu_step.TokenRun], bool]:
-        """Return all tokens with a slot for one more, which the caller writes there; and whether a slot was free."""
-        self.reserve(1)
-        runs, is_placed = [], False
-        for piece in self._buffers:
-            at = cpu_step.NOWHERE if is_placed or not piece.free else piece.used
-            if at != cpu_step.NOWHERE:
-                piece.used += 1
-                is_placed = True
-            if piece.used:
-                runs.append(cpu_step.TokenRun(*piece.buffer.addresses(), piece.buffer.size, at, piece.used))
-        return runs, is_placed
 
     def next_slot(self) -> KvSlot | None:
         """Return the slot for one more token, which is not counted yet: see `count_next`. None: no slot is free."""
         self.reserve(1)
-        piece = self.next_buffer
-        if not piece.free:
-            return None
-        buffer = piece.buffer
-        return KvSlot(*buffer.allocate(), buffer.size, piece.used, piece.used + 1, buffer.gpu_addresses)
+        buffer = self.next_buffer
+        return buffer.slot(buffer.used, buffer.used + 1) if buffer.free else None
 
     @property
-    def next_buffer(self) -> Piece:
+    def next_buffer(self) -> KvBuffer:
         """The buffer that has `next_slot`."""
         return self._buffers[self.num_full]
 
@@ -253,42 +221,39 @@ class KvBufferList:
 
     def put_last(self, k: mx.array, v: mx.array) -> None:
         self.version += 1
-        piece = next(piece for piece in reversed(self._buffers) if piece.used)
-        piece.buffer.put(piece.used - 1, k, v)
+        buffer = next(buffer for buffer in reversed(self._buffers) if buffer.used)
+        buffer.put(buffer.used - 1, k, v)
 
     @property
     def num_full(self) -> int:
         """Number of buffers before the one that the next token goes to. Buffers fill up in order."""
         if len(self._buffers) == 1:
             return 0
-        return next((i for i, piece in enumerate(self._buffers) if piece.free), len(self._buffers) - 1)
+        return next((i for i, buffer in enumerate(self._buffers) if buffer.free), len(self._buffers) - 1)
 
     def full_segments(self) -> list[RawSegment]:
-        return [piece.buffer.segment(piece.used) for piece in self._buffers[: self.num_full]]
+        return [buffer.segment(buffer.used) for buffer in self._buffers[: self.num_full]]
 
     def whole_arrays(self) -> tuple[mx.array, mx.array] | None:
         """Return K and V if they fill one buffer exactly: it can be kept as it is, if it is not written again."""
-        piece = self._buffers[0]
-        if len(self._buffers) > 1 or piece.free or piece.buffer.k is None or piece.buffer.v is None:
+        buffer = self._buffers[0]
+        if len(self._buffers) > 1 or buffer.free or buffer.k is None or buffer.v is None:
             return None
-        return piece.buffer.k.squeeze(0), piece.buffer.v.squeeze(0)  # an index would copy
+        return buffer.k.squeeze(0), buffer.v.squeeze(0)  # an index would copy
 
     def size_for(self, num_recent: int) -> int:
         """Return the size of the buffer that the newest tokens move to when all others are encoded."""
-        room = self.capacity - self.num_tokens
+        free = self.capacity - self.num_tokens
         most = FREE_TOKENS if self._raw_tokens is None else max(0, self._raw_tokens - num_recent)
-        return round_up(num_recent + min(room, most))
+        return round_up(num_recent + min(free, most))
 
     def keep_only(self, recent: Sequence[mx.array], num_recent: int) -> None:
         """Drop all buffers for one with `recent`: K and V of `size_for` tokens, or empty where no token stays."""
-        room = self.capacity - self.num_tokens
-        tail = Piece(KvBuffer(self.size_for(num_recent), self._shape), num_recent)
+        free = self.capacity - self.num_tokens
+        newest = KvBuffer(self.size_for(num_recent), self._shape)
+        newest.used = num_recent
         if recent:
-            tail.buffer.adopt(*recent)
-        self._buffers = [tail]
-        self._unallocated = max(0, room - tail.free)
+            newest.adopt(*recent)
+        self._buffers = [newest]
+        self._unallocated = max(0, free - newest.free)
         self.version += 1
-
-
-def _piece(num_tokens: int, shape: KvShape | None) -> Piece:
-    return Piece(KvBuffer(round_up(num_tokens), shape))

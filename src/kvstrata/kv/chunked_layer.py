@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from kvstrata.attention.segments import RawSegment, SegmentedKV
+from kvstrata.attention.dispatch import segments_to_arrays
+from kvstrata.attention.segments import RawSegment
 from kvstrata.kv.buffers import KvBuffer, owned
 
 
@@ -70,7 +71,7 @@ class ChunkedLayer:
             return seen.k, seen.v
         # The pass reaches into the next chunk, whose tokens overwrite tokens that the first queries of the pass see.
         new = RawSegment(keys, values, count)
-        fetched = SegmentedKV(((self._chunk.segment(past), new) if past else (new,),)).to_arrays(keys)
+        fetched = segments_to_arrays((self._chunk.segment(past), new) if past else (new,), keys.dtype)
         self._append(keys, values)
         return fetched
 

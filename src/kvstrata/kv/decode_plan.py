@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from kvstrata.attention.cuda.rows import PlannedReads
-from kvstrata.attention.cuda.step import StepLaunch
+from kvstrata.attention.cuda.step import PlannedReads, StepLaunch
 from kvstrata.attention.cuda.tables import StepTables, places_of
-from kvstrata.kv.attention_layer import AttentionLayer, Watched
+from kvstrata.kv.attention_layer import AttentionLayer, Versioned
 from kvstrata.kv.attention_rows import AttentionRows
 from kvstrata.kv.sequence_cache import SequenceCache
 
@@ -25,7 +24,7 @@ class LayerPlan(NamedTuple):
     """The answers of one layer, and the versions for which they are valid."""
 
     reads: PlannedReads
-    watched: list[Watched]
+    watched: list[Versioned]
     versions: list[Hashable]
 
     @property
@@ -50,7 +49,7 @@ class DecodePlan:
         self._groups, self._numbers = _grouped(rows, layers)
         self._sequences = sequences
         self._attending = [layer for each in rows for layer in each.layers]
-        self._pieces = [piece for layer in self._attending if (piece := layer.next_buffer()) is not None]
+        self._buffers = [buffer for layer in self._attending if (buffer := layer.next_buffer()) is not None]
         self._ends = _ends(sequences, rows)
         self._watched = [watched for layer in layers for watched in layer.watched]
         self._versions = [version for layer in layers for version in layer.versions]
@@ -87,8 +86,8 @@ class DecodePlan:
         """Count the next tokens, which the launches write."""
         for layer in self._attending:
             layer.offset += 1
-        for piece in self._pieces:
-            piece.used += 1
+        for buffer in self._buffers:
+            buffer.used += 1
         for sequence in self._sequences:
             sequence.num_tokens += 1
 
@@ -146,8 +145,9 @@ def _ends(sequences: Sequence[SequenceCache], rows: Sequence[AttentionRows]) -> 
     """Return how many tokens each sequence can have in its present buffers."""
     ends = []
     for number, sequence in enumerate(sequences):
-        pieces = [rows_of_layer.layers[number].next_buffer() for rows_of_layer in rows]
-        ends.append(sequence.num_tokens + min([piece.free for piece in pieces if piece is not None], default=1 << 30))
+        buffers = [rows_of_layer.layers[number].next_buffer() for rows_of_layer in rows]
+        free = min([buffer.free for buffer in buffers if buffer is not None], default=1 << 30)
+        ends.append(sequence.num_tokens + free)
     return ends
 
 

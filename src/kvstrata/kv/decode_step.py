@@ -11,8 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvstrata.attention.cuda.rows import PreparedStep, UntraceableRead
-from kvstrata.attention.cuda.step import StepLaunch
+from kvstrata.attention.cuda.step import PreparedStep, StepLaunch, UntraceableRead
 from kvstrata.attention.dispatch import Keys
 from kvstrata.codecs import backends
 from kvstrata.kv.attention_rows import AttentionRows

@@ -7,13 +7,9 @@ from collections.abc import Sequence
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
-from kvstrata.attention.cpu import step as cpu_step
-from kvstrata.attention.cuda.step import KvSlot
-from kvstrata.attention.cuda.tables import SlotPlace
-from kvstrata.attention.run_cache import RunCache
-from kvstrata.attention.segments import Segment, SegmentSource
-from kvstrata.kv.attention_layer import AttentionLayer, Watched
-from kvstrata.kv.buffers import KvBufferList, KvShape, Piece
+from kvstrata.attention.segments import KvSlot, Segment, SegmentSource, SlotPlace
+from kvstrata.kv.attention_layer import AttentionLayer, Versioned
+from kvstrata.kv.buffers import KvBuffer, KvBufferList, KvShape
 from kvstrata.kv.own_kv import OwnKV
 
 
@@ -33,7 +29,6 @@ class FullLayer(AttentionLayer):
         self._prefix = tuple(before)
         self._buffers = KvBufferList(capacity, raw_tokens, shape)
         self.own = OwnKV(self.offset, self._buffers)
-        self._runs = RunCache()
 
     @property
     def nbytes(self) -> int:
@@ -43,10 +38,6 @@ class FullLayer(AttentionLayer):
     @property
     def token_bytes(self) -> int:
         return self._buffers.token_bytes
-
-    @property
-    def has_runs(self) -> bool:
-        return self._runs.covers(self._read_only_segments())
 
     def arrays(self) -> list[mx.array]:
         return self._buffers.arrays()
@@ -58,16 +49,10 @@ class FullLayer(AttentionLayer):
         """Write tokens. The caller has made sure that they fit."""
         self._count(k.shape[2], self._buffers.append(k, v))
 
-    def runs_with_next(self) -> list[cpu_step.TokenRun]:
-        """Reserve a slot for one more token, which the caller writes where the runs say. Only if `has_runs`."""
-        runs, is_placed = self._buffers.runs_with_next()
-        self._count(1, int(is_placed))
-        return [*self._runs.of(self._read_only_segments()), *runs]
-
     def next_slot(self) -> KvSlot:
         slot = self._buffers.next_slot()
         if slot is None:
-            raise self._no_room(1)
+            raise self._overflow(1)
         return slot
 
     def count_next(self) -> None:
@@ -82,10 +67,10 @@ class FullLayer(AttentionLayer):
     def most_tokens(self) -> int:
         return 0
 
-    def watched(self) -> list[Watched]:
+    def watched(self) -> list[Versioned]:
         return [self._buffers, *self._prefix]
 
-    def next_buffer(self) -> Piece | None:
+    def next_buffer(self) -> KvBuffer | None:
         return self._buffers.next_buffer
 
     def put_last(self, k: mx.array, v: mx.array) -> None:
@@ -100,10 +85,10 @@ class FullLayer(AttentionLayer):
 
     def _count(self, wanted: int, written: int) -> None:
         if written != wanted:
-            raise self._no_room(wanted)
+            raise self._overflow(wanted)
         self.offset += wanted
 
-    def _no_room(self, wanted: int) -> IndexError:
+    def _overflow(self, wanted: int) -> IndexError:
         return IndexError(f"{wanted} tokens do not fit: {self._buffers.capacity} reserved, {self.offset} used")
 
     def segments(self) -> tuple[Segment, ...]:
@@ -113,9 +98,10 @@ class FullLayer(AttentionLayer):
         """Return the segments that this layer does not write: the prefix and its own sealed tokens."""
         return (*(part for source in self._prefix for part in source.segments()), *self.own.sealed)
 
-    def drop_stale_views(self) -> None:
-        """Drop what the layer keeps of segments that were transcoded."""
-        self._runs.keep_only(self._read_only_segments())
+    def drop_replaced_segments(self) -> None:
+        """Have the prefix's sources look up their segments anew: a source keeps those of the last step alive."""
+        for source in self._prefix:
+            source.segments()
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:  # noqa: N803
         if window_size is not None:

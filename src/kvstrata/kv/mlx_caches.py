@@ -12,7 +12,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
-from kvstrata.attention.segments import RawSegment, SealedSegment, Segment, SegmentedKV, SegmentSlice
+from kvstrata.attention.dispatch import segments_to_arrays
+from kvstrata.attention.segments import RawSegment, SealedSegment, Segment, SegmentSlice
 from kvstrata.codecs.affine import AffineCodec
 from kvstrata.codecs.base import EncodedArray, MismatchedArrays, copy_rows
 from kvstrata.codecs.raw import RawCodec
@@ -215,7 +216,7 @@ def _to_kv_cache(spec: LayerSpec, parts: Sequence[Segment], num_tokens: int) -> 
         cache.keys, cache.values = (_to_packed(codec, planes, spec.dtype) for planes in (whole.k, whole.v))
     else:
         cache = KVCache()
-        k, v = SegmentedKV((tuple(parts),)).to_arrays(mx.zeros((), spec.dtype))
+        k, v = segments_to_arrays(parts, spec.dtype)
         # A range of a buffer that a sequence writes, or a cut: mlx-lm must keep neither alive.
         is_whole = len(parts) > 1 or isinstance(parts[0], SealedSegment)
         cache.keys, cache.values = (k, v) if is_whole else (owned(k), owned(v))

@@ -12,7 +12,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, RotatingKVCache
 
-from kvstrata.attention.segments import SealedSegment, Segment, SegmentedKV, SegmentSlice, cut_segments
+from kvstrata.attention.dispatch import segments_to_arrays
+from kvstrata.attention.segments import SealedSegment, Segment, SegmentSlice, cut_segments
 from kvstrata.codecs.affine import AffineCodec
 from kvstrata.codecs.base import EncodedArray, MismatchedArrays
 from kvstrata.codecs.raw import RawCodec
@@ -466,7 +467,7 @@ def _piece(layer: LayerOut, part: Segment) -> list[mx.array]:
     """Return the arrays of a piece, [kv_heads, tokens, width] each."""
     dtype = layer.spec.dtype
     if layer.codec is None:
-        k, v = SegmentedKV(((part,),)).to_arrays(mx.zeros((), dtype))
+        k, v = segments_to_arrays((part,), dtype)
         return [k.squeeze(0).astype(dtype), v.squeeze(0).astype(dtype)]
     whole = compact_segment(part) if isinstance(part, SegmentSlice) else part
     assert isinstance(whole, SealedSegment)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
-from kvstrata.attention.segments import SealedSegment, Segment, SegmentedKV, cut_segments
+from kvstrata.attention.dispatch import segments_to_arrays
+from kvstrata.attention.segments import SealedSegment, Segment, cut_segments
 from kvstrata.codecs.base import Codec, copy_rows
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.kv.buffers import KvBufferList
@@ -101,7 +102,7 @@ class OwnKV:
     def _raw_arrays(self, start: int, end: int) -> tuple[mx.array, mx.array]:
         """Return K and V, [kv_heads, tokens, dim], of unsealed positions [start, end)."""
         raw = tuple(cut_segments(self.buffers.segments(), start - self._raw_start, end - self._raw_start))
-        k, v = SegmentedKV((raw,)).to_arrays(self.buffers.arrays()[0])
+        k, v = segments_to_arrays(raw, self.buffers.arrays()[0].dtype)
         return k.squeeze(0), v.squeeze(0)  # an index would copy
 
     def _move_newest(self, first_end: int, start: int) -> list[SealedSegment]:

@@ -9,7 +9,8 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from kvstrata.attention.segments import SealedSegment, Segment, SegmentedKV
+from kvstrata.attention.dispatch import segments_to_arrays
+from kvstrata.attention.segments import SealedSegment, Segment
 from kvstrata.codecs.base import Codec, EncodedArray, Extent
 from kvstrata.codecs.mean_runs import runs_of
 from kvstrata.codecs.planes import PlanesCodec
@@ -156,7 +157,7 @@ def _layer_error(span: Span, layer: int, pair: CodecPair, upward: bool) -> float
     codec = _becomes(segments[-1], pair[0], dtype, upward)
     if codec is None:
         return None
-    k, _ = SegmentedKV((segments,)).to_arrays(mx.zeros((), dtype))
+    k, _ = segments_to_arrays(segments, dtype)
     after = codec.decode(codec.encode(k[0], start), mx.float32)
     keys = k[0].astype(mx.float32)  # [heads, tokens, dim]
     queries = keys[:, :: max(1, keys.shape[1] // SAMPLE_QUERIES)]

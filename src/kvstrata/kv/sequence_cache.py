@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from kvstrata.attention.segments import SegmentedKV, SegmentSource
+from kvstrata.attention.dispatch import segments_to_arrays
+from kvstrata.attention.segments import SegmentSource
 from kvstrata.kv.attention_layer import AttentionLayer
 from kvstrata.kv.buffers import round_up
 from kvstrata.kv.chunked_layer import ChunkedLayer
@@ -99,10 +100,10 @@ class DenseLayer:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self._layer.append(keys, values)
-        return SegmentedKV((self._layer.segments(),)).to_arrays(keys)
+        return segments_to_arrays(self._layer.segments(), keys.dtype)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        return SegmentedKV((self._layer.segments(),)).to_arrays(self._layer.arrays()[0])
+        return segments_to_arrays(self._layer.segments(), self._layer.arrays()[0].dtype)
 
 
 @dataclass(frozen=True)
@@ -201,11 +202,11 @@ class SequenceCache:
             if isinstance(layer, FullLayer):
                 layer.own.encode_past_at_once(*pair, window)
 
-    def drop_stale_views(self) -> None:
-        """Drop what the layers keep of segments that were transcoded."""
+    def drop_replaced_segments(self) -> None:
+        """Drop segments of the prefix that were transcoded since the last step."""
         for layer in self.flat:
             if isinstance(layer, FullLayer):
-                layer.drop_stale_views()
+                layer.drop_replaced_segments()
 
     def caches(self) -> list[Any]:
         """Return the caches that the model is called with."""

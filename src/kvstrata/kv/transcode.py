@@ -12,7 +12,8 @@ from itertools import pairwise, takewhile
 
 import mlx.core as mx
 
-from kvstrata.attention.segments import RawSegment, SealedSegment, Segment, SegmentedKV, SegmentSlice, cut_segments
+from kvstrata.attention.dispatch import segments_to_arrays
+from kvstrata.attention.segments import RawSegment, SealedSegment, Segment, SegmentSlice, cut_segments
 from kvstrata.codecs.base import Codec, EncodedArray
 from kvstrata.codecs.planes import PlanesCodec, step_down
 from kvstrata.codecs.raw import RawCodec
@@ -229,7 +230,7 @@ def _transcode_first(
         # Buffers end anywhere: a codec's group may be in two of them.
         raw = list(takewhile(lambda each: isinstance(each, RawSegment), segments))
         num_tokens = _step_tokens(start, sum(each.num_tokens for each in raw), sizes, encodes=pair != RAW)
-        k, v = SegmentedKV((tuple(cut_segments(raw, 0, num_tokens)),)).to_arrays(segment.k_buffer)
+        k, v = segments_to_arrays(tuple(cut_segments(raw, 0, num_tokens)), segment.k_buffer.dtype)
         return SealedSegment(pair[0].encode(k.squeeze(0), start), pair[1].encode(v.squeeze(0), start))
     whole, first = (segment.whole, segment.start) if isinstance(segment, SegmentSlice) else (segment, 0)
     assert isinstance(whole, SealedSegment)

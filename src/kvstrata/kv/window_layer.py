@@ -8,12 +8,10 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstrata.attention.cpu import step as cpu_step
-from kvstrata.attention.cuda.step import KvSlot
-from kvstrata.attention.cuda.tables import SlotPlace
-from kvstrata.attention.segments import RawSegment, Segment, SegmentedKV
-from kvstrata.kv.attention_layer import AttentionLayer, Watched
-from kvstrata.kv.buffers import KvBuffer, KvShape, Piece
+from kvstrata.attention.dispatch import segments_to_arrays
+from kvstrata.attention.segments import KvSlot, RawSegment, Segment, SlotPlace
+from kvstrata.kv.attention_layer import AttentionLayer, Versioned
+from kvstrata.kv.buffers import KvBuffer, KvShape
 
 
 @dataclass(frozen=True)
@@ -85,10 +83,6 @@ class WindowLayer(AttentionLayer):
     def token_bytes(self) -> int:
         return self._buffer.token_bytes
 
-    @property
-    def has_runs(self) -> bool:
-        return True
-
     def arrays(self) -> list[mx.array]:
         return self._buffer.arrays()
 
@@ -125,18 +119,8 @@ class WindowLayer(AttentionLayer):
             new = slice(first - start, last - start)
             self._buffer.put(self.ring.slot(first), k[:, :, new], v[:, :, new])
 
-    def runs_with_next(self) -> list[cpu_step.TokenRun]:
-        """Reserve a slot for one more token, which the caller writes where the run says."""
-        at = self.ring.slot(self.offset)
-        self.offset += 1
-        return [
-            cpu_step.TokenRun(*self._buffer.addresses(), self._buffer.size, at, min(self.offset, self.ring.max_size))
-        ]
-
     def next_slot(self) -> KvSlot:
-        buffer, ring = self._buffer, self.ring
-        held = min(self.offset + 1, ring.max_size)
-        return KvSlot(*buffer.allocate(), buffer.size, ring.slot(self.offset), held, buffer.gpu_addresses)
+        return self._buffer.slot(*self.next_place())
 
     def count_next(self) -> None:
         self.offset += 1
@@ -148,10 +132,10 @@ class WindowLayer(AttentionLayer):
     def most_tokens(self) -> int:
         return self.ring.max_size
 
-    def watched(self) -> list[Watched]:
-        return [self._buffer.gpu_addresses]
+    def watched(self) -> list[Versioned]:
+        return [self._buffer.views]
 
-    def next_buffer(self) -> Piece | None:
+    def next_buffer(self) -> KvBuffer | None:
         """Return None: a ring never ends."""
         return None
 
@@ -193,6 +177,6 @@ class WindowLayer(AttentionLayer):
         return _join(*pieces)
 
 
-def _join(*parts: RawSegment) -> RawSegment:
-    k, v = SegmentedKV((parts,)).to_arrays(parts[0].k_buffer)
+def _join(*segments: RawSegment) -> RawSegment:
+    k, v = segments_to_arrays(segments, segments[0].k_buffer.dtype)
     return RawSegment(k, v, k.shape[2])

@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvstrata.attention import gated_delta
-from kvstrata.attention.cuda.rows import UntraceableRead
+from kvstrata.attention.cuda.step import UntraceableRead
 from kvstrata.attention.dispatch import install
 from kvstrata.errors import ModelError
 from kvstrata.kv.batch_cache import BatchCache

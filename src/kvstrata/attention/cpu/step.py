@@ -15,12 +15,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.attention.segments import RawSegment, SealedSegment, Segment, SegmentSlice
+from kvstrata.attention.segments import DecodeRow, KvSlot, RawSegment, SealedSegment, Segment, SegmentSlice
 from kvstrata.codecs import backends
 from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.cpu import planes as codecs_cpu
@@ -58,8 +58,8 @@ class ArrayLayout(NamedTuple):
     low_address: int = 0
     scales_address: int = 0
     means_address: int = 0
-    ends_address: int = 0  # int64: the first token after each segment
-    num_segments: int = 0
+    ends_address: int = 0  # int64: the first token after each mean run
+    num_mean_runs: int = 0
     columns_address: int = 0  # float32 [dim, 256]: see `Tables` of codecs/rope.py
     offset: int = 0  # of the first token in the group that shares a mean
     first_dim: int = 0  # of the dims that RoPE rotates
@@ -82,19 +82,11 @@ class TokenRun(NamedTuple):
     start: int = 0
     k: ArrayLayout = RAW
     v: ArrayLayout = RAW
-    holds: Any = None  # keeps the memory of the addresses alive; buffers are kept alive by their layer
+    holds: tuple[Any, ...] = ()  # arrays behind the addresses; a slot's buffer is kept alive by its layer
 
     def fields(self) -> tuple[int, ...]:
         """The fields in the order in which the kernels read them."""
         return (*self[:6], *self.k, *self.v)
-
-
-class CpuRow(Protocol):
-    """A layer of a sequence, as a row of a batch."""
-
-    def runs_with_next(self) -> list[TokenRun]: ...
-
-    def segments(self) -> Any: ...
 
 
 def available() -> bool:
@@ -163,16 +155,20 @@ def _is_on_disk() -> bool:
 
 
 class CpuStep:
-    """New tokens, one for each row, not written yet. Replaces both keys and values, as `Parts` does.
+    """New tokens, one for each row, not written yet. Replaces both keys and values, as `SegmentedKV` does.
 
     Writing waits for the queries, so that the layer is evaluated once.
     """
 
-    def __init__(self, rows: Sequence[CpuRow], keys: mx.array, values: mx.array) -> None:
+    def __init__(self, rows: Sequence[ReadRow], keys: mx.array, values: mx.array) -> None:
         self._rows = rows
         self._keys = keys  # [rows, kv_heads, 1, k_dim]
         self._values = values
         self._done: WrittenRows | None = None
+
+    @property
+    def launched(self) -> Sequence[mx.array]:
+        return ()
 
     def takes(self, queries: mx.array) -> bool:
         return fits(queries)
@@ -185,31 +181,78 @@ class CpuStep:
         # The loops are compiled for contiguous arrays: only such loops become vector instructions.
         return mx.array(written.attend(np.ascontiguousarray(queries), scale, columns, PARALLEL_ASLEEP))
 
-    def write(self) -> Sequence[CpuRow]:
+    def write(self) -> Sequence[DecodeRow]:
         """Write the new tokens; for readers of the rows that take another path."""
         mx.eval(self._keys, self._values)
         self._written()
-        return self._rows
+        return [row.row for row in self._rows]
 
     def _written(self) -> WrittenRows:
         if self._done is None:
-            self._done = write(self._rows, np.ascontiguousarray(self._keys), np.ascontiguousarray(self._values))
+            self._done = _write(self._rows, np.ascontiguousarray(self._keys), np.ascontiguousarray(self._values))
         return self._done
 
 
-def attend_next(rows: Sequence[CpuRow], q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
-    """Write one new token for each row, as numpy arrays [rows, heads, 1, dim], and attend over it and all before it."""
-    return write(rows, k, v).attend(q, scale, _NO_SINKS, PARALLEL_AWAKE)
+class ReadRow(NamedTuple):
+    """A row and the runs of all that it reads beside the buffer that its new token goes to."""
+
+    row: DecodeRow
+    runs: list[TokenRun]
 
 
-def write(rows: Sequence[CpuRow], k: np.ndarray, v: np.ndarray) -> WrittenRows:
+def begin_step(rows: Sequence[DecodeRow], keys: mx.array, values: mx.array) -> CpuStep | None:
+    """Return the step that writes new tokens [rows, kv_heads, 1, dim]. None: the kernels cannot read all segments."""
+    if keys.shape[2] != 1 or not fits(keys, values):
+        return None
+    found = _read_rows(rows)
+    return None if found is None else CpuStep(found, keys, values)
+
+
+def attend_next(
+    rows: Sequence[DecodeRow], q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float
+) -> np.ndarray | None:
+    """Write one new token for each row, as numpy arrays [rows, heads, 1, dim], and attend over it and all before it.
+    None: the kernels cannot read all segments."""
+    found = _read_rows(rows) if available() else None
+    return None if found is None else _write(found, k, v).attend(q, scale, _NO_SINKS, PARALLEL_AWAKE)
+
+
+def _read_rows(rows: Sequence[DecodeRow]) -> list[ReadRow] | None:
+    found = []
+    for row in rows:
+        runs = []
+        for segment in row.segments_before():
+            run = run_of(segment)
+            if run is None:
+                return None
+            runs.append(run)
+        found.append(ReadRow(row, runs))
+    return found
+
+
+def _write(rows: Sequence[ReadRow], k: np.ndarray, v: np.ndarray) -> WrittenRows:
     from kvstrata.attention.cpu import kernels as cpu_kernels
 
-    by_row = [row.runs_with_next() for row in rows]
+    by_row = [[*runs, _next_run(row)] for row, runs in rows]
     runs = [run for runs in by_row for run in runs]
     table = np.array([(i, *run.fields()) for i, runs in enumerate(by_row) for run in runs], np.int64)
     cpu_kernels.write(k, v, table)
     return WrittenRows(table, runs, k.shape[1], (k.shape[3], v.shape[3]))
+
+
+def _next_run(row: DecodeRow) -> TokenRun:
+    """Reserve the slot of a row's new token, and return the run of its buffer with that token."""
+    slot = row.next_slot()
+    row.count_next()
+    return TokenRun(*slot.views.get(_slot_addresses, slot), slot.size, slot.at, slot.num_tokens)
+
+
+def _slot_addresses(slot: KvSlot) -> tuple[int, int]:
+    mx.eval(slot.k, slot.v)
+    k, v = _address(slot.k, mx.float32), _address(slot.v, mx.float32)
+    assert k, "kernels write float32 without gaps"
+    assert v, "kernels write float32 without gaps"
+    return k, v
 
 
 class WrittenRows(NamedTuple):
@@ -233,45 +276,55 @@ class WrittenRows(NamedTuple):
         return out
 
 
-def run_of(part: Segment) -> TokenRun | None:
-    """Return the run of a part; None if the kernels cannot read the part. Valid until the part is written to."""
-    if not available():
+def run_of(segment: Segment) -> TokenRun | None:
+    """Return the run of a segment; None if the kernels cannot read it. A raw one is valid until it is written to."""
+    if isinstance(segment, RawSegment):
+        k, v = segment.views.get(_raw_addresses, segment)
+        holds = (segment.k_buffer, segment.v_buffer)
+        size, num_tokens = segment.k_buffer.shape[2], segment.num_tokens
+        return TokenRun(k, v, size, NOWHERE, num_tokens, segment.start, holds=holds) if k and v else None
+    if isinstance(segment, SegmentSlice):
+        return segment.views.get(_slice_run, segment)
+    assert isinstance(segment, SealedSegment)
+    return segment.views.get(_sealed_run, segment)
+
+
+def _raw_addresses(segment: RawSegment) -> tuple[int, int]:
+    return _address(segment.k_buffer, mx.float32), _address(segment.v_buffer, mx.float32)
+
+
+def _slice_run(segment: SegmentSlice) -> TokenRun | None:
+    whole = run_of(segment.whole)
+    return None if whole is None else whole._replace(num_tokens=segment.num_tokens, start=segment.start)
+
+
+def _sealed_run(segment: SealedSegment) -> TokenRun | None:
+    k, v = _sealed(segment.k), _sealed(segment.v)
+    if k is None or v is None or v.layout.num_pairs:
         return None
-    if isinstance(part, RawSegment):
-        k, v = _address(part.k_buffer, mx.float32), _address(part.v_buffer, mx.float32)
-        return (
-            TokenRun(k, v, part.k_buffer.shape[2], NOWHERE, part.num_tokens, part.start, holds=part)
-            if k and v
-            else None
-        )
-    whole, start = (part.whole, part.start) if isinstance(part, SegmentSlice) else (part, 0)
-    if not isinstance(whole, SealedSegment):
-        return None
-    k, v = _sealed(whole.k), _sealed(whole.v)
-    if k is None or v is None or v.coded.num_pairs:
-        return None
-    holds = (part, k.holds, v.holds)
-    return TokenRun(k.address, v.address, whole.num_tokens, NOWHERE, part.num_tokens, start, k.coded, v.coded, holds)
+    holds = (*segment.arrays(), *k.holds, *v.holds)
+    num_tokens = segment.num_tokens
+    return TokenRun(k.address, v.address, num_tokens, NOWHERE, num_tokens, 0, k.layout, v.layout, holds)
 
 
 class _Sealed(NamedTuple):
     address: int
-    coded: ArrayLayout
+    layout: ArrayLayout
     holds: tuple[np.ndarray, ...] = ()
 
 
-def _sealed(planes: EncodedArray) -> _Sealed | None:
-    if isinstance(planes.codec, RawCodec):
-        address = _address(planes.arrays["values"], mx.float32)
+def _sealed(encoded: EncodedArray) -> _Sealed | None:
+    if isinstance(encoded.codec, RawCodec):
+        address = _address(encoded.arrays["values"], mx.float32)
         return _Sealed(address, RAW) if address else None
-    if not isinstance(planes.codec, PlanesCodec):
+    if not isinstance(encoded.codec, PlanesCodec):
         return None
-    addresses = {name: _address(array) for name, array in planes.arrays.items()}
+    addresses = {name: _address(array) for name, array in encoded.arrays.items()}
     if not all(addresses.values()):
         return None
-    ends = np.cumsum(planes.mean_runs, dtype=np.int64)
-    coded = ArrayLayout(
-        planes.codec.bits,
+    ends = np.cumsum(encoded.mean_runs, dtype=np.int64)
+    layout = ArrayLayout(
+        encoded.codec.bits,
         addresses.get("next", 0),
         addresses.get("low", 0),
         addresses["scales"],
@@ -279,18 +332,18 @@ def _sealed(planes: EncodedArray) -> _Sealed | None:
         ends.ctypes.data,
         len(ends),
     )
-    turn = planes.codec.rotation
-    if turn is None:
-        return _Sealed(addresses["top"], coded, (ends,))
-    columns = tables(turn, planes.dim).columns
-    turned = coded._replace(
+    rotation = encoded.codec.rotation
+    if rotation is None:
+        return _Sealed(addresses["top"], layout, (ends,))
+    columns = tables(rotation, encoded.dim).columns
+    rotated = layout._replace(
         columns_address=columns.ctypes.data,
-        offset=planes.position % GROUP_TOKENS,
-        first_dim=turn.first,
-        num_pairs=turn.num_pairs,
-        **dict(zip(("step", "gap"), turn.strides, strict=True)),
+        offset=encoded.position % GROUP_TOKENS,
+        first_dim=rotation.first,
+        num_pairs=rotation.num_pairs,
+        **dict(zip(("step", "gap"), rotation.strides, strict=True)),
     )
-    return _Sealed(addresses["top"], turned, (ends, columns))
+    return _Sealed(addresses["top"], rotated, (ends, columns))
 
 
 def _address(array: mx.array, dtype: mx.Dtype | None = None) -> int:

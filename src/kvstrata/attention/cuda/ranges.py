@@ -8,15 +8,15 @@ their largest scores and sums of exponentials: exact, in float32. Prefill decode
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import mlx.core as mx
 
+from kvstrata.attention.segments import KernelViews, RawSegment, SealedSegment, Segment, SegmentSlice
 from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.cuda import kernels as cuda_kernels
-from kvstrata.codecs.cuda.addresses import KernelViews
 from kvstrata.codecs.cuda.kernels import WARPS, Constant, Kind
 from kvstrata.codecs.cuda.planes import (
     FUSED_DIMS,
@@ -51,30 +51,16 @@ class PieceRuns(NamedTuple):
         return pieces_of(self.mean_runs, self.offset, start, end, piece_tokens(end - start, heads))
 
 
-class ContiguousArrays:
-    """Contiguous arrays. MLX makes no contiguous copies of arrays that a kernel reads through addresses."""
-
-    def __init__(self) -> None:
-        self._arrays: list[mx.array] | None = None
-
-    def get(self, arrays: Sequence[mx.array]) -> list[mx.array]:
-        if self._arrays is None:
-            self._arrays = [mx.contiguous(array) for array in arrays]
-        return self._arrays
-
-
 @dataclass(frozen=True, eq=False)
 class EncodedRange:
-    """Tokens [start, end) of planes [kv_heads, tokens, dim]; keys or values may be raw. A range serves many steps and
-    caches its lookups."""
+    """Tokens [start, end) of encoded arrays [kv_heads, tokens, dim]; keys or values may be raw. A range serves many
+    steps and caches its lookups."""
 
     k: EncodedArray
     v: EncodedArray
     start: int
     end: int
-    # Both are shared by all ranges of these planes.
-    where: KernelViews = field(default_factory=KernelViews)
-    packed: ContiguousArrays = field(default_factory=lambda: ContiguousArrays())
+    views: KernelViews = field(default_factory=KernelViews)  # of the arrays, shared by all ranges of them
 
     @cached_property
     def fits(self) -> bool:
@@ -112,7 +98,7 @@ class RawRange:
     v: mx.array
     start: int
     end: int
-    where: KernelViews = field(default_factory=KernelViews)  # of the buffer
+    views: KernelViews = field(default_factory=KernelViews)  # of the buffer
 
     @property
     def fits(self) -> bool:
@@ -122,11 +108,38 @@ class RawRange:
     def raw_dtypes(self) -> set[mx.Dtype]:
         return {self.k.dtype}
 
-    def views(self) -> list[mx.array]:
+    def vectors(self) -> list[mx.array]:
         return [array[:, :, self.start : self.end] for array in (self.k, self.v)]
 
 
 Range = EncodedRange | RawRange
+
+
+def range_of(segment: Segment) -> Range:
+    """Return the range that the kernels read, if it `fits` them."""
+    if isinstance(segment, RawSegment):
+        return range_of_raw(segment)
+    if isinstance(segment, SegmentSlice):
+        return segment.views.get(_range_of_slice, segment)
+    assert isinstance(segment, SealedSegment)
+    return segment.views.get(_range_of_sealed, segment)
+
+
+def range_of_raw(segment: RawSegment) -> RawRange:
+    end = segment.start + segment.num_tokens
+    return RawRange(segment.k_buffer, segment.v_buffer, segment.start, end, segment.views)
+
+
+def _range_of_slice(segment: SegmentSlice) -> Range:
+    """Return a range over the arrays of the whole segment, which all readers share."""
+    return replace(range_of(segment.whole), start=segment.start, end=segment.end)
+
+
+def _range_of_sealed(segment: SealedSegment) -> Range:
+    if segment.is_raw:
+        k, v = (mx.contiguous(encoded.arrays["values"])[None] for encoded in (segment.k, segment.v))
+        return RawRange(k, v, 0, segment.num_tokens)
+    return EncodedRange(segment.k, segment.v, 0, segment.num_tokens)
 
 
 class RangePartial(NamedTuple):
@@ -239,7 +252,7 @@ def _call(i: int, part: Range, heads: int) -> _AttendCall:
     if isinstance(part, RawRange):
         num_tokens = part.end - part.start
         size = piece_tokens(num_tokens, heads)
-        return _AttendCall("raw", part.views(), [(f"SIZE{i}", size)], -(-num_tokens // (size * WARPS)))
+        return _AttendCall("raw", part.vectors(), [(f"SIZE{i}", size)], -(-num_tokens // (size * WARPS)))
     return _AttendCall("planes", [part.pieces, *part.arrays], part.constants(i), -(-part.pieces.shape[0] // WARPS))
 
 

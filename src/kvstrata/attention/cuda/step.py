@@ -1,13 +1,18 @@
-"""A decode step of a batch on CUDA, a launch for each layer: new tokens are written, and every row attends.
+"""Decode steps of a batch on CUDA: a single launch for each layer writes the new token of every row and attends.
 
-The kernel finds KV through a table of addresses, so one kernel serves launches of any number of rows and parts, of any
-bits. The arrays behind the addresses (`held_by`) are handed to MLX with the pass, and MLX keeps them until the pass has
-ended. Knows planes, buffers and rows; does not know sequences.
+The kernel finds KV through a table of addresses, so one kernel serves launches of any number of rows and segments, of
+any bits. The arrays behind the addresses (`held_by`) are handed to MLX with the pass, and MLX keeps them until the pass
+has ended.
+
+The launch writes into the rows' buffers without MLX's knowledge: neither MLX's graph nor the CUDA graph of an
+evaluation has an edge to later readers of the buffers. Therefore every launch of a pass is issued when the pass ends
+(`end_pass` returns `CudaStep.launched`), and later work follows on the same stream. Tokens that a step reads from
+another sequence's buffer were written before the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -15,35 +20,27 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.attention.cuda.ranges import RAW_DTYPES, Range, RawRange, have_one_dtype
+from kvstrata.attention.cuda.ranges import RAW_DTYPES, EncodedRange, Range, RawRange, have_one_dtype, range_of
 from kvstrata.attention.cuda.tables import (
     RowReads,
     SegmentForm,
-    SlotPlace,
     StepTables,
     places_of,
     raw_kind,
     segments_length,
     tables_of,
 )
+from kvstrata.attention.segments import DecodeRow, KernelViews, KvSlot, SlotPlace
 from kvstrata.codecs import backends
 from kvstrata.codecs.cuda import addresses as cuda_addresses
 from kvstrata.codecs.cuda import kernels as cuda_kernels
-from kvstrata.codecs.cuda.addresses import PLANES_PLACES, RAW_PLACES, KernelViews
+from kvstrata.codecs.cuda.addresses import PLANES_PLACES, RAW_PLACES
 from kvstrata.codecs.cuda.planes import FUSED_DIMS, THREADS, bits_of, blocks_for, rotation_of, scalar, tiles_for
 from kvstrata.codecs.hadamard import sign_values
 from kvstrata.codecs.mean_runs import GROUP_TOKENS
 
-
-class KvSlot(NamedTuple):
-    """Slot of a row's new token: a place in a buffer [1, kv_heads, size, dim] that no other row writes."""
-
-    k: mx.array
-    v: mx.array
-    size: int  # of the buffer, in tokens
-    at: int
-    num_tokens: int  # of the buffer, with the new one
-    addresses: KernelViews  # of the buffer
+# Whether the kernel passed its trial for this dtype and these sizes of a key and of a value.
+Works = Callable[[mx.Dtype, int, int], bool]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,18 +51,26 @@ class StepReads:
     addresses: mx.array  # uint64 [parts, 12]
 
 
-class LatestReads:
-    """The latest `Reads` of one layer, made anew when the rows read other tokens or addresses."""
+class LaunchState:
+    """State of one layer between its launches, which do not overlap: counters of blocks, and the latest reads."""
 
     def __init__(self) -> None:
+        self._counters: mx.array | None = None
         self._key: Hashable = None
         self._reads: StepReads | None = None
 
+    def counters(self, size: int) -> mx.array:
+        """uint32 [size], 0 between launches: the blocks of a launch count themselves by it."""
+        if self._counters is None or self._counters.size != size:
+            self._counters = mx.zeros((size,), mx.uint32)
+        return self._counters
+
     def reads(self, before: Sequence[Sequence[Range]], slots: Sequence[KvSlot]) -> StepReads | None:
-        """Return the reads. `before`: each row's ranges but for its slot's buffer; all fit. None: dtypes differ."""
+        """Return the reads, made anew when the rows read other tokens or addresses. `before`: each row's ranges but for
+        its slot's buffer; all fit. None: dtypes differ."""
         key = (
-            tuple([tuple([(part.where, part.where.version, part.start, part.end) for part in r]) for r in before]),
-            tuple([(slot.addresses, slot.addresses.version) for slot in slots]),
+            tuple([tuple([(part.views, part.views.version, part.start, part.end) for part in r]) for r in before]),
+            tuple([(slot.views, slot.views.version) for slot in slots]),
         )
         if key != self._key:
             self._reads = _reads_of(before, slots)
@@ -84,7 +89,7 @@ def _reads_of(before: Sequence[Sequence[Range]], slots: Sequence[KvSlot]) -> Ste
     parts: list[Range] = []
 
     def number_of(part: Range) -> int:
-        number = numbers.setdefault(part.where, len(parts))
+        number = numbers.setdefault(part.views, len(parts))
         if number == len(parts):
             parts.append(part)
         return number
@@ -92,7 +97,7 @@ def _reads_of(before: Sequence[Sequence[Range]], slots: Sequence[KvSlot]) -> Ste
     rows = []
     for ranges, slot in zip(before, slots, strict=True):
         reads = tuple([(number_of(part), part.start, part.end) for part in ranges])
-        rows.append(RowReads(reads, number_of(RawRange(slot.k, slot.v, 0, slot.size, slot.addresses))))
+        rows.append(RowReads(reads, number_of(RawRange(slot.k, slot.v, 0, slot.size, slot.views))))
     if not have_one_dtype(parts):
         return None
     tables = tables_of(tuple([_kind(part) for part in parts]), tuple(rows), slots[0].k.shape[1])
@@ -113,12 +118,21 @@ def _kind(part: Range) -> SegmentForm:
 
 
 def _arrays(part: Range) -> list[mx.array]:
-    return [part.k, part.v] if isinstance(part, RawRange) else part.packed.get(part.arrays)
+    """Return the arrays behind the addresses, contiguous: MLX makes no copies of arrays that it does not see read."""
+    return [part.k, part.v] if isinstance(part, RawRange) else part.views.get(_contiguous, part)
+
+
+def _contiguous(part: EncodedRange) -> list[mx.array]:
+    return [mx.contiguous(array) for array in part.arrays]
 
 
 def addresses_of(part: Range) -> mx.array:
-    places = RAW_PLACES if isinstance(part, RawRange) else PLANES_PLACES
-    return part.where.get(lambda: cuda_addresses.take(_arrays(part), places))
+    """uint64 [12]: the addresses of a range's arrays."""
+    return part.views.get(_take_addresses, part)
+
+
+def _take_addresses(part: Range) -> mx.array:
+    return cuda_addresses.take(_arrays(part), RAW_PLACES if isinstance(part, RawRange) else PLANES_PLACES)
 
 
 def fits(q: mx.array, k: mx.array, v: mx.array) -> bool:
@@ -197,9 +211,125 @@ def compile_all(dtype: mx.Dtype, kv_heads: int, group: int, k_dim: int, v_dim: i
     heads = kv_heads * group
     q, k, v = (mx.zeros((1, n, 1, dim), dtype) for n, dim in ((heads, k_dim), (kv_heads, k_dim), (kv_heads, v_dim)))
     slot = KvSlot(mx.zeros_like(k), mx.zeros_like(v), 1, 0, 1, KernelViews())
-    reads = LatestReads().reads([[]], [slot])
+    reads = LaunchState().reads([[]], [slot])
     assert reads is not None
     mx.eval(attend_step(q, k, v, launch_of(reads, [slot], mx.zeros((kv_heads,), mx.uint32)), 1.0))
     # The kernel that takes the addresses of planes.
     array = mx.zeros((1,), mx.uint32)
     mx.eval(cuda_addresses.take([array] * len(PLANES_PLACES), PLANES_PLACES))
+
+
+def slots_of(rows: Sequence[DecodeRow]) -> list[KvSlot]:
+    """Return the slot of each row's next token, and count the tokens."""
+    slots = []
+    for row in rows:
+        slots.append(row.next_slot())
+        row.count_next()
+    return slots
+
+
+class CudaStep:
+    """New tokens that are not written yet. Replaces both keys and values, as `SegmentedKV` does."""
+
+    def __init__(self, rows: Sequence[DecodeRow], keys: mx.array, values: mx.array, state: LaunchState) -> None:
+        self._rows = rows
+        self._keys = keys  # [rows, kv_heads, 1, k_dim]
+        self._values = values
+        self._state = state
+        self._before: list[list[Range]] = []
+        self._slots: list[KvSlot] = []
+        self._reads: StepReads | None = None
+        self._is_written = False
+        self._launches: list[mx.array] = []
+
+    @property
+    def launched(self) -> list[mx.array]:
+        """Arrays whose evaluation writes the new tokens. Arrays that the launches read through addresses are among
+        them, so that MLX keeps these until the launches have ended."""
+        return [*self._launches, *held_by(self._before, self._slots)] if self._launches else []
+
+    def takes(self, queries: mx.array) -> bool:
+        if not fits(queries, self._keys, self._values):
+            return False
+        if not self._slots:
+            self._take_slots()
+        return self._reads is not None
+
+    def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
+        assert self._reads is not None, "ask `takes` first"
+        self._is_written = True
+        num_rows, kv_heads, _, k_dim = self._keys.shape
+        compile_all(queries.dtype, kv_heads, queries.shape[1] // kv_heads, k_dim, self._values.shape[3])
+        launch = launch_of(self._reads, self._slots, self._state.counters(num_rows * kv_heads))
+        out = attend_step(queries, self._keys, self._values, launch, scale, sinks)
+        self._launches.append(out)
+        return out
+
+    def write(self) -> Sequence[DecodeRow]:
+        """Write the new tokens; for readers of the rows that take another path."""
+        mx.eval(self._launches)
+        if not self._is_written:
+            if not self._slots:
+                self._take_slots()
+            for i, row in enumerate(self._rows):
+                row.put_last(self._keys[i : i + 1], self._values[i : i + 1])
+            self._is_written = True
+        return self._rows
+
+    def _take_slots(self) -> None:
+        """Take slots for the new tokens, and find out whether the kernel can read all segments of the rows."""
+        self._before = [[range_of(segment) for segment in row.segments_before()] for row in self._rows]
+        self._slots = slots_of(self._rows)
+        if all(part.fits for ranges in self._before for part in ranges):
+            self._reads = self._state.reads(self._before, self._slots)
+
+
+class UntraceableRead(Exception):
+    """The model uses keys in a way that a compiled step does not support."""
+
+
+class PreparedStep:
+    """New tokens whose launch was prepared before the model was called. Replaces both keys and values."""
+
+    def __init__(self, keys: mx.array, values: mx.array, launch: StepLaunch) -> None:
+        self._keys = keys
+        self._values = values
+        self._launch = launch
+
+    @property
+    def launched(self) -> Sequence[mx.array]:
+        return ()
+
+    def takes(self, queries: mx.array) -> bool:
+        return fits(queries, self._keys, self._values)
+
+    def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
+        return attend_step(queries, self._keys, self._values, self._launch, scale, sinks)
+
+    def write(self) -> Sequence[DecodeRow]:
+        raise UntraceableRead("a mask, or queries that the kernel does not take")
+
+
+class PlannedReads(NamedTuple):
+    """Inputs of a launch over one layer of all rows, found before the model is called. No token is counted."""
+
+    reads: StepReads
+    counters: mx.array
+    kv_heads: int
+    held: list[mx.array]
+
+
+def plan_reads(rows: Sequence[DecodeRow], state: LaunchState, works: Works) -> PlannedReads | None:
+    """Find the inputs of a launch over one layer of all rows. None: a launch cannot take them."""
+    before = [[range_of(segment) for segment in row.segments_before()] for row in rows]
+    if not all(part.fits for ranges in before for part in ranges):
+        return None
+    slots = [row.next_slot() for row in rows]
+    k, v = slots[0][:2]
+    kv_heads = k.shape[1]
+    if k.dtype != v.dtype or not works(k.dtype, k.shape[3], v.shape[3]):
+        return None
+    reads = state.reads(before, slots)
+    if reads is None:
+        return None
+    return PlannedReads(reads, state.counters(len(rows) * kv_heads), kv_heads, held_by(before, slots))

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from kvstrata.attention.segments import SlotPlace
 from kvstrata.codecs.cuda.kernels import ENTRY, WARPS
 from kvstrata.codecs.cuda.planes import RAW_BITS, piece_rows, piece_tokens
 from kvstrata.codecs.mean_runs import MeanRuns
@@ -55,13 +56,6 @@ class StepTables(NamedTuple):
     pieces: mx.array  # int32 [pieces, 8]
     kinds: mx.array  # int32 [parts, 8]
     rows: tuple[tuple[int, int, int], ...]  # of each row: its own buffer, its first piece, the number of its pieces
-
-
-class SlotPlace(NamedTuple):
-    """Slot of a row's new token in its own buffer."""
-
-    at: int
-    num_tokens: int  # with the new one
 
 
 class PlaceTable(NamedTuple):

@@ -7,7 +7,7 @@ differ from MLX's own attention, attention goes by sequence: slower, but correct
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 
 import mlx.core as mx
@@ -16,10 +16,10 @@ import numpy as np
 from kvstrata.attention.cuda import step as cuda_step
 from kvstrata.attention.cuda.join import JoinInput, join, join_input
 from kvstrata.attention.cuda.ranges import RAW_DTYPES, EncodedRange, Range, RawRange
+from kvstrata.attention.segments import KernelViews, KvSlot
 from kvstrata.codecs import backends
 from kvstrata.codecs.backends import relative_error
 from kvstrata.codecs.base import EncodedArray
-from kvstrata.codecs.cuda.addresses import KernelViews
 from kvstrata.codecs.cuda.planes import FUSED_DIMS, RAW_BITS
 from kvstrata.codecs.mean_runs import runs_of
 from kvstrata.codecs.planes import HELD, PlanesCodec
@@ -51,6 +51,18 @@ def step_works(dtype: mx.Dtype, k_dim: int, v_dim: int) -> bool:
         logger.warning("Batches attend by sequence, which is slower: the kernel is off by %.3g here.", error)
         return False
     return True
+
+
+def step_takes(keys: mx.array, values: mx.array) -> bool:
+    """Whether the step kernel writes new tokens [rows, kv_heads, tokens, dim] and attends."""
+    return keys.shape[2] == 1 and keys.dtype == values.dtype and step_works(keys.dtype, keys.shape[3], values.shape[3])
+
+
+def kernels(kinds: Collection[tuple[mx.Dtype, int, int]]) -> str:
+    """Describe for people which kernels compute attention over heads of these kinds."""
+    if kinds and all(step_works(*kind) for kind in kinds):
+        return "own (CUDA) for decode steps of up to 8 queries for each KV head (4 beyond 128 dims), MLX for the rest"
+    return "MLX, by sequence: it has no step of a whole batch for these layers, or it did not work here (see the log)"
 
 
 def joined_works(dtype: mx.Dtype, parts: JoinInput) -> bool:
@@ -94,22 +106,22 @@ def _step_error(dtype: mx.Dtype, k_dim: int, v_dim: int) -> float:
     buffers = [_pair(1, _BUFFER_TOKENS, k_dim, v_dim, seed, dtype) for seed in (2, 4)]
     expected = [_pair(1, _BUFFER_TOKENS, k_dim, v_dim, seed, dtype) for seed in (2, 4)]
     mx.eval(buffers, expected)
-    wheres = [KernelViews() for _ in buffers]
-    before: list[list[Range]] = [[], [*planes, RawRange(*buffers[0], 0, 70, wheres[0])]]
-    counters, known = mx.zeros((2 * _HEADS,), mx.uint32), cuda_step.LatestReads()
+    views = [KernelViews() for _ in buffers]
+    before: list[list[Range]] = [[], [*planes, RawRange(*buffers[0], 0, 70, views[0])]]
+    state = cuda_step.LaunchState()
     errors = []
     for step in range(2):
         places = (200 + step, 9 + step)
         slots = [
-            cuda_step.KvSlot(*pair, _BUFFER_TOKENS, at, at + 1, where)
-            for pair, at, where in zip(buffers, places, wheres, strict=True)
+            KvSlot(*pair, _BUFFER_TOKENS, at, at + 1, each)
+            for pair, at, each in zip(buffers, places, views, strict=True)
         ]
         q = _random((2, _HEADS * _GROUP, 1, k_dim), 10 + step, dtype)
         # The launch must also read the token it writes: the new key is near the queries, so it has most of the weight.
         new = (q[:, ::_GROUP] * 2, _random((2, _HEADS, 1, v_dim), 6 + step, dtype))
-        reads = known.reads(before, slots)
+        reads = state.reads(before, slots)
         assert reads is not None
-        out = cuda_step.attend_step(q, *new, cuda_step.launch_of(reads, slots, counters), _SCALE)
+        out = cuda_step.attend_step(q, *new, cuda_step.launch_of(reads, slots, state.counters(2 * _HEADS)), _SCALE)
         mx.eval(out)
         for row, at in enumerate(places):
             for buffer, tokens in zip(expected[row], new, strict=True):

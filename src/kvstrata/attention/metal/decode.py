@@ -1,9 +1,8 @@
 """Attention of a decode step by the portable kernel, whose text is shared by Metal, CUDA and tests.
 
-A step is a few launches, each over some of the parts, and a launch that combines their results (launch_plan.py). The
-kernel writes only results: new tokens are in their buffers already.
-
-Knows how parts are stored; does not know sequences, or whether the machine runs the kernels (trials.py).
+A step is a few launches, each over some of the segments, and a launch that combines their results (launch_plan.py). The
+kernel writes only results: new tokens are in their buffers already. Whether the machine runs the kernel is decided by
+its trials (trials.py).
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from kvstrata.attention.metal.launch_plan import (
     plan,
     storage_form,
 )
+from kvstrata.attention.segments import RawSegment, SealedSegment, Segment, SegmentSlice
 from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.cuda.planes import rotation_of
 from kvstrata.codecs.mean_runs import GROUP_TOKENS
@@ -66,6 +66,26 @@ def read_planes(k: EncodedArray, v: EncodedArray, start: int, end: int) -> Segme
     )
 
 
+def read_of(segment: Segment) -> SegmentRead | None:
+    """Return the `SegmentRead` of a segment. None: the kernel does not read it."""
+    if isinstance(segment, RawSegment):
+        end = segment.start + segment.num_tokens
+        return read_buffers(segment.k_buffer, segment.v_buffer, segment.start, end)
+    if isinstance(segment, SegmentSlice):
+        return segment.views.get(_read_of_slice, segment)
+    assert isinstance(segment, SealedSegment)
+    return segment.views.get(_read_of_sealed, segment)
+
+
+def _read_of_slice(segment: SegmentSlice) -> SegmentRead | None:
+    whole = read_of(segment.whole)
+    return None if whole is None else whole._replace(start=segment.start, end=segment.end)
+
+
+def _read_of_sealed(segment: SealedSegment) -> SegmentRead | None:
+    return read_planes(segment.k, segment.v, 0, segment.num_tokens)
+
+
 def _num_means(planes: EncodedArray) -> int:
     return planes.arrays["means"].shape[-2] if "means" in planes.arrays else 1
 
@@ -93,7 +113,7 @@ class MetalStep(NamedTuple):
     """A planned decode step of one layer."""
 
     plan: LaunchPlan
-    arrays: list[mx.array]  # of all parts of all rows; the plan refers to them by index
+    arrays: list[mx.array]  # of all segments of all rows; the plan refers to them by index
 
 
 def step_of(
@@ -126,7 +146,7 @@ def step_of(
 def attend(
     q: mx.array, step: MetalStep, sinks: mx.array | None = None, run: Run = metal_kernel_text.run_on_gpu
 ) -> mx.array:
-    """Attend with one query for each head of each row over the row's parts -> [rows, heads, 1, v_dim]"""
+    """Attend with one query for each head of each row over the row's segments -> [rows, heads, 1, v_dim]"""
     (launches, last), arrays = step.plan, step.arrays
     partials = []
     for each in launches:
@@ -137,3 +157,24 @@ def attend(
     inputs = [last.ranges, *others, *partials, *padding]
     (out,) = run(KernelLaunch(last.text, inputs, last.groups, [last.shape], [q.dtype]))
     return out
+
+
+def attend_rows(
+    q: mx.array,
+    rows: Sequence[Sequence[SegmentRead | None]],
+    scale: float,
+    sinks: mx.array | None,
+    dialect: Dialect,
+    run: Run,
+) -> mx.array | None:
+    """Attend with q [rows, heads, 1, k_dim], in halves if a step needs more launches than one launch can combine. None:
+    the kernel does not take it."""
+    step = step_of(q, rows, scale, sinks, dialect)
+    if step is not None:
+        return attend(q, step, sinks, run)
+    if len(rows) == 1:
+        return None
+    half = len(rows) // 2
+    first = attend_rows(q[:half], rows[:half], scale, sinks, dialect, run)
+    second = attend_rows(q[half:], rows[half:], scale, sinks, dialect, run)
+    return None if first is None or second is None else mx.concatenate([first, second])

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvstrata.attention.metal import decode as metal_decode
 from kvstrata.attention.segments import RawSegment, SealedSegment, Segment, SegmentedKV
-from kvstrata.attention.stock import decode_row_by_row
+from kvstrata.attention.stock import attend_rows
 from kvstrata.codecs.backends import StandIns, Trial, failed, largest, relative_error
 from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.metal import kernel_text as metal_kernel_text
@@ -135,17 +135,19 @@ def _error(kind: DecodeKind, over: Over) -> float:
         q = _normal((1, KV_HEADS * kind.group, 1, kind.k_dim), 5, kind.dtype)
         sinks = _normal((KV_HEADS * kind.group,), 6, kind.dtype) if i % 2 else None
         keys = SegmentedKV((parts,))
-        errors.append(relative_error(_ours(q, keys, sinks), decode_row_by_row(q, keys, SCALE, sinks)))
+        errors.append(relative_error(_ours(q, keys, sinks), attend_rows(q, keys, SCALE, sinks)))
     two = SegmentedKV((_parts(kind, 0, 0, 2), _parts(kind, 1, 1, 2) if over == "planes" else _parts(kind, 0, 0, 3)))
     q = _normal((2, KV_HEADS * kind.group, 1, kind.k_dim), 7, kind.dtype)
-    errors.append(relative_error(_ours(q, two, None), decode_row_by_row(q, two, SCALE, None)))
+    errors.append(relative_error(_ours(q, two, None), attend_rows(q, two, SCALE, None)))
     return largest(errors)
 
 
 def _ours(q: mx.array, keys: SegmentedKV, sinks: mx.array | None) -> mx.array:
     found = dialect()
     assert found is not None
-    step = metal_decode.step_of(q, [[part.read() for part in parts] for parts in keys.rows], SCALE, sinks, found)
+    step = metal_decode.step_of(
+        q, [[metal_decode.read_of(each) for each in row] for row in keys.rows], SCALE, sinks, found
+    )
     if step is None:
         raise ValueError("the kernel does not take heads of this kind")
     return metal_decode.attend(q, step, sinks, run())
@@ -160,7 +162,7 @@ def _times(kind: DecodeKind, over: Over) -> tuple[float, float]:
         q = _normal((num_rows, heads, 1, kind.k_dim), 5, kind.dtype)
         mx.eval(q)
         ours, stock = _milliseconds(
-            lambda q=q, keys=keys: _ours(q, keys, None), lambda q=q, keys=keys: decode_row_by_row(q, keys, SCALE, None)
+            lambda q=q, keys=keys: _ours(q, keys, None), lambda q=q, keys=keys: attend_rows(q, keys, SCALE, None)
         )
         found.append((ours, stock))
     return max(found, key=lambda pair: pair[0] / pair[1])

@@ -7,7 +7,7 @@ these arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 
@@ -20,24 +20,6 @@ RAW_PLACES = (0, 5)
 PLANES_PLACES = tuple(range(11))
 
 COLLECTED = 16  # rows of addresses that one launch collects
-
-
-class KernelViews:
-    """Addresses of one attention segment's arrays, taken at the first use and again after `forget`."""
-
-    def __init__(self) -> None:
-        self._taken: mx.array | None = None
-        self.version = 0
-
-    def get(self, take: Callable[[], mx.array]) -> mx.array:
-        if self._taken is None:
-            self._taken = take()
-        return self._taken
-
-    def forget(self) -> None:
-        """Forget the addresses, because MLX writes the arrays: whether in place is not known."""
-        self._taken = None
-        self.version += 1
 
 
 def take(arrays: Sequence[mx.array], places: tuple[int, ...]) -> mx.array:
