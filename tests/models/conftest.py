@@ -44,9 +44,9 @@ def can_be_quantized(_path: str, module: nn.Module) -> bool:
     return hasattr(module, "to_quantized") and module["weight"].shape[-1] % QUANTIZATION["group_size"] == 0
 
 
-def quantized_module(architecture: str) -> nn.Module:
-    module = tiny_module(architecture)
-    nn.quantize(module, group_size=32, bits=4, class_predicate=can_be_quantized)
+def quantized_module(architecture: str, *, bits: int = QUANTIZATION["bits"], **overrides: Any) -> nn.Module:
+    module = tiny_module(architecture, **overrides)
+    nn.quantize(module, group_size=QUANTIZATION["group_size"], bits=bits, class_predicate=can_be_quantized)
     mx.eval(module.parameters())
     return module
 

@@ -1,4 +1,4 @@
-"""Operations by loops of our own, beside MLX's."""
+"""Replaced operations beside those of MLX."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvstrata.packed import operations
 
 pytestmark = pytest.mark.skipif(backends.active() != "cpu", reason="needs numba, and no GPU")
 
-SIZES = st.integers(1, 3 * operations.FEWEST)
+SIZES = st.integers(1, 3 * operations.MIN_VALUES)
 
 
 def normal(*shape: int, seed: int = 1) -> mx.array:
@@ -31,14 +31,14 @@ def assert_close(ours: mx.array, theirs: mx.array) -> None:
 
 @given(SIZES)
 @settings(max_examples=20, deadline=None)
-def test_silu_and_gates_are_those_of_mlx(size: int) -> None:
+def test_silu_and_swiglu_match_mlx(size: int) -> None:
     gate, x = normal(3, size), normal(3, size, seed=2)
     assert_close(operations.silu(x), operations._silu(x))
     assert_close(operations.swiglu(gate, x), activations.swiglu(gate, x))
     assert_close(operations.precise_swiglu(x, gate, x), activations.precise_swiglu(x, gate, x))
 
 
-def test_nan_stays_nan() -> None:
+def test_silu_keeps_nan_and_matches_mlx_at_extremes() -> None:
     edge = mx.array([0.0, -0.0, 1e-30, 88.0, 1e30, -88.0, -1e30, mx.inf, mx.nan] * 200)
     assert mx.array_equal(mx.isnan(operations.silu(edge)), mx.isnan(operations._silu(edge)))
     number = mx.where(mx.isnan(edge), 0.0, edge)
@@ -53,7 +53,7 @@ def test_nan_stays_nan() -> None:
     seed=SIZES,
 )
 @settings(max_examples=40, deadline=None)
-def test_short_convolutions_are_those_of_mlx(rows: int, tokens: int, channels: int, length: int, seed: int) -> None:
+def test_conv1d_matches_mlx_if_depthwise(rows: int, tokens: int, channels: int, length: int, seed: int) -> None:
     x, weight = normal(rows, tokens + length - 1, channels, seed=seed), normal(channels, length, 1, seed=seed + 1)
     ours = operations.conv1d(x, weight, 1, 0, 1, channels)
     assert_close(ours, operations._conv1d(x, weight, 1, 0, 1, channels))
@@ -62,13 +62,13 @@ def test_short_convolutions_are_those_of_mlx(rows: int, tokens: int, channels: i
 @pytest.mark.parametrize(
     ("groups", "options"), [(64, {"padding": 1}), (64, {"stride": 2}), (64, {"dilation": 2}), (1, {}), (8, {})]
 )
-def test_other_convolutions_stay_with_mlx(groups: int, options: dict[str, Any]) -> None:
+def test_conv1d_calls_mlx_if_not_plain_and_depthwise(groups: int, options: dict[str, Any]) -> None:
     x, weight = normal(1, 50, 64), normal(64, 3, 64 // groups)
     theirs = operations._conv1d(x, weight, groups=groups, **options)
     assert_close(operations.conv1d(x, weight, groups=groups, **options), theirs)
 
 
-def test_views_with_gaps_are_read_as_they_lie() -> None:
+def test_operations_match_mlx_on_strided_views() -> None:
     x = normal(2, 40, 128)
     assert_close(operations.silu(x[:, ::2]), operations._silu(x[:, ::2]))
     assert_close(operations.swiglu(x[..., :64], x[..., 64:]), activations.swiglu(x[..., :64], x[..., 64:]))
@@ -76,14 +76,14 @@ def test_views_with_gaps_are_read_as_they_lie() -> None:
     assert_close(operations.conv1d(x, weight, groups=128), operations._conv1d(x, weight, groups=128))
 
 
-def test_what_goes_in_stays() -> None:
+def test_operations_leave_inputs_unchanged() -> None:
     x = normal(3, 1000)
     before = np.array(x)
     mx.eval(operations.silu(x), operations.swiglu(x, x))
     assert np.array_equal(np.array(x), before)
 
 
-def test_while_mlx_traces_a_function_its_own_are_used() -> None:
+def test_operations_call_mlx_while_it_traces() -> None:
     x, weight = normal(1, 50, 64), normal(64, 3, 1)
 
     @mx.compile
@@ -95,7 +95,7 @@ def test_while_mlx_traces_a_function_its_own_are_used() -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-def test_16_bits_stay_with_mlx(dtype: mx.Dtype) -> None:
+def test_operations_call_mlx_for_16_bit_inputs(dtype: mx.Dtype) -> None:
     x, wide = normal(3, 1000).astype(dtype), normal(3, 1000)
     assert mx.array_equal(operations.silu(x), operations._silu(x))
     assert mx.array_equal(operations.swiglu(x, x), activations.swiglu(x, x))
@@ -105,7 +105,7 @@ def test_16_bits_stay_with_mlx(dtype: mx.Dtype) -> None:
         assert mx.array_equal(ours, theirs)
 
 
-def test_models_call_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_makes_models_call_the_replacements(monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, name in ((nn, "silu"), (mx, "conv1d")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     operations.install()

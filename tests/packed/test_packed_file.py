@@ -1,4 +1,4 @@
-"""Packed weights that are kept for the next start: the same values, or a miss."""
+"""Files of packed weights: the same values at the next load, or a miss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstrata.models.load import load
 from kvstrata.packed import block, packed_file
 from kvstrata.packed.weight import pack
 from tests.models.conftest import QUANTIZATION, quantized_module, write_model
-from tests.packed.test_place import num_short
+from tests.packed.models import num_fused
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="weights are packed on a CPU alone")
@@ -30,15 +30,15 @@ def write_quantized(folder: Path, architecture: str) -> str:
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A folder with quantized weights, and a cache folder of its own where all is worth keeping."""
+    """Return a folder with quantized weights, and keep files of packed weights in a folder of the test."""
     monkeypatch.setenv("KVSTRATA_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(packed_file, "WORTH_KEEPING_S", 0.0)
+    monkeypatch.setattr(packed_file, "MIN_PACKING_S", 0.0)
     return write_quantized(tmp_path / "tiny", "llama")
 
 
 @pytest.fixture
 def num_packed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How many matrices were packed since the last call."""
+    """Return a function that counts the matrices packed since its last call."""
     packed: list[object] = []
     monkeypatch.setattr("kvstrata.packed.weight.pack", lambda source: packed.append(source) or pack(source))
 
@@ -58,9 +58,7 @@ def kept_files(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "home" / "packed").iterdir())
 
 
-def test_second_load_packs_nothing_and_computes_the_same(
-    model: str, tmp_path: Path, num_packed: Callable[[], int]
-) -> None:
+def test_second_load_packs_nothing_and_keeps_logits(model: str, tmp_path: Path, num_packed: Callable[[], int]) -> None:
     first = logits(model)
     assert num_packed() > 0
     assert np.array_equal(logits(model), first)
@@ -69,10 +67,10 @@ def test_second_load_packs_nothing_and_computes_the_same(
     assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
 
 
-def test_second_load_does_not_try_blocks(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = num_short(load(model).module)
+def test_second_load_skips_block_trials(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = num_fused(load(model).module)
     monkeypatch.setattr(block, "_outputs", None)
-    assert num_short(load(model).module) == first > 0
+    assert num_fused(load(model).module) == first > 0
 
 
 def flip(path: Path) -> None:
@@ -99,7 +97,7 @@ def link(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [flip, cut, empty, open_to_others, link])
-def test_file_that_cannot_be_trusted_is_a_miss_and_is_replaced(
+def test_untrusted_file_is_a_miss_and_is_replaced(
     damage: Callable[[Path], None], model: str, tmp_path: Path, num_packed: Callable[[], int]
 ) -> None:
     first = logits(model)
@@ -112,7 +110,7 @@ def test_file_that_cannot_be_trusted_is_a_miss_and_is_replaced(
     assert num_packed() == 0
 
 
-def test_other_activations_and_other_weights_have_files_of_their_own(model: str, tmp_path: Path) -> None:
+def test_file_differs_by_activations_and_weights(model: str, tmp_path: Path) -> None:
     load(model, cpu=CpuOptions(activations=16))
     load(model, cpu=CpuOptions(activations=32))
     assert len(kept_files(tmp_path)) == 2
@@ -121,7 +119,7 @@ def test_other_activations_and_other_weights_have_files_of_their_own(model: str,
     assert len(kept_files(tmp_path)) == 3
 
 
-def test_file_that_was_read_longest_ago_goes_first(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limit_deletes_least_recently_read_file(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load(model, cpu=CpuOptions(activations=16))
     (read,) = kept_files(tmp_path)
     load(model, cpu=CpuOptions(activations=32))
@@ -135,7 +133,7 @@ def test_file_that_was_read_longest_ago_goes_first(model: str, tmp_path: Path, m
 
 
 @pytest.mark.parametrize(("name", "value"), [("MAX_BYTES", 1000), ("FREE_BYTES", 1 << 60)])
-def test_no_file_is_written_where_it_does_not_fit(
+def test_no_file_is_written_beyond_a_limit(
     name: str, value: int, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed_file, name, value)
@@ -143,9 +141,7 @@ def test_no_file_is_written_where_it_does_not_fit(
     assert kept_files(tmp_path) == []
 
 
-def test_model_that_is_too_large_to_keep_deletes_no_file(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_above_the_limit_deletes_no_file(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load(model, cpu=CpuOptions(activations=16))
     (path,) = kept_files(tmp_path)
     monkeypatch.setattr(packed_file, "MAX_BYTES", path.stat().st_size // 2)
@@ -153,7 +149,7 @@ def test_model_that_is_too_large_to_keep_deletes_no_file(
     assert kept_files(tmp_path) == [path]
 
 
-def test_file_that_a_killed_process_of_the_same_id_left_is_replaced(model: str, tmp_path: Path) -> None:
+def test_temporary_file_of_a_killed_process_is_replaced(model: str, tmp_path: Path) -> None:
     load(model)
     (path,) = kept_files(tmp_path)
     path.rename(path.with_suffix(f".{os.getpid()}{packed_file.TEMPORARY}"))
@@ -161,7 +157,7 @@ def test_file_that_a_killed_process_of_the_same_id_left_is_replaced(model: str, 
     assert kept_files(tmp_path) == [path]
 
 
-def test_disk_that_is_full_costs_the_file_alone(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_no_file(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -1,4 +1,4 @@
-"""Packed weights: matrices of a few bits in tiles, which our kernels multiply on a plain CPU in packed form.
+"""Packed weights: matrices of a few bits in tiles, which kernels multiply on a CPU without unpacking them in memory.
 
 The package knows arrays and modules of MLX. It knows neither the source of a model nor sequences and their caches.
 """

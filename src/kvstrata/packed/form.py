@@ -1,4 +1,4 @@
-"""The form of a model's weights on a CPU, as one value. Imports neither numba nor MLX."""
+"""Form of a model's weights on a CPU. Imports neither numba nor MLX."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from typing import Any, Literal
 
 # Bits of activations in a product; 32: unrounded.
 Activations = Literal[8, 16, 32]
-# Version of the arithmetic: after a change of results, older KV counts as another model's.
+# Version of the arithmetic. It changes with the results, so that KV of older versions is never a hit.
 VERSION = 1
 
 
 @dataclass(frozen=True)
 class CpuForm:
+    """Decision on the weights of a model, and the precision of activations in their products."""
+
     packs: bool  # quantized weights stay quantized; False: everything becomes float32
     plain_bits: int | None  # bits to which plain weights are quantized; None: they become float32
     activations: Activations
 
     @property
     def identity(self) -> str:
-        """Part of the identity of a model, because another form computes other KV. Always empty for float32."""
+        """Part of a model's identity, because another form computes other KV. Empty for float32."""
         return f"packed {VERSION}, plain {self.plain_bits}, activations {self.activations}" if self.packs else ""
 
     @property
     def words(self) -> str:
-        """Description for people."""
+        """Description for logs and the CLI."""
         if not self.packs:
             return "float32"
         plain = "" if self.plain_bits is None else f", plain ones quantized to {self.plain_bits} bits"
@@ -39,7 +41,7 @@ DENSE = CpuForm(packs=False, plain_bits=None, activations=32)
 
 @contextmanager
 def exact_activations(model: Any) -> Iterator[None]:
-    """Let products take activations unrounded meanwhile: for trials of a model, which rounding would blur."""
+    """Let the products of a model take unrounded activations, for trials that compare outputs closely."""
     modules = [module for _, module in model.named_modules() if isinstance(getattr(module, "activations", None), int)]
     before = [module.activations for module in modules]
     for module in modules:

@@ -16,7 +16,7 @@ from kvstrata.packed.weight import ActivationVectors, PackedWeight
 
 
 class PackedModule(nn.Module):
-    """Base of packed layers. The arrays of weights are parameters, so that they count as bytes of the model."""
+    """Base of packed layers. The arrays of weights are parameters, so that they count as memory of the model."""
 
     def __init__(self, weights: Sequence[PackedWeight], activations: Activations, bias: mx.array | None = None) -> None:
         super().__init__()
@@ -36,22 +36,24 @@ class PackedModule(nn.Module):
 
 
 class PackedLinear(PackedModule):
+    """Linear layer."""
+
     def __call__(self, x: mx.array) -> mx.array:
-        made = product(self.weight, flat(x), self.activations)
-        out = mx.array(made).reshape(*x.shape[:-1], made.shape[1])
+        out = _multiply(self.weight, x, self.activations)
         return out + self.bias if "bias" in self else out
 
 
 class PackedEmbedding(PackedModule):
+    """Embedding table, dequantized by rows."""
+
     def __call__(self, ids: mx.array) -> mx.array:
         mx.eval(ids)
         rows = self.weight.rows(np.asarray(ids).reshape(-1).astype(np.int64))
         return mx.array(rows).reshape(*ids.shape, rows.shape[1])
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """Compute the output layer of models that share this matrix with it."""
-        made = product(self.weight, flat(x), self.activations)
-        return mx.array(made).reshape(*x.shape[:-1], made.shape[1])
+        """Compute logits, in models whose output layer shares this matrix."""
+        return _multiply(self.weight, x, self.activations)
 
 
 class PackedSwitchLinear(PackedModule):
@@ -63,21 +65,23 @@ class PackedSwitchLinear(PackedModule):
         places = np.asarray(indices)
         rows = np.broadcast_to(np.asarray(x.astype(mx.float32)), (*places.shape, *x.shape[-2:]))
         experts, vectors = places.reshape(-1), rows.reshape(len(places.reshape(-1)), -1, x.shape[-1])
-        made = np.empty((*vectors.shape[:2], self.weight.shape[0]), np.float32)
+        products = np.empty((*vectors.shape[:2], self.weight.shape[0]), np.float32)
         for expert in np.unique(experts):
             chosen = experts == expert
             some = np.ascontiguousarray(vectors[chosen]).reshape(-1, x.shape[-1])
-            made[chosen] = product(self._weights[expert], some, self.activations).reshape(-1, *made.shape[1:])
-        out = mx.array(made).reshape(*places.shape, *made.shape[1:])
+            out = np.empty((len(some), products.shape[-1]), np.float32)
+            self._weights[expert].multiply(ActivationVectors(some, self.activations), out)
+            products[chosen] = out.reshape(-1, *products.shape[1:])
+        out = mx.array(products).reshape(*places.shape, *products.shape[1:])
         return out + mx.expand_dims(self.bias[indices], -2) if "bias" in self else out
 
 
 class PackedMultiLinear(PackedModule):
-    """Linear layers of heads: one small matrix for each, used from both sides. Each pass unpacks all of them."""
+    """Linear layers of heads: one small matrix for each, used from both sides. Each call dequantizes all of them."""
 
     def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
-        whole = mx.array(np.stack([weight.unpacked() for weight in self._weights]))
-        return x @ (whole.swapaxes(-1, -2) if transpose else whole)
+        weights = mx.array(np.stack([weight.dequantize() for weight in self._weights]))
+        return x @ (weights.swapaxes(-1, -2) if transpose else weights)
 
 
 def flat(x: mx.array) -> np.ndarray:
@@ -86,8 +90,9 @@ def flat(x: mx.array) -> np.ndarray:
     return np.ascontiguousarray(values.reshape(-1, x.shape[-1]))
 
 
-def product(weight: PackedWeight, values: np.ndarray, activations: Activations) -> np.ndarray:
-    made = np.empty((len(values), weight.shape[0]), np.float32)
+def _multiply(weight: PackedWeight, x: mx.array, activations: Activations) -> mx.array:
+    values = flat(x)
+    out = np.empty((len(values), weight.shape[0]), np.float32)
     if len(values):
-        weight.multiply(ActivationVectors(values, activations), made)
-    return made
+        weight.multiply(ActivationVectors(values, activations), out)
+    return mx.array(out).reshape(*x.shape[:-1], out.shape[1])

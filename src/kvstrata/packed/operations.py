@@ -1,7 +1,7 @@
-"""Loops for operations that are slow in MLX on a CPU: silu, gating by silu, and short convolutions.
+"""Replacements for operations that are slow in MLX on a CPU: silu, gating by silu, and short convolutions.
 
-MLX computes these operations on one core, number by number. Common blocks need none of them (block.py). Recurrent
-layers and experts do; in a hybrid model these operations took more time than the products.
+MLX computes these operations on one core, value by value. Fused blocks (block.py) need none of them. Recurrent layers
+and experts do; in a hybrid model these operations took more time than the products.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from kvstrata.backend.rebinding import rebind
 from kvstrata.codecs import backends
 from kvstrata.codecs.cpu.planes import are_computed, threads_for
 
-# Fewest numbers for a loop: with fewer, MLX ends before a loop has begun.
-FEWEST = 1024
-# Fewest numbers that are worth waking other threads.
-PARALLEL = 1 << 16
+# Fewest values for a loop of ours: with fewer, MLX ends before the loop has begun.
+MIN_VALUES = 1024
+# Fewest values that are worth waking other threads.
+PARALLEL_VALUES = 1 << 16
 
 _silu, _conv1d = nn.silu, mx.conv1d
 
 
 def install() -> None:
-    """Make models call our functions, which have no gradients. Call it after a model was loaded."""
+    """Make models call these functions, which have no gradients. Call it after a model was loaded."""
     nn.silu, mx.conv1d = silu, conv1d
     rebind(activations.swiglu, swiglu)
     rebind(activations.precise_swiglu, precise_swiglu)
 
 
 def silu(x: mx.array) -> mx.array:
-    if not _takes(x):
+    if not _can_run(x):
         return _silu(x)
     from kvstrata.packed.cpu import block_kernels as cpu_block_kernels
 
-    return _by(cpu_block_kernels.silu, x.shape, np.asarray(x))
+    return _run_loop(cpu_block_kernels.silu, x.shape, np.asarray(x))
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    if gate.shape != x.shape or not _takes(gate, x):
+    if gate.shape != x.shape or not _can_run(gate, x):
         return activations.swiglu(gate, x)
     from kvstrata.packed.cpu import block_kernels as cpu_block_kernels
 
-    return _by(cpu_block_kernels.gated, x.shape, np.asarray(gate), np.asarray(x))
+    return _run_loop(cpu_block_kernels.gated, x.shape, np.asarray(gate), np.asarray(x))
 
 
 def precise_swiglu(h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
@@ -59,26 +59,26 @@ def precise_swiglu(h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
 def conv1d(
     x: mx.array, weight: mx.array, stride: int = 1, padding: int = 0, dilation: int = 1, groups: int = 1, **options: Any
 ) -> mx.array:
-    """Convolve by our loop if each channel is by itself: x [rows, tokens, channels], weight [channels, length, 1]."""
+    """Convolve x [rows, tokens, channels] with weight [channels, length, 1], in a loop of ours if it is depthwise."""
     is_plain = (stride, padding, dilation) == (1, 0, 1) and not options and groups > 1
-    is_by_channel = groups == x.shape[-1] == weight.shape[0]
-    if not is_plain or not is_by_channel or x.shape[1] < weight.shape[1] or not _takes(x, weight):
+    is_depthwise = groups == x.shape[-1] == weight.shape[0]
+    if not is_plain or not is_depthwise or x.shape[1] < weight.shape[1] or not _can_run(x, weight):
         return _conv1d(x, weight, stride, padding, dilation, groups, **options)
     from kvstrata.packed.cpu import block_kernels as cpu_block_kernels
 
     shape = (x.shape[0], x.shape[1] - weight.shape[1] + 1, x.shape[2])
-    return _by(cpu_block_kernels.convolve, shape, np.asarray(x), np.asarray(weight)[..., 0].T, flat=False)
+    return _run_loop(cpu_block_kernels.convolve, shape, np.asarray(x), np.asarray(weight)[..., 0].T, flat=False)
 
 
-def _takes(*arrays: mx.array) -> bool:
-    is_ours = backends.active() == "cpu" and arrays[0].size >= FEWEST
+def _can_run(*arrays: mx.array) -> bool:
+    is_ours = backends.active() == "cpu" and arrays[0].size >= MIN_VALUES
     return is_ours and all(array.dtype == mx.float32 for array in arrays) and are_computed(arrays)
 
 
-def _by(loop: Callable[..., None], shape: tuple[int, ...], *inputs: np.ndarray, flat: bool = True) -> mx.array:
-    """Run a loop. `flat`: the loop takes arrays with one axis, so that numba compiles it once for all shapes."""
+def _run_loop(loop: Callable[..., None], shape: tuple[int, ...], *inputs: np.ndarray, flat: bool = True) -> mx.array:
+    """Run a loop over arrays. `flat`: with one axis, so that numba compiles the loop once for all shapes."""
     out = np.empty(shape, np.float32)
     arrays = [*map(np.ascontiguousarray, inputs), out]
-    with threads_for(is_large=out.size >= PARALLEL):
+    with threads_for(is_large=out.size >= PARALLEL_VALUES):
         loop(*(array.reshape(-1) if flat else array for array in arrays))
     return mx.array(out)

@@ -2,9 +2,9 @@
 
     arrays, one after the other | index: JSON | length of the index: 8 bytes | blake3 of all that comes before: 32 bytes
 
-The file's name follows from the model, the form of its weights, the machine and the code that packs. A file that is cut
-off, changed, not this user's alone, or of other shapes is a miss. Files are published by a rename. If all files exceed
-`MAX_BYTES`, the files that were read longest ago are deleted.
+The file's name is a hash of the model, the form of its weights, the machine and the code that packs. A file that is
+truncated, changed, not private to this user, or of other shapes is a miss. Files are published by a rename. If they
+exceed `MAX_BYTES` together, the least recently read ones are deleted.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ TEMPORARY = ".tmp"
 # Most bytes of all files together, and bytes that a new file leaves free on its volume.
 MAX_BYTES = 32 << 30
 FREE_BYTES = 4 << 30
-# Faster packing is not worth a file.
-WORTH_KEEPING_S = 0.3
+# Shortest packing that is worth a file.
+MIN_PACKING_S = 0.3
 LENGTH_BYTES, DIGEST_BYTES = 8, 32
 # Age of a temporary file whose writer has certainly ended.
 ABANDONED_S = 86_400
@@ -52,17 +52,17 @@ class PackedModelWeights:
     """Contents of a file of packed weights."""
 
     weights: Mapping[str, Sequence[PackedWeight]]  # of layers by their names: one, or one for each expert or head
-    activations: Mapping[str, int]  # of blocks that have a short form (`packed/block.py`), by their names
+    activations: Mapping[str, int]  # activation functions of fused blocks (block.py), by their names
 
 
 def packed_file_path(fingerprint: str) -> Path:
-    """Return the path of a file. `fingerprint`: of a model, including the form of its weights."""
+    """Return the path for a model. `fingerprint`: of the model, including the form of its weights."""
     return cache_root() / "packed" / f"{blake3(f'{fingerprint} {_machine()}'.encode()).hexdigest()[:32]}{SUFFIX}"
 
 
 @cache
 def _machine() -> str:
-    """Describe everything but the model that decides how weights are packed and which blocks have a short form."""
+    """Describe everything but the model that decides how weights are packed and which blocks are fused."""
     code = blake3()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         code.update(path.read_bytes())
@@ -72,21 +72,21 @@ def _machine() -> str:
 
 
 def read_packed_file(path: Path) -> PackedModelWeights | None:
-    """Read packed weights. None: there is no file that can be trusted."""
+    """Read packed weights. None: no file exists that can be trusted."""
     try:
         content = _read_content(path)
-        kept = None if content is None else _parse_content(content)
+        weights = None if content is None else _parse_content(content)
         os.utime(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
         log.info("Packed weights in %s cannot be used, so they are packed again: %s", path, error)
         return None
-    return kept
+    return weights
 
 
 def _read_content(path: Path) -> memoryview | None:
-    """Return the bytes of a file. None: the file is incomplete, changed or not this user's alone."""
+    """Return the bytes of a file. None: the file is truncated, changed or not private to this user."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         status = os.fstat(fd)
@@ -119,7 +119,7 @@ def _read_weight(content: memoryview, at: int, sizes: Sequence[int], form: Seque
 
 @dataclass
 class PackedFileWriter:
-    """Writes a file while a model is packed. An error of the disk ends the file and nothing else."""
+    """Writer of a file while a model is packed. A disk error ends the file, and packing continues."""
 
     path: Path
     _file: BinaryIO | None = None
@@ -135,7 +135,7 @@ class PackedFileWriter:
     def open(self, needed_bytes: int) -> None:
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Left by a killed process with the same id, which is common in containers.
+            # A killed process with the same id may have left one; ids repeat in containers.
             self._temporary.unlink(missing_ok=True)
             _reclaim_space(self.path.parent, needed_bytes)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -157,8 +157,8 @@ class PackedFileWriter:
         self._weights[name] = found
 
     def publish(self, activations: Mapping[str, int]) -> None:
-        """Complete and publish the file, unless packing was fast. `activations`: as in `KeptWeights`."""
-        if self._file is None or time.perf_counter() - self._began_s < WORTH_KEEPING_S:
+        """Complete and publish the file, unless packing was fast. `activations`: as in `PackedModelWeights`."""
+        if self._file is None or time.perf_counter() - self._began_s < MIN_PACKING_S:
             return
         index = json.dumps({"weights": self._weights, "activations": dict(activations)}).encode()
         self._write(memoryview(index))
@@ -195,7 +195,7 @@ class PackedFileWriter:
 
 @contextmanager
 def writing_packed_file(path: Path, needed_bytes: int) -> Iterator[PackedFileWriter]:
-    """Yield a writer, which leaves a whole file or none."""
+    """Yield a writer, which leaves a complete file or none."""
     writer = PackedFileWriter(path)
     writer.open(needed_bytes)
     try:
@@ -205,7 +205,7 @@ def writing_packed_file(path: Path, needed_bytes: int) -> Iterator[PackedFileWri
 
 
 def _reclaim_space(folder: Path, needed_bytes: int) -> None:
-    """Delete the files that were read longest ago. Raise OSError if the new file does not fit even then."""
+    """Delete the least recently read files. Raise OSError if the new file does not fit even then."""
     if needed_bytes > MAX_BYTES:
         # Checked before anything is deleted, because no deletion would suffice.
         raise OSError(f"{needed_bytes} bytes are more than all files may take")

@@ -1,6 +1,6 @@
 """Replacement of a model's layers by packed layers, for a CPU, one layer at a time.
 
-Knows the layers of mlx and mlx-lm. Weights without tiles (formats that few models have, matrices whose rows are no
+The layers are those of mlx and mlx-lm. Weights without tiles (formats that few models have, matrices whose rows are no
 whole groups) become float32.
 """
 
@@ -19,7 +19,7 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from kvstrata.packed.form import CpuForm
-from kvstrata.packed.quantized import TILE_ROWS, QuantizedMatrix, whole_tiles
+from kvstrata.packed.quantized import TILE_ROWS, QuantizedMatrix, num_panels
 
 if TYPE_CHECKING:
     from kvstrata.packed.weight import PackedWeight
@@ -39,9 +39,11 @@ GROUP = 32  # of weights that are quantized here
 
 
 def place(model: nn.Module, form: CpuForm, fingerprint: str = "") -> None:
-    """Replace a model's layers. Memory peaks at one layer above the result. Layers of other classes (a few models fuse
-    their own) stay, and work slowly. `fingerprint`: of the model in this form, by which packed weights are kept for the
-    next start; empty: they are not kept."""
+    """Replace the layers of a model, with a memory peak of one layer above the result.
+
+    Layers of other classes stay and are slow; a few models define their own. `fingerprint`: of the model in this form,
+    by which packed weights are kept for the next start; empty: they are not kept.
+    """
     if form.packs:
         _place_packed(model, form, fingerprint)
     else:
@@ -64,7 +66,7 @@ def _place_packed(model: nn.Module, form: CpuForm, fingerprint: str) -> None:
         fuse_blocks(model, kept.activations)
         return
     with writing_packed_file(path, placed_bytes(model, form)) as writer:
-        _replace_layers(model, form, written=writer.add_weights)
+        _replace_layers(model, form, on_packed=writer.add_weights)
         writer.publish(fuse_blocks(model))
 
 
@@ -72,14 +74,14 @@ def _replace_layers(
     model: nn.Module,
     form: CpuForm,
     kept: Mapping[str, Sequence[PackedWeight]] = MappingProxyType({}),
-    written: Callable[[str, Sequence[PackedWeight]], None] = lambda _name, _weights: None,
+    on_packed: Callable[[str, Sequence[PackedWeight]], None] = lambda _name, _weights: None,
 ) -> None:
-    """Replace layers. `kept`: packed weights by the names of their layers. `written` is called with packed weights."""
+    """Replace layers. `kept`: packed weights by layer name. `on_packed` receives the packed weights of each layer."""
     done: dict[int, nn.Module | None] = {}  # a module may occur twice
     for name, module in model.named_modules():
         if type(module) in QUANTIZED or type(module) in PLAIN:
             if id(module) not in done:
-                done[id(module)] = _place_layer(module, form, kept.get(name, ()), partial(written, name))
+                done[id(module)] = _place_layer(module, form, kept.get(name, ()), partial(on_packed, name))
             if (placed := done[id(module)]) is not None:
                 model.update_modules(tree_unflatten([(name, placed)]))
     model.set_dtype(mx.float32)
@@ -87,7 +89,7 @@ def _replace_layers(
 
 
 def placed_bytes(model: nn.Module, form: CpuForm) -> int:
-    """Return the bytes that `place` would leave in memory. Computes nothing, so lazy arrays stay unread."""
+    """Return the bytes that the model would take after `place`. No array is computed, so lazy arrays stay unread."""
     layers = weight_layers(model)
     seen = {id(layer[name]) for layer in layers for name in WEIGHTS if name in layer}
     total = sum(_matrix_bytes(layer, form) for layer in layers)
@@ -114,25 +116,25 @@ def _place_layer(
     module: nn.Module,
     form: CpuForm,
     kept: Sequence[PackedWeight],
-    written: Callable[[Sequence[PackedWeight]], None],
+    on_packed: Callable[[Sequence[PackedWeight]], None],
 ) -> nn.Module | None:
     """Return the replacement of a layer. None: the layer stays."""
     if type(module) in PLAIN and not _is_packed(module, form):
         return None
     if _is_packed(module, form):
         weights = kept if _have_shapes_of(module, kept) else _pack(module, form)
-        written(weights)
-        made = _packed_module(module, form, weights)
+        on_packed(weights)
+        replacement = _packed_module(module, form, weights)
     else:
-        made = QUANTIZED[type(module)]()
-        made.weight = _dequantize(module)
+        replacement = QUANTIZED[type(module)]()
+        replacement.weight = _dequantize(module)
         if "bias" in module:
-            made.bias = module["bias"].astype(mx.float32)
-    mx.eval(made.parameters())
-    # Frees the weight now, not when the whole model is done.
+            replacement.bias = module["bias"].astype(mx.float32)
+    mx.eval(replacement.parameters())
+    # The weight is freed now, not when the whole model is done.
     for name in WEIGHTS:
         module.pop(name, None)
-    return made
+    return replacement
 
 
 def _packed_module(module: nn.Module, form: CpuForm, weights: Sequence[PackedWeight]) -> nn.Module:
@@ -158,7 +160,7 @@ def _pack(module: nn.Module, form: CpuForm) -> list[PackedWeight]:
 
 
 def _have_shapes_of(module: nn.Module, weights: Sequence[PackedWeight]) -> bool:
-    """Whether packed weights have the shapes of a layer's. Reads no array."""
+    """Whether packed weights have the shapes of a layer's matrices. No array is read."""
     if type(module) in PLAIN:
         *heads, rows, columns = module["weight"].shape
     else:
@@ -171,7 +173,7 @@ def _is_packed(module: nn.Module, form: CpuForm) -> bool:
     if not form.packs:
         return False
     if type(module) in PLAIN:
-        # Only the length of the rows matters, whatever axes precede them.
+        # Groups divide rows; matrices of experts and heads have more axes before them.
         return form.plain_bits is not None and module["weight"].shape[-1] % GROUP == 0
     return _quantized_matrix(module).fits and module.get("global_scale") is None
 
@@ -212,7 +214,7 @@ def _matrix_bytes(module: nn.Module, form: CpuForm) -> int:
         # Scale and bias of a group are as wide as the weights are.
         num_bytes = values * form.plain_bits // 8 + 2 * module["weight"].itemsize * (values // GROUP)
         rows = module["weight"].shape[-2]
-        return num_bytes // rows * whole_tiles(rows) * TILE_ROWS
+        return num_bytes // rows * num_panels(rows) * TILE_ROWS
     matrix = _quantized_matrix(module)
     if _is_packed(module, form):
         return matrix.packed_bytes
@@ -226,7 +228,7 @@ def _bytes_as_float32(array: mx.array) -> int:
 def _dequantize(module: nn.Module) -> mx.array:
     scales, biases = module["scales"], module.get("biases")
     if biases is not None:
-        # In float32; otherwise scale * code + bias is rounded to 16 bits first.
+        # Before the product: scale * code + bias would be rounded to 16 bits.
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
     options: Any = module
     weight = mx.dequantize(

@@ -1,4 +1,7 @@
-"""Matrices as MLX quantizes them, and the sizes of tiles. Needs no numba."""
+"""Matrices as MLX quantizes them, and the sizes of tiles.
+
+A module of its own because it needs no numba: place.py predicts sizes without it, and the kernels import it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ SCALES = (mx.float16, mx.bfloat16, mx.float32)
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """A quantized matrix [out, in], or several."""
+    """Quantized matrix [out, in], or several of the same shape."""
 
     weight: mx.array  # uint32 words
     scales: mx.array
@@ -27,7 +30,7 @@ class QuantizedMatrix:
 
     @property
     def fits(self) -> bool:
-        """Whether there are tiles for this format."""
+        """Whether tiles exist for this format."""
         if self.mode == "mxfp4":
             return self.group == TILE_COLUMNS and self.bits == 4
         return self.mode == "affine" and self.bits in PLANES and self.group in GROUPS and self.scales.dtype in SCALES
@@ -42,10 +45,11 @@ class QuantizedMatrix:
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes in tiles: those of the arrays, with rows rounded up to whole tiles."""
+        """Bytes of the packed matrix: those of the arrays, with rows rounded up to whole tiles."""
         rows = self.shape[0]
-        return sum(array.nbytes for array in self.arrays) // rows * whole_tiles(rows) * TILE_ROWS
+        return sum(array.nbytes for array in self.arrays) // rows * num_panels(rows) * TILE_ROWS
 
 
-def whole_tiles(rows: int) -> int:
+def num_panels(rows: int) -> int:
+    """Return the number of panels (rows of tiles) that hold `rows` rows of a matrix."""
     return -(-rows // TILE_ROWS)

@@ -1,4 +1,4 @@
-"""A matrix of weights in tiles, and its products.
+"""Matrix of packed weights in tiles, and its products.
 
 cpu/tiles.py describes the layout. The arrays are MLX's and count as MLX's memory; the kernels read them in place.
 Products need numba.
@@ -18,19 +18,19 @@ from kvstrata.backend.sgemm import sgemm
 from kvstrata.packed.cpu import products as cpu_products
 from kvstrata.packed.cpu.tiles import BASES
 from kvstrata.packed.form import Activations
-from kvstrata.packed.quantized import TILE_COLUMNS, TILE_ROWS, QuantizedMatrix, whole_tiles
+from kvstrata.packed.quantized import TILE_COLUMNS, TILE_ROWS, QuantizedMatrix, num_panels
 
 KINDS = {mx.float16: cpu_products.HALF, mx.bfloat16: cpu_products.BFLOAT, mx.float32: cpu_products.FLOAT}
 # For more float32 vectors than this, BLAS over unpacked rows is faster.
 BLAS_VECTORS = 4
-# Values that are unpacked for BLAS at a time: they stay in a cache.
-UNPACKED_VALUES = 1 << 20
+# Values that are dequantized for BLAS at a time, so that they fit a CPU cache.
+DEQUANTIZED_VALUES = 1 << 20
 # Fewest values that are worth waking other threads.
 PARALLEL_VALUES = 1 << 15
 
 
 class ActivationVectors:
-    """Activations [vectors, in], in the form that the products take."""
+    """Activations [vectors, in] as products take them: float32, or rounded to 8 or 16 bits in groups of 32."""
 
     def __init__(self, values: np.ndarray, activations: Activations) -> None:
         self.values = values
@@ -44,14 +44,14 @@ class ActivationVectors:
 
     @cached_property
     def sums(self) -> np.ndarray:
-        made = np.empty((self.values.shape[0], self.values.shape[1] // TILE_COLUMNS), np.float32)
-        cpu_products.add_groups(self.values, made)
-        return made
+        out = np.empty((self.values.shape[0], self.values.shape[1] // TILE_COLUMNS), np.float32)
+        cpu_products.sum_groups(self.values, out)
+        return out
 
 
 @dataclass(frozen=True)
 class TileFormat:
-    """Storage form of codes and scales. Matrices of the same form can be joined."""
+    """Format of codes and scales. Matrices of the same format can be joined."""
 
     bits: int
     kind: int  # of scales: see cpu/products.py
@@ -60,27 +60,27 @@ class TileFormat:
 
 
 class PackedWeight:
-    """A packed matrix [out, in]."""
+    """Packed matrix [out, in]."""
 
     def __init__(self, codes: mx.array, scales: mx.array, form: TileFormat, rows: int) -> None:
         self.arrays = (codes, scales)  # bytes, whatever they encode
         self.form = form
         self.shape = (rows, form.columns)
-        self._num_rows = whole_tiles(rows)
-        # In the order in which the kernels read them.
+        self._num_panels = num_panels(rows)
+        # In the order of cpu/products.py.
         self.fields: Any = (
             np.asarray(codes), np.asarray(scales), np.int64(form.bits), np.int64(form.kind),
             np.float32(BASES[form.bits]), np.int64(form.group // TILE_COLUMNS),
-            np.int64(form.columns // TILE_COLUMNS), np.int64(self._num_rows), np.int64(rows),
+            np.int64(form.columns // TILE_COLUMNS), np.int64(self._num_panels), np.int64(rows),
         )  # fmt: skip
 
     def multiply(self, x: ActivationVectors, out: np.ndarray, first: int = 0) -> None:
         """Write x @ self.T -> out[:, first : first + rows]"""
         rows = self.shape[0]
         if rows % TILE_ROWS:
-            whole = np.empty((len(out), self._num_rows * TILE_ROWS), np.float32)
-            self._multiply(x, whole, 0)
-            out[:, first : first + rows] = whole[:, :rows]
+            padded = np.empty((len(out), self._num_panels * TILE_ROWS), np.float32)
+            self._multiply(x, padded, 0)
+            out[:, first : first + rows] = padded[:, :rows]
         else:
             self._multiply(x, out, first)
 
@@ -90,34 +90,34 @@ class PackedWeight:
         elif len(x.values) <= BLAS_VECTORS:
             cpu_products.multiply_exactly(self.fields, x.values, x.sums, out, first)
         else:
-            step = max(1, UNPACKED_VALUES // self.shape[1] // TILE_ROWS)
-            for start in range(0, self._num_rows, step):
-                some = self._eights(np.arange(start, min(start + step, self._num_rows)))
+            step = max(1, DEQUANTIZED_VALUES // self.shape[1] // TILE_ROWS)
+            for start in range(0, self._num_panels, step):
+                some = self._dequantize_panels(np.arange(start, min(start + step, self._num_panels)))
                 place = first + start * TILE_ROWS
                 sgemm(x.values, some, out[:, place : place + len(some)])
 
-    def unpacked(self) -> np.ndarray:
+    def dequantize(self) -> np.ndarray:
         """Return the matrix as float32 [out, in]."""
-        return self._eights(np.arange(self._num_rows))[: self.shape[0]]
+        return self._dequantize_panels(np.arange(self._num_panels))[: self.shape[0]]
 
     def rows(self, places: np.ndarray) -> np.ndarray:
         """Return the rows at `places` as float32."""
-        eights, which = np.unique(places // TILE_ROWS, return_inverse=True)
-        return self._eights(eights)[which * TILE_ROWS + places % TILE_ROWS]
+        panels, panel_of = np.unique(places // TILE_ROWS, return_inverse=True)
+        return self._dequantize_panels(panels)[panel_of * TILE_ROWS + places % TILE_ROWS]
 
-    def _eights(self, places: np.ndarray) -> np.ndarray:
-        made = np.empty((len(places) * TILE_ROWS, self.shape[1]), np.float32)
-        cpu_products.unpack(self.fields, places, made)
-        return made
+    def _dequantize_panels(self, panels: np.ndarray) -> np.ndarray:
+        out = np.empty((len(panels) * TILE_ROWS, self.shape[1]), np.float32)
+        cpu_products.dequantize(self.fields, panels, out)
+        return out
 
 
 def pack(source: QuantizedMatrix) -> PackedWeight:
     rows, columns = source.shape
     mx.eval(source.arrays)
     stream = np.asarray(source.weight).view(np.uint8).reshape(-1)
-    codes = np.zeros(whole_tiles(rows) * TILE_ROWS * columns * source.bits // 8, np.uint8)
+    codes = np.zeros(num_panels(rows) * TILE_ROWS * columns * source.bits // 8, np.uint8)
     cpu_products.pack(stream, source.bits, len(stream) // rows, codes)
-    scales = np.stack([_by_tiles(_octets(part)) for part in source.arrays[1:]], axis=2)
+    scales = np.stack([_by_panels(_as_numpy(part)) for part in source.arrays[1:]], axis=2)
     if source.biases is None:
         form = TileFormat(cpu_products.FP4, cpu_products.EXPONENT, source.group, columns)
     else:
@@ -126,7 +126,7 @@ def pack(source: QuantizedMatrix) -> PackedWeight:
 
 
 def join_weights(weights: Sequence[PackedWeight]) -> PackedWeight | None:
-    """Join matrices one below the other. None: they differ in form, or do not fill tiles."""
+    """Join matrices one below the other. None: they differ in format, or do not fill tiles."""
     first = weights[0]
     if any(weight.form != first.form or weight.shape[0] % TILE_ROWS for weight in weights):
         return None
@@ -135,14 +135,14 @@ def join_weights(weights: Sequence[PackedWeight]) -> PackedWeight | None:
     return PackedWeight(codes, scales, first.form, sum(weight.shape[0] for weight in weights))
 
 
-def _by_tiles(stored: np.ndarray) -> np.ndarray:
-    """Arrange [rows, groups] -> [rows / 8, groups, 8], with zeros for rows that are missing"""
-    rows, groups = stored.shape
-    whole = np.zeros((whole_tiles(rows) * TILE_ROWS, groups), stored.dtype)
-    whole[:rows] = stored
-    return whole.reshape(-1, TILE_ROWS, groups).swapaxes(1, 2)
+def _by_panels(values: np.ndarray) -> np.ndarray:
+    """Arrange [rows, groups] -> [rows / 8, groups, 8], padded with zero rows"""
+    rows, groups = values.shape
+    padded = np.zeros((num_panels(rows) * TILE_ROWS, groups), values.dtype)
+    padded[:rows] = values
+    return padded.reshape(-1, TILE_ROWS, groups).swapaxes(1, 2)
 
 
-def _octets(array: mx.array) -> np.ndarray:
+def _as_numpy(array: mx.array) -> np.ndarray:
     """Convert to numpy; bfloat16 as uint16, because numpy does not know it."""
     return np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)

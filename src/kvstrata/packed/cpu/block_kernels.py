@@ -14,25 +14,25 @@ from kvstrata.packed.cpu.rows import gate, heads, norm
 from kvstrata.packed.quantized import TILE_COLUMNS
 
 # As in attention/cpu/kernels.py.
-BUILT_ON = "13e93fb722bc3752"
+BUILT_ON = "9d6513bc5df82a2a"
 
 
 @njit(nogil=True)
-def _normed(x, with_weight):
+def _apply_norm(x, weight_and_eps):
     """Apply the norm; without weights return x unchanged."""
-    weight, eps = with_weight
+    weight, eps = weight_and_eps
     if not len(weight):
         return x
-    made = np.empty_like(x)
-    norm(x, weight, eps, made)
-    return made
+    out = np.empty_like(x)
+    norm(x, weight, eps, out)
+    return out
 
 
 @njit(nogil=True)
-def _product(x, weights, bias, width, columns):
+def _product(x, weights, bias, activations, columns):
     """Multiply x [tokens, in] by each weight -> [tokens, columns], the products side by side"""
     tokens, size = x.shape
-    low = size if width == 16 else 0
+    low = size if activations == 16 else 0
     groups = (tokens, size // TILE_COLUMNS)
     coded = (
         np.empty((tokens, size), np.int8),
@@ -42,41 +42,43 @@ def _product(x, weights, bias, width, columns):
     )
     quantize(x, coded)
     # Not a bare 0: numba compiles a function for each literal.
-    made, first = np.empty((tokens, columns), np.float32), np.int64(0)
+    out, first = np.empty((tokens, columns), np.float32), np.int64(0)
     for i in range(len(weights)):
         if weights[i][8]:
-            multiply(weights[i], coded, made, first)
+            multiply(weights[i], coded, out, first)
             first += weights[i][8]
     if len(bias):
         for row in range(tokens):
             for i in range(columns):
-                made[row, i] += bias[i]
-    return made
+                out[row, i] += bias[i]
+    return out
 
 
 @njit(nogil=True, cache=True)
-def project(h, before, weights, bias, width, norms, eps, turn, into):
-    """Project h [tokens, dim] to q, k and v [rows, heads, tokens, dim], normed and RoPE-rotated."""
-    columns = (into[0].shape[1] + 2 * into[1].shape[1]) * into[0].shape[3]
+def project(h, attention_norm, weights, bias, activations, head_norms, eps, rotation, qkv):
+    """Project h [tokens, dim] to q, k and v [rows, heads, tokens, dim], with head norms and RoPE rotation applied."""
+    columns = (qkv[0].shape[1] + 2 * qkv[1].shape[1]) * qkv[0].shape[3]
     # `heads` adds the bias.
-    made = _product(_normed(h, before), weights, bias[:0], width, columns)
-    heads(made, bias, norms, eps, turn, into)
+    projected = _product(_apply_norm(h, attention_norm), weights, bias[:0], activations, columns)
+    heads(projected, bias, head_norms, eps, rotation, qkv)
 
 
 @njit(nogil=True, cache=True)
-def finish(h, mixed, out, mlp, width):
-    """Compute the block after attention, whose result is `mixed` [tokens, heads * dim] -> [tokens, dim]. `out`:
-    weights, bias, norm behind. `mlp`: norm in front; weights and bias of gate and up; activation; weights and bias of
-    down; norm behind."""
-    weights, bias, behind = out
+def finish(h, mixed, output, mlp, activations):
+    """Compute the block after attention, whose result is `mixed` [tokens, heads * dim] -> [tokens, dim]
+
+    `output`: weights and bias of the output layer, post-norm. `mlp`: norm; weights and bias of gate and up; activation
+    function; weights and bias of down; post-norm.
+    """
+    weights, bias, post_norm = output
     dim = h.shape[1]
-    h = h + _normed(_product(mixed, weights, bias, width, dim), behind)
-    between, wide_weights, wide_bias, activation, down_weights, down_bias, behind = mlp
+    h = h + _apply_norm(_product(mixed, weights, bias, activations, dim), post_norm)
+    mlp_norm, wide_weights, wide_bias, function, down_weights, down_bias, post_norm = mlp
     inner = wide_weights[0][8] + wide_weights[1][8]
-    wide = _product(_normed(h, between), wide_weights, wide_bias, width, inner)
+    wide = _product(_apply_norm(h, mlp_norm), wide_weights, wide_bias, activations, inner)
     gated = np.empty((len(h), inner // 2), np.float32)
-    gate(wide, activation, gated)
-    return h + _normed(_product(gated, down_weights, down_bias, width, dim), behind)
+    gate(wide, function, gated)
+    return h + _apply_norm(_product(gated, down_weights, down_bias, activations, dim), post_norm)
 
 
 # Sums in any order; NaN stays NaN.

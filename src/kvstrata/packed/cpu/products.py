@@ -1,9 +1,12 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 """Products with packed weights, compiled by numba at the first call and cached on disk.
 
-tiles.py describes the layout of weights. Eight rows of weights, or as many as one instruction takes, are spread once
-and then multiplied by every vector of activations. The order of additions depends neither on the number of threads nor
-on the number of vectors.
+tiles.py describes the layout of weights. A panel is a row of tiles: 8 rows of the matrix. One panel, or as many as one
+instruction takes, is unpacked once and then multiplied by every vector of activations. The order of additions depends
+neither on the number of threads nor on the number of vectors.
+
+A weight is a tuple, `PackedWeight.fields`: codes, scales (with biases; both arrays are bytes), bits of a code, kind of
+scales, base of levels, tiles in a group, tiles in a panel, number of panels, number of rows.
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ from numba import njit, prange
 
 from kvstrata.packed.cpu.tiles import (
     FP4,
-    NUM_ABREAST,
+    NUM_INTERLEAVED,
     TILE_FACTORS,
     TILE_VALUES,
+    dequantize_tile,
     dot8_1,
     dot8_4,
     dot8_codes_4,
@@ -35,23 +39,22 @@ from kvstrata.packed.cpu.tiles import (
     factors_half,
     quantize_8,
     quantize_16,
-    spread_2,
-    spread_3,
-    spread_4,
-    spread_5,
-    spread_6,
-    spread_8,
-    spread_fp4,
-    weights_of,
+    unpack_2,
+    unpack_3,
+    unpack_4,
+    unpack_5,
+    unpack_6,
+    unpack_8,
+    unpack_fp4,
 )
 from kvstrata.packed.quantized import TILE_COLUMNS, TILE_ROWS
 
 # As in attention/cpu/kernels.py.
-BUILT_ON = "406bc8903ba714ae"
+BUILT_ON = "bed6ecd871194e6a"
 
-TASK_ROWS = 12  # eights of rows that a thread takes at a time
+TASK_PANELS = 12  # that a thread takes at a time
 
-VECTOR = 4 * TILE_ROWS  # levels of one vector of a tile
+VECTOR_LEVELS = 4 * TILE_ROWS  # in one vector of a tile
 
 HALF, BFLOAT, FLOAT, EXPONENT = 0, 1, 2, 3  # how scales and biases are stored
 
@@ -60,42 +63,42 @@ _inner = partial(njit, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @_inner
-def _spread(codes, bits, row, num_tiles, levels, place, abreast):
-    """Spread eight rows, number `row` of such eights -> levels, as number `place` of `abreast` eights side by side"""
+def _unpack(codes, bits, panel, num_tiles, levels, place, interleaved):
+    """Unpack a panel -> levels, as number `place` of `interleaved` panels side by side"""
     step = TILE_VALUES // 8 * (4 if bits == FP4 else bits)
-    at, into = row * num_tiles * step, place * VECTOR
-    size, stride = abreast * TILE_VALUES, abreast * VECTOR
+    at, into = panel * num_tiles * step, place * VECTOR_LEVELS
+    size, stride = interleaved * TILE_VALUES, interleaved * VECTOR_LEVELS
     # A loop for each number of bits: a branch for each tile takes as long as the tile.
     if bits == 4:
         for tile in range(num_tiles):
-            spread_4(codes, at + tile * step, levels, into + tile * size, stride)
+            unpack_4(codes, at + tile * step, levels, into + tile * size, stride)
     elif bits == 8:
         for tile in range(num_tiles):
-            spread_8(codes, at + tile * step, levels, into + tile * size, stride)
+            unpack_8(codes, at + tile * step, levels, into + tile * size, stride)
     elif bits == 6:
         for tile in range(num_tiles):
-            spread_6(codes, at + tile * step, levels, into + tile * size, stride)
+            unpack_6(codes, at + tile * step, levels, into + tile * size, stride)
     elif bits == 5:
         for tile in range(num_tiles):
-            spread_5(codes, at + tile * step, levels, into + tile * size, stride)
+            unpack_5(codes, at + tile * step, levels, into + tile * size, stride)
     elif bits == 3:
         for tile in range(num_tiles):
-            spread_3(codes, at + tile * step, levels, into + tile * size, stride)
+            unpack_3(codes, at + tile * step, levels, into + tile * size, stride)
     elif bits == 2:
         for tile in range(num_tiles):
-            spread_2(codes, at + tile * step, levels, into + tile * size, stride)
+            unpack_2(codes, at + tile * step, levels, into + tile * size, stride)
     else:
         for tile in range(num_tiles):
-            spread_fp4(codes, at + tile * step, levels, into + tile * size, stride)
+            unpack_fp4(codes, at + tile * step, levels, into + tile * size, stride)
 
 
 @_inner
-def _spread_factors(weight, row, factors, place, abreast):
-    """Spread the factors of eight rows likewise. They are stored as bytes, whatever their dtype."""
+def _unpack_factors(weight, panel, factors, place, interleaved):
+    """Unpack the scales and biases of a panel -> factors, at the same place. They are bytes, whatever their dtype."""
     _, scales, _, kind, base, group_tiles, num_tiles, _, _ = weight
     size = TILE_ROWS if kind == EXPONENT else TILE_FACTORS * (4 if kind == FLOAT else 2)
     num_groups = num_tiles // group_tiles
-    at, into, stride = row * num_groups * size, place * TILE_ROWS, abreast * TILE_ROWS
+    at, into, stride = panel * num_groups * size, place * TILE_ROWS, interleaved * TILE_ROWS
     for _ in range(num_groups):
         for _ in range(group_tiles):
             if kind == HALF:
@@ -106,30 +109,30 @@ def _spread_factors(weight, row, factors, place, abreast):
                 factors_float(scales, at, factors, into, stride, base)
             else:
                 factors_exponent(scales, at, factors, into, stride, base)
-            into += abreast * TILE_FACTORS
+            into += interleaved * TILE_FACTORS
         at += size
 
 
 @_inner
-def _multiply_rows(weight, rows, x, out, first):
-    """Multiply rows of weights, eights from `rows[0]` to `rows[1]`, by all vectors."""
+def _multiply_panels(weight, panels, x, out, first):
+    """Multiply the panels from `panels[0]` to `panels[1]` by all vectors."""
     codes, bits, n = weight[0], weight[2], weight[6]
-    levels = np.empty(NUM_ABREAST * n * TILE_VALUES, np.int8)
-    factors = np.empty(NUM_ABREAST * n * TILE_FACTORS, np.float32)
-    last = rows[1] - (rows[1] - rows[0]) % NUM_ABREAST
-    for row in range(rows[0], last, NUM_ABREAST):
-        for place in range(NUM_ABREAST):
-            _spread(codes, bits, row + place, n, levels, place, NUM_ABREAST)
-            _spread_factors(weight, row + place, factors, place, NUM_ABREAST)
-        _multiply_spread(levels, factors, n, x, out, first + row * TILE_ROWS)
-    for row in range(last, rows[1]):
-        _spread(codes, bits, row, n, levels, 0, 1)
-        _spread_factors(weight, row, factors, 0, 1)
-        _multiply_last(levels, factors, n, x, out, first + row * TILE_ROWS)
+    levels = np.empty(NUM_INTERLEAVED * n * TILE_VALUES, np.int8)
+    factors = np.empty(NUM_INTERLEAVED * n * TILE_FACTORS, np.float32)
+    last = panels[1] - (panels[1] - panels[0]) % NUM_INTERLEAVED
+    for panel in range(panels[0], last, NUM_INTERLEAVED):
+        for place in range(NUM_INTERLEAVED):
+            _unpack(codes, bits, panel + place, n, levels, place, NUM_INTERLEAVED)
+            _unpack_factors(weight, panel + place, factors, place, NUM_INTERLEAVED)
+        _multiply_unpacked(levels, factors, n, x, out, first + panel * TILE_ROWS)
+    for panel in range(last, panels[1]):
+        _unpack(codes, bits, panel, n, levels, 0, 1)
+        _unpack_factors(weight, panel, factors, 0, 1)
+        _multiply_last(levels, factors, n, x, out, first + panel * TILE_ROWS)
 
 
 @_inner
-def _multiply_spread(levels, factors, n, x, out, into):
+def _multiply_unpacked(levels, factors, n, x, out, into):
     high, low, scales, sums = x
     num, stride = out.shape
     in_fours = num // 4 * 4
@@ -157,14 +160,14 @@ def _multiply_last(levels, factors, n, x, out, into):
 
 
 @_inner
-def _multiply_one(weight, rows, x, out, first):
-    """Multiply likewise by one vector; weights of 4 or 8 bits."""
+def _multiply_one(weight, panels, x, out, first):
+    """Multiply panels by one vector, unpacking 4-bit or 8-bit codes in registers."""
     codes, bits, n = weight[0], weight[2], weight[6]
     high, low, scales, sums = x
     factors = np.empty(n * TILE_FACTORS, np.float32)
-    for row in range(rows[0], rows[1]):
-        at, into = row * n * TILE_VALUES * bits // 8, first + row * TILE_ROWS
-        _spread_factors(weight, row, factors, 0, 1)
+    for panel in range(panels[0], panels[1]):
+        at, into = panel * n * TILE_VALUES * bits // 8, first + panel * TILE_ROWS
+        _unpack_factors(weight, panel, factors, 0, 1)
         if bits == 4:
             if low.size:
                 dot16_codes_4(codes, at, factors, high, low, scales, sums, 0, n, out, into, 0)
@@ -178,48 +181,51 @@ def _multiply_one(weight, rows, x, out, first):
 
 @njit(parallel=True, nogil=True, cache=True)
 def multiply(weight, x, out, first):
-    """Multiply by activations of 8 or 16 bits (upper 8 and lower 8 [vectors, in], the latter maybe empty; scales and
-    sums [vectors, groups]) -> out[:, first:]"""
-    num_rows = weight[7]
+    """Multiply by rounded activations -> out[:, first:]
+
+    `x`: upper 8 bits and lower 8 bits [vectors, in], the latter empty for 8-bit activations; scales and sums of groups
+    [vectors, groups]
+    """
+    num_panels = weight[7]
     is_direct = out.shape[0] == 1 and weight[2] in (4, 8)
-    for task in prange((num_rows + TASK_ROWS - 1) // TASK_ROWS):
-        rows = (task * TASK_ROWS, min(num_rows, task * TASK_ROWS + TASK_ROWS))
+    for task in prange((num_panels + TASK_PANELS - 1) // TASK_PANELS):
+        panels = (task * TASK_PANELS, min(num_panels, task * TASK_PANELS + TASK_PANELS))
         if is_direct:
-            _multiply_one(weight, rows, x, out, first)
+            _multiply_one(weight, panels, x, out, first)
         else:
-            _multiply_rows(weight, rows, x, out, first)
+            _multiply_panels(weight, panels, x, out, first)
 
 
 @njit(parallel=True, nogil=True, cache=True)
 def multiply_exactly(weight, x, sums, out, first):
     """Multiply by activations as float32 -> out[:, first:]"""
-    num_tiles, num_rows = weight[6], weight[7]
+    num_tiles, num_panels = weight[6], weight[7]
     num, stride = out.shape
-    for task in prange((num_rows + TASK_ROWS - 1) // TASK_ROWS):
+    for task in prange((num_panels + TASK_PANELS - 1) // TASK_PANELS):
         levels, factors = np.empty(num_tiles * TILE_VALUES, np.int8), np.empty(num_tiles * TILE_FACTORS, np.float32)
-        for row in range(task * TASK_ROWS, min(num_rows, task * TASK_ROWS + TASK_ROWS)):
-            _spread(weight[0], weight[2], row, num_tiles, levels, 0, 1)
-            _spread_factors(weight, row, factors, 0, 1)
+        for panel in range(task * TASK_PANELS, min(num_panels, task * TASK_PANELS + TASK_PANELS)):
+            _unpack(weight[0], weight[2], panel, num_tiles, levels, 0, 1)
+            _unpack_factors(weight, panel, factors, 0, 1)
             for i in range(num):
-                place = i * stride + first + row * TILE_ROWS
+                place = i * stride + first + panel * TILE_ROWS
                 dot_exact(levels, factors, x, sums, i * num_tiles, num_tiles, out, place)
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def unpack(weight, eights, out):
-    """Unpack the named eights of rows to float32 -> out [8 * eights, in]"""
+def dequantize(weight, panels, out):
+    """Convert the listed panels to float32 -> out [8 * panels, in]"""
     num_tiles, stride = weight[6], out.shape[1]
-    for i in prange(len(eights)):
+    for i in prange(len(panels)):
         levels, factors = np.empty(num_tiles * TILE_VALUES, np.int8), np.empty(num_tiles * TILE_FACTORS, np.float32)
-        _spread(weight[0], weight[2], eights[i], num_tiles, levels, 0, 1)
-        _spread_factors(weight, eights[i], factors, 0, 1)
+        _unpack(weight[0], weight[2], panels[i], num_tiles, levels, 0, 1)
+        _unpack_factors(weight, panels[i], factors, 0, 1)
         for tile in range(num_tiles):
-            weights_of(levels, factors, tile, out, i * TILE_ROWS * stride + tile * TILE_COLUMNS, stride)
+            dequantize_tile(levels, factors, tile, out, i * TILE_ROWS * stride + tile * TILE_COLUMNS, stride)
 
 
 @_inner
-def _quantize(x, made, first, end):
-    high, low, scales, sums = made
+def _quantize(x, coded, first, end):
+    high, low, scales, sums = coded
     if low.size:
         for group in range(first, end):
             quantize_16(x, high, low, scales, sums, group)
@@ -229,19 +235,19 @@ def _quantize(x, made, first, end):
 
 
 @njit(nogil=True, cache=True)
-def quantize(x, made):
-    _quantize(x, made, 0, made[2].size)
+def quantize(x, coded):
+    _quantize(x, coded, 0, coded[2].size)
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def quantize_parallel(x, made):
-    num, groups = made[2].shape
+def quantize_parallel(x, coded):
+    num, groups = coded[2].shape
     for i in prange(num):
-        _quantize(x, made, i * groups, i * groups + groups)
+        _quantize(x, coded, i * groups, i * groups + groups)
 
 
 @njit(nogil=True, cache=True, fastmath=True)
-def add_groups(x, sums):
+def sum_groups(x, sums):
     """Sum each group of 32 values."""
     for i in range(x.shape[0]):
         for group in range(sums.shape[1]):
@@ -268,7 +274,7 @@ def pack(stream, bits, row_bytes, codes):
 
 @_inner
 def _pack_4(stream, row, row_size, num_tiles, first, codes):
-    """Pack 4-bit codes by fours: vectors 0 to 3 of a tile get low nibbles, 4 to 7 the high ones of the same bytes."""
+    """Pack 4-bit codes four at a time: vectors 0 to 3 of a tile are low nibbles, 4 to 7 the high ones."""
     lane = row % TILE_ROWS
     for tile in range(num_tiles):
         at, into = row * row_size + tile * 8, (first + tile) * 32 + lane
@@ -278,7 +284,7 @@ def _pack_4(stream, row, row_size, num_tiles, first, codes):
 
 @njit(inline="always")
 def _as_bytes(nibbles):
-    """Spread four nibbles to the low halves of four bytes."""
+    """Move four nibbles to the low halves of four bytes."""
     pairs = np.uint32(nibbles)
     pairs = (pairs | (pairs << np.uint32(8))) & np.uint32(0x00FF00FF)
     return (pairs | (pairs << np.uint32(4))) & np.uint32(0x0F0F0F0F)
@@ -304,12 +310,12 @@ def _pack_any(stream, row, row_bytes, bits, num_tiles, first, codes):
             pair |= np.int64(stream[place + 1]) << 8
         code = (pair >> (at % 8)) & mask
         vector, lane = column % TILE_COLUMNS // 4, row % TILE_ROWS * 4 + column % 4
-        _put(codes, (first + column // TILE_COLUMNS) * step, vector, lane, code, bits)
+        _write_code(codes, (first + column // TILE_COLUMNS) * step, vector, lane, code, bits)
 
 
 @_inner
-def _put(codes, at, vector, lane, code, bits):
-    """Put one code into the planes of its tile."""
+def _write_code(codes, at, vector, lane, code, bits):
+    """Write one code to the planes of its tile."""
     left = bits
     while left > 0:
         plane = 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1

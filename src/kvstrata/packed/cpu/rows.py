@@ -1,7 +1,7 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 """Operations between the products of a block, on rows of float32 [tokens, dim]; compiled by numba, cached on disk.
 
-MLX runs such operations on one core, at some microseconds each.
+MLX runs each of them on one core and spends microseconds on the call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FAST = {"contract", "reassoc", "nsz", "arcp"}
 
 SILU, GELU = 0, 1
 
-# Fewer rows than this are not worth waking other threads.
+# Fewest rows that are worth waking other threads.
 PARALLEL_ROWS = 16
 
 # gelu(x) by tanh: sqrt(2 / pi), twice, since tanh(u) = 1 - 2 / (1 + e**2u)
@@ -69,7 +69,7 @@ def _gate_row(x, kind, out):
 
 @njit(nogil=True, cache=True, fastmath=FAST)
 def gate(x, kind, out):
-    """Gate x [rows, 2 * dim]: the activation of the first half, times the second half."""
+    """Multiply the activation of the first half of x [rows, 2 * dim] by the second half -> [rows, dim]"""
     for row in range(len(x)):
         _gate_row(x[row], kind, out[row])
 
@@ -82,7 +82,7 @@ def gate_parallel(x, kind, out):
 
 @_inner
 def _head(x, weight, eps, angles, num_pairs, step, gap, out):
-    """Norm a head of one token, if there are weights, and apply the RoPE rotation. The bias was added before."""
+    """Apply the norm, if it has weights, and the RoPE rotation to a head of one token. The bias was added before."""
     if len(weight):
         _norm_row(x, weight, eps, out)
     else:
@@ -96,11 +96,11 @@ def _head(x, weight, eps, angles, num_pairs, step, gap, out):
 
 
 @_inner
-def _heads_row(x, bias, norms, eps, turn, token, into):
+def _heads_row(x, bias, norms, eps, rotation, token, qkv):
     """Compute all heads of one token."""
-    q_out, k_out, v_out = into
+    q_out, k_out, v_out = qkv
     tokens, dim = q_out.shape[2], q_out.shape[3]
-    angles, num_pairs, step, gap = turn
+    angles, num_pairs, step, gap = rotation
     row, place = token // tokens, token % tokens
     if len(bias):
         for i in range(len(x)):
@@ -119,14 +119,14 @@ def _heads_row(x, bias, norms, eps, turn, token, into):
 
 
 @njit(nogil=True, cache=True, fastmath=FAST)
-def heads(x, bias, norms, eps, turn, into):
-    """Split rows of x, the projected q, k and v of each token -> three arrays [rows, heads, tokens, dim]. `turn`:
-    (1, 0) of each pair of dims after the RoPE rotation [tokens, dim], and the layout of pairs."""
+def heads(x, bias, norms, eps, rotation, qkv):
+    """Split rows of x, the projected q, k and v of each token -> three arrays [rows, heads, tokens, dim]. `rotation`:
+    cos and sin of each pair of dims [tokens, dim], and the layout of pairs (`RopeTable.pair_layout`)."""
     for token in range(len(x)):
-        _heads_row(x[token], bias, norms, eps, turn, token, into)
+        _heads_row(x[token], bias, norms, eps, rotation, token, qkv)
 
 
 @njit(parallel=True, nogil=True, cache=True, fastmath=FAST)
-def heads_parallel(x, bias, norms, eps, turn, into):
+def heads_parallel(x, bias, norms, eps, rotation, qkv):
     for token in prange(len(x)):
-        _heads_row(x[token], bias, norms, eps, turn, token, into)
+        _heads_row(x[token], bias, norms, eps, rotation, token, qkv)

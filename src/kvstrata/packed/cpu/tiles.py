@@ -1,10 +1,10 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 """Vector instructions for tiles of packed weights: 8 rows (outputs) by 32 columns (inputs).
 
-A tile is *spread* first: its codes become integers of 8 bits, `level`, in 8 vectors of 32. Vector j has columns 4j to
-4j + 3 of row 0, then these columns of row 1 and so on, since CPUs add products in fours. A weight is
-scale * level + base, with a scale and a base for each row and group of columns; `factors` are both as float32, spread
-to groups of 32.
+A tile is *unpacked* first: its codes become integers of 8 bits, *levels*, in 8 vectors of 32. Vector j has columns 4j
+to 4j + 3 of row 0, then these columns of row 1 and so on, since CPUs add products in fours. A weight is
+scale * level + base, with a scale and a base for each row and group of columns; *factors* are both as float32, repeated
+for each group of 32 columns.
 
 Codes are stored in planes of 4, 2 or 1 bit, or as bytes: codes of 6 bits are a plane of the low 4 and, behind it, one
 of the high 2. Offsets count elements of a contiguous array. No function here checks offsets.
@@ -87,41 +87,41 @@ DOT = _fastest_dot()
 
 _HAS_SDOT, _HAS_VNNI = DOT == _SDOT, DOT == _VNNI
 
-# Tiles that one instruction takes. Two of them, below each other in the matrix, are stored side by side by vectors.
-NUM_ABREAST = 2 if _HAS_VNNI and llvm.get_host_cpu_features().get("avx512vnni") else 1
+# Tiles that one instruction takes. Levels of two tiles, below each other in the matrix, alternate by vectors.
+NUM_INTERLEAVED = 2 if _HAS_VNNI and llvm.get_host_cpu_features().get("avx512vnni") else 1
 
 
 def _base_of(bits: int) -> int:
-    """Return the number that turns a level into its code's value. VNNI takes levels from 0 on, others -128 to 127."""
+    """Return the difference of a code's value and its level. VNNI takes levels of 0 to 255, others of -128 to 127."""
     if bits == 8:
         return 0 if _HAS_VNNI else 128
     return -_LARGEST_FP4 if bits == FP4 and _HAS_VNNI else 0
 
 
-# By bits; scales of MXFP4 are for units of 0.5.
+# By bits of a code; levels of MXFP4 are in units of 0.5.
 BASES = {bits: float(_base_of(bits)) for bits in (*PLANES, FP4)}
 
 
 class _Array:
-    """An array argument of an intrinsic."""
+    """Array argument of an intrinsic."""
 
     def __init__(self, context, builder, kind, value) -> None:
-        self._given = (context, builder, kind, value)
+        self._arguments = (context, builder, kind, value)
 
     def load(self, offset, vector):
-        return load_as(*self._given, offset, vector)
+        return load_as(*self._arguments, offset, vector)
 
     def load_one(self, offset):
-        context, builder, kind, _ = self._given
-        return builder.load(place_of(*self._given, offset, context.get_value_type(kind.dtype)))
+        context, builder, kind, _ = self._arguments
+        return builder.load(place_of(*self._arguments, offset, context.get_value_type(kind.dtype)))
 
     def store(self, offset, value) -> None:
-        context, builder, _, _ = self._given
+        context, builder, _, _ = self._arguments
         element = value.type.element
-        builder.store(value, place_of(*self._given, offset, value.type), align=context.get_abi_sizeof(element))
+        builder.store(value, place_of(*self._arguments, offset, value.type), align=context.get_abi_sizeof(element))
 
 
-def _given(context, builder, signature, arguments):
+def _arguments(context, builder, signature, arguments):
     """Return the arguments, arrays as `_Array`."""
     pairs = zip(signature.args, arguments, strict=True)
     return [_Array(context, builder, kind, value) if isinstance(kind, types.Array) else value for kind, value in pairs]
@@ -135,23 +135,23 @@ def _times(builder, offset, number: int):
     return builder.mul(offset, ir.Constant(offset.type, number))
 
 
-def _spreader(bits: int):
+def _unpack_intrinsic(bits: int):
     @intrinsic
-    def spread(_context, codes, _at, levels, _into, _stride):
-        """Spread the tile with codes from `at` on -> levels[into : into + 32], the next vector's `stride` further"""
+    def unpack(_context, codes, _at, levels, _into, _stride):
+        """Unpack the tile whose codes begin at `at` -> levels[into : into + 32], the next vector's `stride` further"""
 
         def code(context, builder, signature, arguments):
-            codes, at, levels, into, stride = _given(context, builder, signature, arguments)
-            for j, vector in enumerate(_spread(builder, codes, at, bits)):
+            codes, at, levels, into, stride = _arguments(context, builder, signature, arguments)
+            for j, vector in enumerate(_unpack(builder, codes, at, bits)):
                 levels.store(builder.add(into, _times(builder, stride, j)), vector)
             return context.get_dummy_value()
 
         return types.void(codes, types.intp, levels, types.intp, types.intp), code
 
-    return spread
+    return unpack
 
 
-def _spread(builder, codes, at, bits: int):
+def _unpack(builder, codes, at, bits: int):
     found, shift, first = [None] * NUM_VECTORS, 0, 0
     for plane in PLANES[bits or 4]:
         num = plane * NUM_VECTORS // 8  # vectors that the plane takes
@@ -159,22 +159,22 @@ def _spread(builder, codes, at, bits: int):
             octets = codes.load(_plus(builder, at, (first + i) * _LEVELS.count), _LEVELS)
             for part in range(8 // plane):
                 place = i + part * num
-                field = _field(builder, octets, part * plane, plane)
-                found[place] = field if shift == 0 else _joined(builder, found[place], field, shift)
+                field = _extract_bits(builder, octets, part * plane, plane)
+                found[place] = field if shift == 0 else _join_planes(builder, found[place], field, shift)
         shift, first = shift + plane, first + num
-    return [_leveled(builder, vector, bits) for vector in found]
+    return [_to_levels(builder, vector, bits) for vector in found]
 
 
-def _field(builder, octets, shift: int, bits: int):
+def _extract_bits(builder, octets, shift: int, bits: int):
     shifted = builder.lshr(octets, constant(_LEVELS, shift)) if shift else octets
     return shifted if shift + bits == 8 else builder.and_(shifted, constant(_LEVELS, 2**bits - 1))
 
 
-def _joined(builder, low, high, shift: int):
+def _join_planes(builder, low, high, shift: int):
     return builder.or_(low, builder.shl(high, constant(_LEVELS, shift)))
 
 
-def _leveled(builder, codes, bits: int):
+def _to_levels(builder, codes, bits: int):
     if bits == 8 and not _HAS_VNNI:
         return builder.xor(codes, constant(_LEVELS, 128))
     if bits == FP4:
@@ -195,36 +195,36 @@ def _fp4(builder, codes):
     return builder.select(is_negative, builder.sub(constant(_LEVELS, 0), number), number)
 
 
-spread_2, spread_3, spread_4, spread_5, spread_6, spread_8, spread_fp4 = map(_spreader, (2, 3, 4, 5, 6, 8, FP4))
+unpack_2, unpack_3, unpack_4, unpack_5, unpack_6, unpack_8, unpack_fp4 = map(_unpack_intrinsic, (2, 3, 4, 5, 6, 8, FP4))
 
 
-def _factors_of(read):
-    """Make an intrinsic. `read` returns scales and biases (or None) from the stored bytes."""
+def _factors_intrinsic(read):
+    """Make an intrinsic. `read` returns scales and biases (or None) from their bytes."""
 
     @intrinsic
-    def factors(_context, stored, _at, made, _into, _stride, _base):
-        """Read scales and biases at `at` -> made[into : into + 8]: scales, `stride` further biases + base * scales"""
+    def factors(_context, octets, _at, out, _into, _stride, _base):
+        """Read scales and biases at `at` -> out[into : into + 8]: scales, `stride` further biases + base * scales"""
 
         def code(context, builder, signature, arguments):
-            stored, at, made, into, stride, base = _given(context, builder, signature, arguments)
-            scales, biases = read(builder, lambda offset, vector: stored.load(_plus(builder, at, offset), vector))
+            octets, at, out, into, stride, base = _arguments(context, builder, signature, arguments)
+            scales, biases = read(builder, lambda offset, vector: octets.load(_plus(builder, at, offset), vector))
             bases = builder.fmul(splatted(builder, base, TILE_ROWS), scales)
-            made.store(into, scales)
-            made.store(builder.add(into, stride), bases if biases is None else builder.fadd(bases, biases))
+            out.store(into, scales)
+            out.store(builder.add(into, stride), bases if biases is None else builder.fadd(bases, biases))
             return context.get_dummy_value()
 
-        return types.void(stored, types.intp, made, types.intp, types.intp, types.float32), code
+        return types.void(octets, types.intp, out, types.intp, types.intp, types.float32), code
 
     return factors
 
 
-def _both(read_rows, size: int):
+def _scales_and_biases(read_rows, size: int):
     """Read the scales of the 8 rows, then their biases, of `size` bytes each."""
     return lambda builder, load: (read_rows(builder, load, 0), read_rows(builder, load, TILE_ROWS * size))
 
 
 def _read_half(builder, load, offset):
-    return builder.fpext(builder.bitcast(load(offset, ir.VectorType(_I16, TILE_ROWS)), _rows_of(_F16)), _ROWS)
+    return builder.fpext(builder.bitcast(load(offset, ir.VectorType(_I16, TILE_ROWS)), _row_vector(_F16)), _ROWS)
 
 
 def _read_bfloat(builder, load, offset):
@@ -243,23 +243,23 @@ def _read_exponents(builder, load):
     return builder.fmul(powers, constant(_ROWS, 0.5)), None
 
 
-def _rows_of(element):
+def _row_vector(element):
     return ir.VectorType(element, TILE_ROWS)
 
 
-factors_half = _factors_of(_both(_read_half, 2))
+factors_half = _factors_intrinsic(_scales_and_biases(_read_half, 2))
 
-factors_bfloat = _factors_of(_both(_read_bfloat, 2))
+factors_bfloat = _factors_intrinsic(_scales_and_biases(_read_bfloat, 2))
 
-factors_float = _factors_of(_both(_read_float, 4))
+factors_float = _factors_intrinsic(_scales_and_biases(_read_float, 4))
 
-factors_exponent = _factors_of(_read_exponents)
+factors_exponent = _factors_intrinsic(_read_exponents)
 
 
-def _dots(builder, sums, levels, x):
+def _add_dots(builder, sums, levels, x):
     """Add the products of 4 columns to sums: levels <4 * rows x i8>, x <4 x i8> as one integer of 32 bits."""
     if _HAS_SDOT:
-        return _halves_dotted(builder, sums, levels, x)
+        return _add_dots_neon(builder, sums, levels, x)
     if _HAS_VNNI:
         # Operands of VNNI are declared as integers of 32 bits.
         vector, name = sums.type, _VNNI if sums.type.count == TILE_ROWS else _WIDE_VNNI
@@ -275,8 +275,8 @@ def _dots(builder, sums, levels, x):
     return builder.add(sums, products)
 
 
-def _halves_dotted(builder, sums, levels, x):
-    """Add products likewise on NEON, whose registers hold half a vector each."""
+def _add_dots_neon(builder, sums, levels, x):
+    """Add the products on NEON, whose registers hold half a vector each."""
     quarter, octets = ir.VectorType(_I32, 4), ir.VectorType(_I8, 16)
     dot = cgutils.get_or_insert_function(builder.module, ir.FunctionType(quarter, [quarter, octets, octets]), _SDOT)
     same = builder.bitcast(splatted(builder, x, 4), octets)
@@ -291,30 +291,34 @@ def _add_product(builder, total, a, b):
     return builder.fadd(total, builder.fmul(a, b, flags=_FUSED), flags=_FUSED)
 
 
-def _dotter(num: int, *, width: int, bits: int | None = None, abreast: int = 1):
-    """Make an intrinsic: products of `num` vectors of activations, integers of 8 or 16 bits, with 8 * `abreast` rows
-    of weights. With `bits` the weights are not spread yet: for one vector that saves a pass through memory."""
-    rows = abreast * TILE_ROWS
+def _dot_intrinsic(num: int, *, width: int, bits: int | None = None, interleaved: int = 1):
+    """Make an intrinsic that multiplies `num` vectors of 8-bit or 16-bit activations by 8 * `interleaved` rows.
+
+    With `bits` the rows are unpacked in registers: for one vector that saves a pass through memory.
+    """
+    rows = interleaved * TILE_ROWS
     floats = ir.VectorType(_F32, rows)
 
     @intrinsic
     def dot(_context, levels, _at, factors, high, low, scales, sums, _group, _num_tiles, out, _into, _stride):
-        """Multiply. Packed weights begin at levels[at], spread ones at levels[0]. The vectors begin at group `group` of
-        32 columns and are contiguous. `high` has the upper 8 of 16 bits, or all of 8 bits.
-        -> out[into : into + rows], the next vector's `stride` further"""
+        """Multiply -> out[into : into + rows], the next vector's `stride` further
+
+        Packed weights begin at levels[at], unpacked ones at levels[0]. The vectors begin at group `group` of 32
+        columns and are contiguous. `high` has the upper 8 of 16 bits, or all of 8 bits.
+        """
 
         def code(context, builder, signature, arguments):
-            given = _given(context, builder, signature, arguments)
+            given = _arguments(context, builder, signature, arguments)
             levels, at, factors, high, low, scales, sums, group, num_tiles, out, into, stride = given
             totals = [cgutils.alloca_once_value(builder, constant(floats, 0.0)) for _ in range(num)]
             with cgutils.for_range(builder, num_tiles) as loop:
                 if bits is None:
-                    vectors = _loaded(builder, levels, loop.index, abreast)
+                    vectors = _load_levels(builder, levels, loop.index, interleaved)
                 else:
                     tile_bytes = _LEVELS.count * bits
                     place = builder.add(at, _times(builder, loop.index, tile_bytes))
-                    vectors = _spread(builder, levels, place, bits)
-                scale, base = _loaded_factors(builder, factors, loop.index, abreast)
+                    vectors = _unpack(builder, levels, place, bits)
+                scale, base = _load_factors(builder, factors, loop.index, interleaved)
                 places = [
                     builder.add(group, builder.add(_times(builder, num_tiles, i), loop.index)) for i in range(num)
                 ]
@@ -336,13 +340,13 @@ def _dotter(num: int, *, width: int, bits: int | None = None, abreast: int = 1):
     return dot
 
 
-def _loaded(builder, levels, tile, abreast: int = 1):
-    first, kind = _times(builder, tile, abreast * TILE_VALUES), ir.VectorType(_I8, abreast * _LEVELS.count)
+def _load_levels(builder, levels, tile, interleaved: int = 1):
+    first, kind = _times(builder, tile, interleaved * TILE_VALUES), ir.VectorType(_I8, interleaved * _LEVELS.count)
     return [levels.load(_plus(builder, first, kind.count * j), kind) for j in range(NUM_VECTORS)]
 
 
-def _loaded_factors(builder, factors, tile, abreast: int = 1):
-    place, kind = _times(builder, tile, abreast * TILE_FACTORS), ir.VectorType(_F32, abreast * TILE_ROWS)
+def _load_factors(builder, factors, tile, interleaved: int = 1):
+    place, kind = _times(builder, tile, interleaved * TILE_FACTORS), ir.VectorType(_F32, interleaved * TILE_ROWS)
     return [factors.load(_plus(builder, place, offset), kind) for offset in (0, kind.count)]
 
 
@@ -355,13 +359,13 @@ def _dot_tile(builder, vectors, halves, places):
     """
     sources = [(half, place) for place in places for half in halves]
     if not _HAS_VNNI:
-        sums = [_chained(builder, vectors, [source])[0] for source in sources]
+        sums = [_sum_chains(builder, vectors, [source])[0] for source in sources]
     elif len(places) > 1:
-        sums = _chained(builder, vectors, sources)
+        sums = _sum_chains(builder, vectors, sources)
     else:
         cut = NUM_VECTORS // 2
         rest = [(half, _plus(builder, place, 4 * cut)) for half, place in sources]
-        pair = _chained(builder, vectors[:cut], sources), _chained(builder, vectors[cut:], rest)
+        pair = _sum_chains(builder, vectors[:cut], sources), _sum_chains(builder, vectors[cut:], rest)
         sums = [builder.add(*each) for each in zip(*pair, strict=True)]
     if len(halves) == 1:
         return sums
@@ -369,7 +373,7 @@ def _dot_tile(builder, vectors, halves, places):
     return [builder.add(builder.shl(upper, constant(upper.type, 8)), lower) for upper, lower in pairs]
 
 
-def _chained(builder, vectors, sources):
+def _sum_chains(builder, vectors, sources):
     """Return the sum of each source, an array and a place, with the instructions of the chains interleaved."""
     kind = ir.VectorType(_I32, vectors[0].type.count // 4)
     sums = [constant(kind, 0) for _ in sources]
@@ -381,20 +385,20 @@ def _chained(builder, vectors, sources):
         for j in range(4):
             for i, word in enumerate(words):
                 one = builder.extract_element(word, ir.Constant(_I32, j))
-                sums[i] = _dots(builder, sums[i], vectors[first + j], one)
+                sums[i] = _add_dots(builder, sums[i], vectors[first + j], one)
     return sums
 
 
-# For as many tiles as one instruction takes, and (`_last`) for a last tile with none beside it.
-dot8_1, dot8_4 = (_dotter(num, width=8, abreast=NUM_ABREAST) for num in (1, 4))
+# For as many tiles as one instruction takes; `_last`: for a last tile without a neighbour.
+dot8_1, dot8_4 = (_dot_intrinsic(num, width=8, interleaved=NUM_INTERLEAVED) for num in (1, 4))
 
-dot16_1, dot16_4 = (_dotter(num, width=16, abreast=NUM_ABREAST) for num in (1, 4))
+dot16_1, dot16_4 = (_dot_intrinsic(num, width=16, interleaved=NUM_INTERLEAVED) for num in (1, 4))
 
-dot8_last, dot16_last = _dotter(1, width=8), _dotter(1, width=16)
+dot8_last, dot16_last = _dot_intrinsic(1, width=8), _dot_intrinsic(1, width=16)
 
-dot8_codes_4, dot8_codes_8 = _dotter(1, width=8, bits=4), _dotter(1, width=8, bits=8)
+dot8_codes_4, dot8_codes_8 = _dot_intrinsic(1, width=8, bits=4), _dot_intrinsic(1, width=8, bits=8)
 
-dot16_codes_4, dot16_codes_8 = _dotter(1, width=16, bits=4), _dotter(1, width=16, bits=8)
+dot16_codes_4, dot16_codes_8 = _dot_intrinsic(1, width=16, bits=4), _dot_intrinsic(1, width=16, bits=8)
 
 
 @intrinsic
@@ -402,19 +406,19 @@ def dot_exact(_context, levels, factors, x, sums, _group, _num_tiles, out, _into
     """Multiply a float32 vector of activations, from group `group` on, by 8 rows of weights -> out[into : into + 8]"""
 
     def code(context, builder, signature, arguments):
-        levels, factors, x, sums, group, num_tiles, out, into = _given(context, builder, signature, arguments)
+        levels, factors, x, sums, group, num_tiles, out, into = _arguments(context, builder, signature, arguments)
         total = cgutils.alloca_once_value(builder, constant(_ROWS, 0.0))
         with cgutils.for_range(builder, num_tiles) as loop:
             place = builder.add(group, loop.index)
             added = constant(_VALUES, 0.0)
-            for j, vector in enumerate(_loaded(builder, levels, loop.index)):
+            for j, vector in enumerate(_load_levels(builder, levels, loop.index)):
                 four = x.load(_plus(builder, _times(builder, place, TILE_COLUMNS), 4 * j), ir.VectorType(_F32, 4))
                 same = shuffled(builder, four, four, [*range(4)] * TILE_ROWS)
                 added = _add_product(builder, added, _as_floats(builder, vector), same)
             for count in (4 * TILE_ROWS, 2 * TILE_ROWS):
                 even, odd = (shuffled(builder, added, added, range(i, count, 2)) for i in (0, 1))
                 added = builder.fadd(even, odd)
-            scale, base = _loaded_factors(builder, factors, loop.index)
+            scale, base = _load_factors(builder, factors, loop.index)
             sums_of_x = splatted(builder, sums.load_one(place), TILE_ROWS)
             with_base = _add_product(builder, builder.load(total), base, sums_of_x)
             builder.store(_add_product(builder, with_base, added, scale), total)
@@ -430,14 +434,14 @@ def _as_floats(builder, levels):
 
 
 @intrinsic
-def weights_of(_context, levels, factors, _tile, out, _into, _stride):
+def dequantize_tile(_context, levels, factors, _tile, out, _into, _stride):
     """Convert a tile to float32 -> out[into : into + 32], the next row's `stride` further"""
 
     def code(context, builder, signature, arguments):
-        levels, factors, tile, out, into, stride = _given(context, builder, signature, arguments)
+        levels, factors, tile, out, into, stride = _arguments(context, builder, signature, arguments)
         four_each = [row for row in range(TILE_ROWS) for _ in range(4)]
-        scale, base = (shuffled(builder, each, each, four_each) for each in _loaded_factors(builder, factors, tile))
-        for j, vector in enumerate(_loaded(builder, levels, tile)):
+        scale, base = (shuffled(builder, each, each, four_each) for each in _load_factors(builder, factors, tile))
+        for j, vector in enumerate(_load_levels(builder, levels, tile)):
             values = _add_product(builder, base, _as_floats(builder, vector), scale)
             for row in range(TILE_ROWS):
                 place = _plus(builder, builder.add(into, _times(builder, stride, row)), 4 * j)
@@ -448,7 +452,7 @@ def weights_of(_context, levels, factors, _tile, out, _into, _stride):
     return types.void(levels, factors, number, out, number, number), code
 
 
-def _quantizer(width: int):
+def _quantize_intrinsic(width: int):
     # With this limit the rounded upper half of the largest code fits 8 bits.
     largest_code = 127.0 if width == 8 else 127.0 * 256
 
@@ -457,16 +461,16 @@ def _quantizer(width: int):
         """Quantize group `group` of 32 values -> integers of 8 or 16 bits, their scale, the sum of rounded values"""
 
         def code(context, builder, signature, arguments):
-            x, high, low, scales, sums, group = _given(context, builder, signature, arguments)
+            x, high, low, scales, sums, group = _arguments(context, builder, signature, arguments)
             place = _times(builder, group, TILE_COLUMNS)
             values = x.load(place, _VALUES)
             magnitudes = builder.and_(builder.bitcast(values, _WORDS), constant(_WORDS, 0x7FFFFFFF))
             # Compared by their bits: NaN is larger than all numbers and so reaches the product.
-            largest = builder.bitcast(_folded(builder, magnitudes, _larger), _F32)
+            largest = builder.bitcast(_reduce(builder, magnitudes, _larger), _F32)
             scale = builder.fdiv(largest, ir.Constant(_F32, largest_code))
             is_any = builder.fcmp_ordered(">", scale, ir.Constant(_F32, 0.0))
             factor = builder.select(is_any, builder.fdiv(ir.Constant(_F32, 1.0), scale), ir.Constant(_F32, 0.0))
-            whole = _rounded(builder, builder.fmul(values, splatted(builder, factor, _VALUES.count)))
+            whole = _round(builder, builder.fmul(values, splatted(builder, factor, _VALUES.count)))
             codes = builder.fptosi(whole, _WORDS)
             if width == 16:
                 # Rounded, so that the rest fits 8 bits with its sign.
@@ -477,7 +481,7 @@ def _quantizer(width: int):
             high.store(place, builder.trunc(codes, _LEVELS))
             one = ir.VectorType(_F32, 1)
             # Sum of the rounded values: with it a rounding error is multiplied by a weight, not by its level.
-            total = builder.fmul(_folded(builder, whole, _sum), scale)
+            total = builder.fmul(_reduce(builder, whole, _sum), scale)
             for array, value in ((scales, scale), (sums, total)):
                 array.store(group, builder.bitcast(value, one))
             return context.get_dummy_value()
@@ -487,10 +491,10 @@ def _quantizer(width: int):
     return quantize
 
 
-quantize_8, quantize_16 = _quantizer(8), _quantizer(16)
+quantize_8, quantize_16 = _quantize_intrinsic(8), _quantize_intrinsic(16)
 
 
-def _rounded(builder, values):
+def _round(builder, values):
     name = f"llvm.rint.v{_VALUES.count}f32"
     rint = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_VALUES, [_VALUES]), name)
     return builder.call(rint, [values])
@@ -499,7 +503,7 @@ def _rounded(builder, values):
 _WORDS = ir.VectorType(_I32, _VALUES.count)
 
 
-def _folded(builder, value, join):
+def _reduce(builder, value, join):
     """Reduce all lanes to one value."""
     while value.type.count > 1:
         half = value.type.count // 2

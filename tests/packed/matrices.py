@@ -1,4 +1,4 @@
-"""Random weights as MLX quantizes them, and what they are as float32."""
+"""Random matrices as MLX quantizes them, and their values as float32."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def quantized(rng: np.random.Generator, shape: tuple[int, ...], bits: int, group
 
 def mxfp4(rng: np.random.Generator, shape: tuple[int, ...]) -> QuantizedMatrix:
     weight = mx.array(rng.normal(size=shape).astype(np.float32)).astype(mx.bfloat16)
-    made = mx.quantize(weight, 32, 4, mode="mxfp4")
-    return QuantizedMatrix(made[0], made[1], None, 32, 4, "mxfp4")
+    codes, scales, *_ = mx.quantize(weight, 32, 4, mode="mxfp4")
+    return QuantizedMatrix(codes, scales, None, 32, 4, "mxfp4")
 
 
 def as_floats(source: QuantizedMatrix) -> np.ndarray:
-    """By MLX."""
+    """Return the values of a matrix as MLX dequantizes it."""
     scales, biases = source.scales, source.biases
     if biases is not None:
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
-    made = mx.dequantize(source.weight, scales, biases, source.group, source.bits, mode=source.mode)
-    return np.array(made.astype(mx.float32))
+    values = mx.dequantize(source.weight, scales, biases, source.group, source.bits, mode=source.mode)
+    return np.array(values.astype(mx.float32))
