@@ -61,7 +61,7 @@ def test_catalogue_that_is_no_database_is_rebuilt(tmp_path: Path, content: bytes
     assert_all_there(tmp_path / "cache", blocks)
 
 
-def test_a_catalogue_of_another_version_is_rebuilt(tmp_path: Path) -> None:
+def test_catalogue_of_another_version_is_rebuilt(tmp_path: Path) -> None:
     blocks = fill(tmp_path / "cache")
     connection = sqlite3.connect(tmp_path / "cache" / "catalogue.sqlite")
     connection.execute("PRAGMA user_version = 99")
@@ -200,7 +200,7 @@ def test_save_and_load_records_in_both_orders(tmp_path: Path) -> None:
     assert not fault.value.damaged
 
 
-def test_save_fails_in_the_middle_nothing_is_changed_and_the_next_works(tmp_path: Path) -> None:
+def test_save_that_fails_changes_nothing_and_the_next_works(tmp_path: Path) -> None:
     catalogue = open_catalogue(tmp_path / "catalogue")
     catalogue.save([a_row(1)], [])
     connection = sqlite3.connect(tmp_path / "catalogue")
@@ -226,7 +226,7 @@ def test_save_fails_in_the_middle_nothing_is_changed_and_the_next_works(tmp_path
         "DELETE FROM properties",
     ],
 )
-def test_catalogue_of_another_version_is_refused_as_such(tmp_path: Path, statement: str) -> None:
+def test_open_catalogue_of_another_version_raises_other_version(tmp_path: Path, statement: str) -> None:
     open_catalogue(tmp_path / "catalogue").close()
     with sqlite3.connect(tmp_path / "catalogue") as connection:
         connection.execute(statement)
@@ -237,7 +237,7 @@ def test_catalogue_of_another_version_is_refused_as_such(tmp_path: Path, stateme
     assert fault.value.is_other_version
 
 
-def test_queue_runs_empty_records_are_saved(tmp_path: Path) -> None:
+def test_writer_saves_records_when_its_queue_runs_empty(tmp_path: Path) -> None:
     """So a process that is killed later costs no header."""
     tier = open_tier(tmp_path / "cache")
     for block in make_chain(5):
@@ -249,7 +249,9 @@ def test_queue_runs_empty_records_are_saved(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_queue_stays_full_records_are_saved_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_saves_records_in_batches_while_its_queue_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvstrata.tiers.disk.block_store.NUM_UNSAVED", 4)
     sizes: list[int] = []
     save = Catalogue.save
@@ -279,7 +281,7 @@ def test_queue_stays_full_records_are_saved_in_batches(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("num_at_start", [1, 8192])
-def test_records_of_one_key_under_two_roots_are_not_believed(
+def test_start_with_a_key_under_two_roots_rebuilds_the_catalogue(
     tmp_path: Path, num_at_start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether that is seen at the start or only when the rest is read."""

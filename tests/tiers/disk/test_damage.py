@@ -291,7 +291,7 @@ def test_read_bits_flipped_by_the_disk_is_a_miss(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_quarantine_fails_file_is_deleted_or_stays_a_miss(tmp_path: Path) -> None:
+def test_quarantine_failing_deletes_the_file_or_keeps_it_a_miss(tmp_path: Path) -> None:
     files = FaultyFiles()
     tier = open_tier(tmp_path / "cache", files=files)
     blocks = make_chain(2)

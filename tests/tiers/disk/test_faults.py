@@ -175,7 +175,7 @@ def test_read_unreadable_block_after_a_minute_is_retried(tmp_path: Path, files: 
     tier.close()
 
 
-def test_folder_vanishes_is_created_again_after_the_pause(tier: DiskTier, tmp_path: Path, caplog) -> None:
+def test_folder_that_vanishes_is_created_again_after_the_pause(tier: DiskTier, tmp_path: Path, caplog) -> None:
     blocks = make_chain(4)
     for block in blocks[:2]:
         tier.put(block)
@@ -193,7 +193,7 @@ def test_folder_vanishes_is_created_again_after_the_pause(tier: DiskTier, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["tmp", "blocks", "quarantine"])
-def test_inner_folder_vanishes_is_created_again_at_once(tier: DiskTier, tmp_path: Path, name: str) -> None:
+def test_subfolder_that_vanishes_is_created_again_at_once(tier: DiskTier, tmp_path: Path, name: str) -> None:
     blocks = make_chain(3)
     for block in blocks[:2]:
         tier.put(block)
@@ -209,7 +209,7 @@ def test_inner_folder_vanishes_is_created_again_at_once(tier: DiskTier, tmp_path
     assert usage.disk_bytes == real_bytes(tmp_path / "cache")
 
 
-def test_parent_of_the_folder_vanishes_writes_fail_and_create_nothing(tmp_path: Path) -> None:
+def test_write_without_the_parent_folder_fails_and_creates_nothing(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "volume" / "cache")
     assert tier.flush(10).is_empty  # until then its thread may make folders anew while they are deleted
     shutil.rmtree(tmp_path / "volume")
@@ -294,7 +294,7 @@ def test_evict_skips_files_that_cannot_be_deleted(tmp_path: Path, caplog) -> Non
 
 
 @pytest.mark.parametrize("is_outdated", [False, True])
-def test_rebuild_damaged_file_cannot_be_deleted_finds_all_others(tmp_path: Path, is_outdated: bool, caplog) -> None:
+def test_rebuild_with_an_undeletable_damaged_file_finds_all_others(tmp_path: Path, is_outdated: bool, caplog) -> None:
     directory, blocks, files = tmp_path / "cache", make_chain(4), Stuck()
     tier = open_tier(directory)
     for block in blocks:
@@ -320,7 +320,7 @@ def test_rebuild_damaged_file_cannot_be_deleted_finds_all_others(tmp_path: Path,
 
 
 @pytest.mark.parametrize("error", [full_volume(), sqlite3.DatabaseError("database disk image is malformed")])
-def test_catalogue_save_fails_blocks_are_written_and_evicted_all_the_same(
+def test_catalogue_save_failing_does_not_stop_writes_and_evictions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: sqlite3.Error, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = tmp_path / "cache"
@@ -346,7 +346,9 @@ def test_catalogue_save_fails_blocks_are_written_and_evicted_all_the_same(
     tier.close()
 
 
-def test_catalogue_works_again_the_next_start_reads_no_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_catalogue_working_again_saves_a_start_from_reading_headers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A damaged catalogue is replaced by a new one with all records, and changes of a full volume are saved later."""
     directory, blocks = tmp_path / "cache", make_chain(6)
     faults = faulty_catalogues(monkeypatch)

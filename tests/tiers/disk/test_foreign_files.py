@@ -23,7 +23,7 @@ from kvstrata.tiers.interface import Accepted
 from kvstrata.tiers.read_pool import LoadedBlock, MissingBlock
 from tests.tiers.disk.blocks import ROOT, is_same, make_chain, open_tier, put_all, read_now, real_bytes
 from tests.tiers.disk.faults import FaultyFiles, fail
-from tests.tiers.disk.test_clearing import in_time, lose_catalogue
+from tests.tiers.disk.test_clear import in_time, lose_catalogue
 from tests.tiers.disk.test_damage import path_of
 
 # Longer than a machine that is busy needs to start an interpreter; a pipe that was opened would wait for good.

@@ -34,7 +34,7 @@ WRONG = (
 
 
 def run(directory: Path, mode: str, count: int, seed: int) -> dict[str, int]:
-    command = [sys.executable, "-m", "tests.tiers.disk.killing", str(directory), mode, str(count), str(seed)]
+    command = [sys.executable, "-m", "tests.tiers.disk.kill_runs", str(directory), mode, str(count), str(seed)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=500, cwd=Path(__file__).parents[3], check=False
     )

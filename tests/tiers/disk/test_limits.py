@@ -167,7 +167,7 @@ def test_ttl_counts_from_the_last_use(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_ttl_of_a_new_block_ends_before_the_planned_wait_evicts_in_time(tmp_path: Path) -> None:
+def test_ttl_ending_before_the_planned_wait_evicts_in_time(tmp_path: Path) -> None:
     """However long the wait was that was planned before it came."""
     tier = open_tier(tmp_path / "cache", ttl_s=3600.0)
     assert tier.flush(10).is_empty

@@ -22,7 +22,7 @@ def larger(block: Block) -> Block:
 
 
 @pytest.mark.parametrize("step", ["create", "write", "sync", "rename", "sync_folder"])
-def test_replacement_fails_at_any_step_usage_and_reads_match_the_disk(tmp_path: Path, step: str) -> None:
+def test_replacement_failing_at_any_step_keeps_usage_and_reads_true(tmp_path: Path, step: str) -> None:
     files = FaultyFiles()
     tier = open_tier(tmp_path / "cache", files=files)
     old, child = make_chain(2)
@@ -53,7 +53,7 @@ def test_replacement_fails_at_any_step_usage_and_reads_match_the_disk(tmp_path: 
     tier.close()
 
 
-def test_replacement_of_a_cleared_block_fails_block_stays_cleared_after_restart(tmp_path: Path) -> None:
+def test_replacement_of_a_cleared_block_that_fails_stays_cleared(tmp_path: Path) -> None:
     """Its old file is still there and must not be taken for a block after a restart."""
 
     class NoNewBlocks(FaultyFiles):

@@ -132,7 +132,7 @@ def test_close_ends_a_rest_and_finishes_the_current_block(tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux only")
-def test_writer_of_a_niced_thread_is_nicer_still(tmp_path: Path) -> None:
+def test_writer_started_by_a_niced_thread_is_nicer(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
 
     def run() -> None:

@@ -273,7 +273,7 @@ def test_read_ahead_is_bounded_by_unreleased_bytes(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_read_delivery_raises_is_logged_and_later_reads_succeed(
+def test_read_whose_delivery_raises_is_logged_and_later_reads_succeed(
     tier: DiskTier, caplog: pytest.LogCaptureFixture
 ) -> None:
     blocks = make_chain(4)

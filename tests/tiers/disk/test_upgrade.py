@@ -22,7 +22,7 @@ from tests.tiers.disk.blocks import (
     records_of,
 )
 from tests.tiers.disk.faults import FaultyFiles
-from tests.tiers.disk.test_clearing import lose_catalogue
+from tests.tiers.disk.test_clear import lose_catalogue
 from tests.tiers.disk.test_damage import path_of
 
 

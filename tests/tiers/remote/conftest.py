@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers.remote.clouds import Azurite, GoogleFront
+from tests.tiers.remote.cloud_emulators import Azurite, GoogleFront
 from tests.tiers.remote.stores import S3, Valkey, private_folder, valkey
 
 

@@ -21,7 +21,7 @@ OTHER_ROOT = bytes(range(32, 64))
 
 
 @pytest.mark.parametrize("is_sealed", [True, False])
-def test_what_one_server_wrote_another_reads(store_url: str, tmp_path: Path, is_sealed: bool) -> None:
+def test_read_blocks_of_another_server_returns_them(store_url: str, tmp_path: Path, is_sealed: bool) -> None:
     if not is_sealed and parse_url(store_url).needs_secret:
         pytest.skip("blocks are sealed there")
     secret = secret_file(tmp_path) if is_sealed else None
@@ -41,7 +41,7 @@ def test_what_one_server_wrote_another_reads(store_url: str, tmp_path: Path, is_
         tier.close()
 
 
-def test_only_the_leading_run_counts_and_what_is_missing_is_wanted_again(store_url: str) -> None:
+def test_longest_chain_with_a_lost_block_ends_before_it(store_url: str) -> None:
     tier = open_remote(store_url)
     ids = ids_of(2, 6 * 256)
     put = put_chain(tier, ids)
@@ -59,7 +59,7 @@ def test_only_the_leading_run_counts_and_what_is_missing_is_wanted_again(store_u
     "other",
     [{"backend": "metal"}, {"precision": "planes:4"}],
 )
-def test_another_back_end_or_precision_finds_nothing(redis_url: str, other: dict) -> None:
+def test_longest_chain_of_another_backend_or_precision_is_empty(redis_url: str, other: dict) -> None:
     tier, stranger = open_remote(redis_url), open_remote(redis_url, **other)
     ids = ids_of(3, 1024)
     put_chain(tier, ids)
@@ -71,7 +71,7 @@ def test_another_back_end_or_precision_finds_nothing(redis_url: str, other: dict
         each.close()
 
 
-def test_a_damaged_block_is_deleted_so_that_a_right_one_can_take_its_place(server: Valkey, tmp_path: Path) -> None:
+def test_read_damaged_block_deletes_it_and_a_put_writes_it_again(server: Valkey, tmp_path: Path) -> None:
     tier = open_remote(server.url, secret_file(tmp_path))
     ids = ids_of(7, 768)
     put = put_chain(tier, ids)
@@ -88,7 +88,7 @@ def test_a_damaged_block_is_deleted_so_that_a_right_one_can_take_its_place(serve
     tier.close()
 
 
-def test_block_larger_than_a_model_has_is_missed_unread_and_deleted(store_url: str, tmp_path: Path) -> None:
+def test_read_block_above_the_limit_deletes_it_unread(store_url: str, tmp_path: Path) -> None:
     tier = open_remote(store_url, secret_file(tmp_path), max_block_bytes=1 << 10)
     ids = ids_of(9, 512)
     put = put_chain(tier, ids)
@@ -106,7 +106,7 @@ def test_block_larger_than_a_model_has_is_missed_unread_and_deleted(store_url: s
     tier.close()
 
 
-def test_a_long_chain_among_many_blocks_costs_two_round_trips(server: Valkey, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longest_chain_among_many_blocks_takes_two_round_trips(server: Valkey, monkeypatch: pytest.MonkeyPatch) -> None:
     client = server.client
     with client.pipeline(transaction=False) as pipeline:
         for number in range(100_000):
@@ -131,7 +131,7 @@ def test_a_long_chain_among_many_blocks_costs_two_round_trips(server: Valkey, mo
     tier.close()
 
 
-def test_a_hit_refreshes_the_whole_chain(server: Valkey) -> None:
+def test_touch_extends_the_ttl_of_every_block(server: Valkey) -> None:
     tier = open_remote(server.url, ttl_s=100.0)
     ids = ids_of(9, 1024)
     put = put_chain(tier, ids, (1024,))
@@ -145,7 +145,7 @@ def test_a_hit_refreshes_the_whole_chain(server: Valkey) -> None:
     tier.close()
 
 
-def test_what_may_be_written_is_bounded(redis_url: str) -> None:
+def test_put_above_a_write_limit_is_refused_with_its_reason(redis_url: str) -> None:
     ids = ids_of(10, 1024)
     careful = open_remote(redis_url, second_touch=True)
     missing = wanted(careful, ids)
@@ -179,7 +179,7 @@ def _refused_while_paused(tier: RemoteTier, ids_seed: int) -> None:
     assert time.perf_counter() - began_s < 0.5, "a store that is left alone is not asked"
 
 
-def test_a_store_that_dies_is_left_alone(server: Valkey) -> None:
+def test_tier_unreachable_store_pauses_reads_and_writes(server: Valkey) -> None:
     tier = open_remote(server.url, first_pause_s=5.0, longest_pause_s=5.0)
     ids = ids_of(11, 1024)
     put = put_chain(tier, ids)
@@ -195,7 +195,7 @@ def test_a_store_that_dies_is_left_alone(server: Valkey) -> None:
     tier.close()
 
 
-def test_a_store_that_hangs_is_left_alone_and_tried_again(server: Valkey) -> None:
+def test_tier_hanging_store_is_queried_again_after_a_pause(server: Valkey) -> None:
     tier = open_remote(server.url, first_pause_s=0.2, longest_pause_s=0.2)
     ids = ids_of(13, 512)
     put_chain(tier, ids)
@@ -210,7 +210,7 @@ def test_a_store_that_hangs_is_left_alone_and_tried_again(server: Valkey) -> Non
 
 
 @pytest.mark.parametrize("reason", ["full", "read_only", "denied"])
-def test_a_store_that_cannot_be_written_is_still_read(server: Valkey, reason: str) -> None:
+def test_tier_unwritable_store_pauses_writes_and_keeps_reads(server: Valkey, reason: str) -> None:
     tier = open_remote(server.url, first_pause_s=5.0, longest_pause_s=5.0)
     ids, more = ids_of(14, 512), ids_of(15, 256)
     put = put_chain(tier, ids)

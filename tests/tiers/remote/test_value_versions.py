@@ -44,7 +44,9 @@ def values_of(version: int, url: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
-def test_server_leaves_values_of_another_version_alone(store_url: str, tmp_path: Path, first: int, second: int) -> None:
+def test_tier_leaves_values_of_another_version_unchanged(
+    store_url: str, tmp_path: Path, first: int, second: int
+) -> None:
     pytest.importorskip("cryptography")
     secret, ids = secret_file(tmp_path), ids_of(51, 768)
     with server_of(first):
@@ -82,7 +84,7 @@ def test_server_leaves_values_of_another_version_alone(store_url: str, tmp_path:
 
 
 @pytest.mark.parametrize("keys", [keys_of(SECRET), Keys(b"", None)], ids=["sealed", "plain"])
-def test_seal_of_version_1_is_damage(keys: Keys) -> None:
+def test_unseal_value_of_version_1_is_damage(keys: Keys) -> None:
     pytest.importorskip("cryptography")
     with server_of(1):
         sealed = bytes(seal(keys, "name", b"body"))

@@ -1,7 +1,7 @@
 """Kill a process that writes, again and again, and look at what it leaves. Run by test_kill.py in a process of its own:
 it forks, which a process with threads must not do.
 
-    python -m tests.tiers.disk.killing DIRECTORY random|steps COUNT SEED
+    python -m tests.tiers.disk.kill_runs DIRECTORY random|steps COUNT SEED
 
 Prints one JSON object: what was found wrong (nothing should be), and how much was done.
 """

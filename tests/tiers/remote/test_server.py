@@ -46,7 +46,7 @@ def complete(served: Served, prompt: list[int], max_tokens: int) -> CompletionUs
 
 
 @pytest.mark.parametrize("kind", ["valkey", "s3"])
-def test_what_one_server_computed_another_goes_on_from(
+def test_server_loads_and_reports_a_prompt_of_another_server(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "valkey":
@@ -85,7 +85,7 @@ def _check_what_is_seen(served: Served, url: str, cached_tokens: int) -> None:
     assert set(usage["tiers"]) == {"hot"}
 
 
-def test_a_fault_is_seen_everywhere(server: Valkey, tmp_path: Path) -> None:
+def test_server_unreachable_store_is_reported_everywhere(server: Valkey, tmp_path: Path) -> None:
     flags = {"remote_cache": server.url, "remote_secret_file": secret_file(tmp_path)}
     with running(tiny_loaded("llama"), **flags) as served:
         server.kill()
@@ -103,12 +103,14 @@ def test_a_fault_is_seen_everywhere(server: Valkey, tmp_path: Path) -> None:
     assert "left alone: unreachable" in console.export_text()
 
 
-def test_a_server_without_a_remote_cache_says_so() -> None:
+def test_usage_without_a_remote_cache_is_null() -> None:
     with running(tiny_loaded("llama")) as served, served.http() as client:
         assert client.get("/cache/usage").json()["remote"] is None
 
 
-def test_a_password_is_never_shown_or_logged(server: Valkey, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_server_never_shows_or_logs_the_password_of_a_store(
+    server: Valkey, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     secret = secret_file(tmp_path)
     server.require("hunter2-very-secret")
     caplog.set_level(logging.DEBUG)
@@ -139,7 +141,7 @@ def test_a_password_is_never_shown_or_logged(server: Valkey, caplog: pytest.LogC
         ({"remote_secret_file": "long"}, "none is named"),
     ],
 )
-def test_what_cannot_work_is_said_at_the_start(flags: dict[str, Any], word: str, tmp_path: Path) -> None:
+def test_start_service_unusable_remote_settings_are_refused(flags: dict[str, Any], word: str, tmp_path: Path) -> None:
     pytest.importorskip("redis")
     files = {"short": secret_file(tmp_path, b"short", "short"), "long": secret_file(tmp_path, name="long")}
     given = {name: files.get(value, value) for name, value in flags.items()}
@@ -152,7 +154,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_a_store_can_be_listed_verified_and_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cache_commands_list_verify_and_measure_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     url, secret = private_folder(tmp_path), secret_file(tmp_path)
     prompt = [number % 90 for number in range(600)]
     with running(tiny_loaded("llama"), remote_cache=url, remote_secret_file=secret) as served:

@@ -64,7 +64,7 @@ def hang(files: FaultyFiles, step: str, go_on: threading.Event) -> threading.Eve
 
 
 @pytest.mark.parametrize("step", ["sync", "rename", "sync_folder", "free_bytes", "create", "status"])
-def test_calls_of_the_engine_never_wait_for_a_hanging_write(
+def test_engine_calls_never_wait_for_a_hanging_write(
     tier: DiskTier, files: FaultyFiles, go_on: threading.Event, step: str
 ) -> None:
     there, theirs, coming = make_chain(3), make_block(7, parent=OTHER_ROOT, root=OTHER_ROOT), make_block(9)
@@ -93,7 +93,7 @@ def test_calls_of_the_engine_never_wait_for_a_hanging_write(
     assert [row.id for row in records_of(tier)] == [theirs.id]
 
 
-def test_calls_of_the_engine_never_wait_for_a_hanging_quarantine(tmp_path: Path, go_on: threading.Event) -> None:
+def test_engine_calls_never_wait_for_a_hanging_quarantine(tmp_path: Path, go_on: threading.Event) -> None:
     files = FaultyFiles()
     tier = open_tier(tmp_path / "cache", 4 << 20, files=files)  # 2 % of it: two of these
     blocks = make_chain(4, num_values=3000)
@@ -163,7 +163,7 @@ def test_put_during_a_clear_keeps_the_block(
     tier.close()
 
 
-def test_clear_marker_cannot_be_written_files_are_deleted_all_the_same(
+def test_clear_without_a_writable_marker_deletes_the_files(
     tier: DiskTier, files: FaultyFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Their bytes may be what the volume needs."""
@@ -261,7 +261,7 @@ def remove_and_die(directory: Path, num_deleted: int, *, is_clear: bool) -> None
 @pytest.mark.parametrize("is_catalogue_lost", [False, True])
 @pytest.mark.parametrize("is_clear", [True, False])
 @pytest.mark.parametrize("num_deleted", [0, 3])
-def test_process_is_killed_after_a_removal_blocks_stay_removed(
+def test_remove_before_a_kill_stays_removed_after_restart(
     tmp_path: Path, num_deleted: int, is_clear: bool, is_catalogue_lost: bool
 ) -> None:
     import multiprocessing
@@ -327,7 +327,7 @@ def test_block_put_again_after_a_clear_survives_a_kill(tmp_path: Path, is_catalo
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"format":"kvstrata.cleared.2","removals":[]}', bytes(range(256))])
-def test_marker_is_unreadable_start_reports_it_and_deletes_it(
+def test_start_unreadable_marker_is_reported_and_deleted(
     tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory, blocks = tmp_path / "cache", make_chain(2)
@@ -344,7 +344,7 @@ def test_marker_is_unreadable_start_reports_it_and_deletes_it(
     tier.close()
 
 
-def test_clock_goes_back_block_put_after_a_clear_is_newer_than_the_clear(tmp_path: Path) -> None:
+def test_put_after_a_clear_with_the_clock_set_back_keeps_the_block(tmp_path: Path) -> None:
     now, directory, blocks = [1000.0], tmp_path / "cache", make_chain(2)
     tier = open_tier(directory, files=Undeletable(), clock=lambda: now[0])
     put_all(tier, blocks)

@@ -15,14 +15,16 @@ from kvstrata.tiers.remote.tier import RemoteTier
 from tests.engine.test_disk import cached
 from tests.tiers.remote.chains import ids_of, match_of, put_chain, read_all, same, wanted
 from tests.tiers.remote.stores import open_remote, secret_file
-from tests.tiers.remote.test_engines import PROMPT, engine_on, say, share
+from tests.tiers.remote.test_engine import PROMPT, engine_on, say, share
 from tests.tiny import tiny_loaded
 
 DAY_S = 86_400.0
 
 
 @pytest.mark.parametrize("ahead_s", [2 * DAY_S, -2 * DAY_S])
-def test_blocks_go_both_ways(store_url: str, tmp_path: Path, ahead_s: float) -> None:
+def test_tier_servers_with_skewed_clocks_read_each_others_blocks(
+    store_url: str, tmp_path: Path, ahead_s: float
+) -> None:
     secret = secret_file(tmp_path)
     right, wrong = open_remote(store_url, secret), open_remote(store_url, secret, ahead_s=ahead_s)
     first, second = ids_of(41, 1024), ids_of(42, 1024)
@@ -45,7 +47,7 @@ def test_blocks_go_both_ways(store_url: str, tmp_path: Path, ahead_s: float) -> 
 
 
 @pytest.mark.parametrize(("ahead_s", "left_tokens"), [(2 * DAY_S, 0), (-2 * DAY_S, 1024)])
-def test_a_clock_that_is_ahead_lets_blocks_go_early(store_url: str, ahead_s: float, left_tokens: int) -> None:
+def test_sweep_with_a_clock_ahead_expires_blocks_early(store_url: str, ahead_s: float, left_tokens: int) -> None:
     """Where servers sweep: Valkey goes by a clock of its own. What is gone is written again."""
     right, wrong = open_remote(store_url, ttl_s=DAY_S), open_remote(store_url, ttl_s=DAY_S, ahead_s=ahead_s)
     ids = ids_of(43, 1024)
@@ -61,7 +63,7 @@ def test_a_clock_that_is_ahead_lets_blocks_go_early(store_url: str, ahead_s: flo
 
 
 @pytest.mark.parametrize("ahead_s", [2 * DAY_S, -2 * DAY_S])
-def test_a_hit_keeps_a_block_by_either_clock(store_url: str, ahead_s: float) -> None:
+def test_touch_with_a_skewed_clock_keeps_the_block(store_url: str, ahead_s: float) -> None:
     """An object is written again by a server that takes it for old; others keep a time of their own."""
     tier = open_remote(store_url, ttl_s=3 * DAY_S, ahead_s=ahead_s)
     ids = ids_of(44, 512)
@@ -75,7 +77,7 @@ def test_a_hit_keeps_a_block_by_either_clock(store_url: str, ahead_s: float) -> 
 
 
 @pytest.mark.parametrize("ahead_s", [2 * DAY_S, -2 * DAY_S])
-def test_a_conversation_goes_on_at_a_server_of_another_day(
+def test_engine_with_a_skewed_clock_resumes_the_conversation(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float
 ) -> None:
     secret, replies = secret_file(tmp_path), []

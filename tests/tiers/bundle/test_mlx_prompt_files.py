@@ -12,7 +12,7 @@ from kvstrata.kv import mlx_prompt_files
 from kvstrata.kv.mlx_prompt_files import LENGTH_BYTES, MAX_HEADER_VALUES, read_table
 
 
-def test_header_with_too_many_values_is_refused_unparsed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_table_header_with_too_many_values_is_refused_unparsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parsing 64 MiB makes 20 million lists, which blocks all threads for seconds."""
     parsed: list[bytes] = []
     monkeypatch.setattr(mlx_prompt_files.json, "loads", lambda text: parsed.append(text) or {})
@@ -27,7 +27,7 @@ def test_header_with_too_many_values_is_refused_unparsed(monkeypatch: pytest.Mon
     assert len(parsed) == 1
 
 
-def test_small_header_is_read() -> None:
+def test_read_table_small_header_is_read() -> None:
     header = json.dumps({"a": {"dtype": "F16", "shape": [2], "data_offsets": [0, 4]}}).encode()
     content = len(header).to_bytes(LENGTH_BYTES, "little") + header + b"abcd"
     assert read_table(io.BytesIO(content), 0, len(content)).read("a") == b"abcd"

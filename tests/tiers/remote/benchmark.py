@@ -1,4 +1,4 @@
-"""Figures of docs/remote.md, on this machine: python -m tests.tiers.remote.figures [tokens], or: ... troubles [names]
+"""Figures of docs/remote.md, on this machine: python -m tests.tiers.remote.benchmark [tokens], or: ... troubles [names]
 
 Time to the first token of a prompt that another server computed: computed again, loaded from a Valkey on loopback, and
 through a network of 1 MB/s, where loading does not pay and must cost nothing. `troubles`: the slowest tokens of a
@@ -29,7 +29,7 @@ from kvstrata.tiers.remote.url import parse_url
 from tests.engine.drive import GREEDY
 from tests.engine.test_engine import Reply
 from tests.tiers.remote.stores import SLOW_S, TROUBLES, Proxy, valkey
-from tests.tiers.remote.test_servers import shared
+from tests.tiers.remote.test_server import shared
 
 ROUNDS = 5
 SLOW_BYTES_PER_S = 1e6

@@ -13,7 +13,7 @@ from kvstrata.server.assemble import start_service
 from kvstrata.tiers.remote.open_store import open_store
 from kvstrata.tiers.remote.sealing import keys_of
 from kvstrata.tiers.remote.url import parse_url
-from tests.tiers.remote.clouds import GoogleFront
+from tests.tiers.remote.cloud_emulators import GoogleFront
 from tests.tiers.remote.stores import S3, SECRET, Valkey, secret_file
 from tests.tiny import tiny_loaded
 
@@ -28,7 +28,7 @@ def denied(url: str) -> str:
 
 
 @pytest.mark.parametrize("lacks", [*ALL, "all of them"])
-def test_credentials_that_may_not_do_all_of_it_are_said(
+def test_open_store_s3_user_without_a_permission_is_refused(
     shared_s3: S3, monkeypatch: pytest.MonkeyPatch, lacks: str
 ) -> None:
     url = shared_s3.bucket(monkeypatch)
@@ -41,7 +41,7 @@ def test_credentials_that_may_not_do_all_of_it_are_said(
     assert objects(shared_s3, url) == []
 
 
-def test_credentials_that_may_do_it_are_enough(shared_s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_store_s3_user_with_all_permissions_is_accepted(shared_s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
     url = shared_s3.bucket(monkeypatch)
     shared_s3.log_in(monkeypatch, shared_s3.user(*ALL))
     with shared_s3.asking_who():
@@ -50,7 +50,9 @@ def test_credentials_that_may_do_it_are_enough(shared_s3: S3, monkeypatch: pytes
     assert objects(shared_s3, url) == ["some/prefix/kvstrata2/cluster"]
 
 
-def test_credentials_that_no_one_has_are_said(shared_s3: S3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_start_service_unknown_s3_credentials_are_refused(
+    shared_s3: S3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """By a whole server."""
     url = shared_s3.bucket(monkeypatch)
     flags = {"remote_cache": url, "remote_secret_file": secret_file(tmp_path)}
@@ -68,14 +70,16 @@ def objects(s3: S3, url: str) -> list[str]:
     return [each["Key"] for each in found.get("Contents", ())]
 
 
-def test_a_token_that_google_does_not_know_is_said(shared_google: GoogleFront, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_store_unknown_google_token_is_refused(
+    shared_google: GoogleFront, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = shared_google.bucket(monkeypatch)
     monkeypatch.setenv("GOOGLE_BEARER_TOKEN", PASSWORD)
 
     assert PASSWORD not in denied(url)
 
 
-def test_azure_without_an_account_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_store_azure_without_an_account_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore")
     for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
@@ -84,7 +88,7 @@ def test_azure_without_an_account_is_said(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("command", ["getrange", "set", "strlen", "pexpire", "del"])
-def test_a_user_of_valkey_who_may_not_do_all_of_it_is_said(shared_valkey: Valkey, command: str) -> None:
+def test_open_store_valkey_user_without_a_command_is_refused(shared_valkey: Valkey, command: str) -> None:
     client = shared_valkey.client
     client.flushall()
     rules = (f">{PASSWORD}", "on", "~kvstrata2:*", "+@all", f"-{command}")
@@ -94,7 +98,7 @@ def test_a_user_of_valkey_who_may_not_do_all_of_it_is_said(shared_valkey: Valkey
     assert client.dbsize() == 0
 
 
-def test_a_user_of_valkey_with_other_keys_is_said(shared_valkey: Valkey) -> None:
+def test_open_store_valkey_user_with_other_keys_is_refused(shared_valkey: Valkey) -> None:
     client = shared_valkey.client
     client.flushall()
     client.execute_command("ACL", "SETUSER", "someone", "reset", f">{PASSWORD}", "on", "~other:*", "+@all")
@@ -103,7 +107,7 @@ def test_a_user_of_valkey_with_other_keys_is_said(shared_valkey: Valkey) -> None
     assert client.dbsize() == 0
 
 
-def test_a_secret_that_differs_between_servers_is_said_by_the_second(redis_url: str, tmp_path: Path) -> None:
+def test_start_service_with_another_secret_is_refused_and_changes_nothing(redis_url: str, tmp_path: Path) -> None:
     """By whole servers; the first one's store stays as it was."""
     import redis
 

@@ -73,7 +73,7 @@ def counters(engine: Engine) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *SLOW])
-def test_a_conversation_goes_on_at_another_server(architecture: str, tmp_path: Path) -> None:
+def test_engine_resumes_a_conversation_of_another_engine(architecture: str, tmp_path: Path) -> None:
     """At most 256 tokens are computed beside what is new, after the first turn and after the second."""
     url, secret = private_folder(tmp_path), secret_file(tmp_path)
     with engine_on(url, tiny_loaded(architecture), secret) as first:
@@ -93,7 +93,7 @@ def test_a_conversation_goes_on_at_another_server(architecture: str, tmp_path: P
         assert counters(first)["remote_read_bytes"] > 0
 
 
-def test_it_goes_on_over_every_kind_of_store(store_url: str, tmp_path: Path) -> None:
+def test_engine_resumes_a_conversation_over_every_kind_of_store(store_url: str, tmp_path: Path) -> None:
     secret = secret_file(tmp_path)
     with engine_on(store_url, tiny_loaded("llama"), secret) as first:
         one = say(first, "one", PROMPT)
@@ -103,7 +103,7 @@ def test_it_goes_on_over_every_kind_of_store(store_url: str, tmp_path: Path) -> 
         assert cached(two) == 768
 
 
-def test_the_engines_thread_never_asks_the_store(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_thread_never_queries_the_store(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     connection, asking = pytest.importorskip("redis.connection").AbstractConnection, set[str]()
     send = connection.send_packed_command
 
@@ -139,7 +139,7 @@ def planes(core: EngineCore) -> dict[tuple[int, int, str], np.ndarray]:
     return found
 
 
-def test_what_comes_back_is_what_was_stored(redis_url: str) -> None:
+def test_engine_loaded_planes_equal_the_written_ones(redis_url: str) -> None:
     storage = KvConfig(k=parse("planes:8"), v=parse("planes:8"))
     with engine_on(redis_url, tiny_loaded("llama"), None, storage) as first:
         say(first, "one", PROMPT, 2)
@@ -156,7 +156,7 @@ def test_what_comes_back_is_what_was_stored(redis_url: str) -> None:
         np.testing.assert_array_equal(came[place], held[place])
 
 
-def test_other_weights_never_hit(redis_url: str) -> None:
+def test_engine_with_other_weights_loads_nothing(redis_url: str) -> None:
     with engine_on(redis_url, tiny_loaded("llama")) as first:
         say(first, "one", PROMPT, 2)
         share(first)
@@ -166,7 +166,7 @@ def test_other_weights_never_hit(redis_url: str) -> None:
         assert "remote_read_base" not in counters(second)
 
 
-def test_what_has_fewer_bits_is_not_written(redis_url: str) -> None:
+def test_engine_kv_below_the_remote_precision_is_not_written(redis_url: str) -> None:
     storage = KvConfig(k=parse("planes:4"), v=parse("planes:4"))
     with engine_on(redis_url, tiny_loaded("llama"), None, storage) as engine:
         say(engine, "one", PROMPT, 2)
@@ -179,7 +179,7 @@ def test_what_has_fewer_bits_is_not_written(redis_url: str) -> None:
         assert counters(engine)["remote_written_base"] == 2
 
 
-def test_second_touch_waits_for_the_second_request(redis_url: str) -> None:
+def test_engine_second_touch_writes_after_the_second_request(redis_url: str) -> None:
     with engine_on(redis_url, tiny_loaded("llama"), second_touch=True) as engine:
         say(engine, "one", PROMPT, 2)
         share(engine)
@@ -189,7 +189,7 @@ def test_second_touch_waits_for_the_second_request(redis_url: str) -> None:
         assert counters(engine)["remote_written_base"] == 2
 
 
-def test_a_precision_that_does_not_exist_is_refused(redis_url: str) -> None:
+def test_engine_unknown_remote_precision_is_refused(redis_url: str) -> None:
     with (
         pytest.raises(ConfigError, match="Unknown precision"),
         engine_on(redis_url, tiny_loaded("llama"), precision="planes:7x"),
@@ -197,7 +197,7 @@ def test_a_precision_that_does_not_exist_is_refused(redis_url: str) -> None:
         pass
 
 
-def test_a_network_that_is_slower_than_computing_is_not_waited_for(server: Valkey) -> None:
+def test_engine_load_slower_than_computing_is_given_up(server: Valkey) -> None:
     """A block takes seconds to come, and computing the prompt a second: the load is given up after 3 % of that."""
     with engine_on(server.url, tiny_loaded("llama")) as first:
         say(first, "one", PROMPT, 2)
@@ -220,7 +220,7 @@ def shared_tier(engine: Engine) -> SharedTier:
     return engine.ask(lambda core: core.prefix_cache.shared.tier).result(60)  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def test_store_that_answered_slowly_once_is_asked_again_when_that_has_faded(
+def test_engine_queries_a_slow_store_again_when_its_latency_has_faded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, secret, leading = private_folder(tmp_path), secret_file(tmp_path), FolderStore.leading
@@ -252,7 +252,7 @@ def test_store_that_answered_slowly_once_is_asked_again_when_that_has_faded(
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)
-def test_a_store_in_trouble_stops_no_stream(server: Valkey, trouble: str) -> None:
+def test_engine_store_in_trouble_stops_no_stream(server: Valkey, trouble: str) -> None:
     proxy = Proxy(server.port) if trouble == "slow" else None
     url = server.url if proxy is None else f"redis://127.0.0.1:{proxy.port}/0"
     with engine_on(url, tiny_loaded("llama")) as engine:
