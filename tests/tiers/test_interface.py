@@ -1,4 +1,4 @@
-"""The tier of a server that has none answers every question, and waits for nothing."""
+"""`NoTier`: it answers every call at once and holds nothing."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from kvstrata.tiers.block import BlockId
 from kvstrata.tiers.interface import BlockEvent, Refusal, TierCounters
 from kvstrata.tiers.write_limits import Backoff, WriteQueue
 from tests.tiers.disk.blocks import make_block, make_chain
-from tests.tiers.test_read_rates import Clock
+from tests.tiers.timing import Clock
 
 
 @pytest.fixture

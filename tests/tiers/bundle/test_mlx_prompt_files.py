@@ -1,4 +1,4 @@
-"""Headers of safetensors files from untrusted clients."""
+"""`kv.mlx_prompt_files.read_table`: headers of safetensors files from untrusted clients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstrata.kv.mlx_prompt_files import LENGTH_BYTES, MAX_HEADER_VALUES, read_t
 
 
 def test_read_table_header_with_too_many_values_is_refused_unparsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parsing 64 MiB makes 20 million lists, which blocks all threads for seconds."""
+    """Parsing 64 MiB of brackets would make 20 million lists and block all threads for seconds."""
     parsed: list[bytes] = []
     monkeypatch.setattr(mlx_prompt_files.json, "loads", lambda text: parsed.append(text) or {})
     for num_values in (MAX_HEADER_VALUES, MAX_HEADER_VALUES + 1):

@@ -1,6 +1,6 @@
-"""Kill -9 at any moment: nothing damaged, nothing left over, nothing lost that was reported as written.
+"""kill -9 at any moment: no damage, no leftovers, and no loss of blocks that were reported as written.
 
-30 kills at random moments and one at each of the first steps. For the long run:
+Some kills are at random moments, and one is at each of the first steps. For a long run:
 
     KVSTRATA_KILLS=200 pytest tests/tiers/disk/test_kill.py
 """

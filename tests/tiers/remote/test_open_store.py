@@ -48,7 +48,7 @@ def test_open_store_plain_store_with_a_secret_is_refused(store_url: str) -> None
 
 
 def test_open_store_wrong_password_is_refused_and_not_shown(server: Valkey) -> None:
-    server.require("right")
+    server.require_password("right")
     url = parse_url(f"redis://:wrong-one@127.0.0.1:{server.port}/0")
     with pytest.raises(ConfigError, match=r"cannot be used \(denied\)") as error:
         open_store(url, keys_of(SECRET))
@@ -77,8 +77,8 @@ def test_open_store_missing_bucket_or_folder_is_refused(store_url: str, tmp_path
 def test_open_store_endpoint_of_the_url_overrides_the_environment(
     shared_s3: S3, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
-    """It decides whether a secret is needed."""
-    place = shared_s3.bucket(monkeypatch)
+    """The address decides whether a secret is required, so the environment must not replace it."""
+    place = shared_s3.use_bucket(monkeypatch)
     monkeypatch.delenv("AWS_ENDPOINT_URL")
     monkeypatch.setenv(variable, "http://127.0.0.1:1")
 

@@ -1,4 +1,4 @@
-"""rediss:// against a server that speaks TLS: whose certificate is taken, and what is said of all others."""
+"""rediss:// against a server with TLS: accepted certificates, and errors for all others."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from kvstrata.errors import ConfigError
-from kvstrata.tiers.read_pool import LoadedBlock
 from kvstrata.tiers.remote.open_store import open_store
 from kvstrata.tiers.remote.sealing import keys_of
 from kvstrata.tiers.remote.tier import RemoteTier
 from kvstrata.tiers.remote.url import parse_url
-from tests.tiers.remote.chains import ids_of, match_of, put_chain, read_all, same
+from tests.tiers.disk.blocks import all_same
+from tests.tiers.remote.chains import longest_chain, put_chain, random_ids, read_all
 from tests.tiers.remote.stores import SECRET, Valkey, open_remote, secret_file
 from tests.tiers.remote.tls import Authority, Certificate, TlsFront
 
@@ -28,43 +28,43 @@ def authority(tmp_path: Path) -> Authority:
 
 @pytest.fixture
 def front(shared_valkey: Valkey) -> Iterator[Fronts]:
-    """Makes fronts of a Valkey that is empty."""
+    """Make TLS fronts of an empty Valkey."""
     shared_valkey.client.flushall()
     with ExitStack() as stack:
 
-        def make(certificate: Certificate, clients_of: Authority | None = None) -> TlsFront:
-            made = TlsFront(shared_valkey.port, certificate, clients_of)
+        def make(certificate: Certificate, client_authority: Authority | None = None) -> TlsFront:
+            made = TlsFront(shared_valkey.port, certificate, client_authority)
             stack.callback(made.close)
             return made
 
         yield make
 
 
-def refused(url: str, valkey: Valkey, reason: str = "tls") -> str:
-    """What is said at the start. Nothing was written."""
+def refusal_of(url: str, valkey: Valkey, reason: str = "tls") -> str:
+    """Return the error of opening a store, which wrote nothing."""
     with pytest.raises(ConfigError, match=rf"cannot be used \({reason}\)") as error:
         open_store(parse_url(url), keys_of(SECRET))
     assert valkey.client.dbsize() == 0
     return str(error.value)
 
 
-def joins(url: str, valkey: Valkey) -> None:
+def assert_opens(url: str, valkey: Valkey) -> None:
     open_store(parse_url(url), keys_of(SECRET)).close()
     assert valkey.client.dbsize() == 1
     valkey.client.flushall()
 
 
 def test_tier_over_tls_reads_written_blocks(front: Fronts, authority: Authority, tmp_path: Path) -> None:
-    made = front(authority.certificate("valkey", "127.0.0.1"))
+    made = front(authority.make_certificate("valkey", "127.0.0.1"))
     url = f"rediss://127.0.0.1:{made.port}/0?ssl_ca_certs={authority.file}"
     first, second = (open_remote(url, secret_file(tmp_path)) for _ in range(2))
-    ids = ids_of(31, 1024)
+    ids = random_ids(31, 1024)
     put = put_chain(first, ids)
     num_bytes = made.num_bytes
 
-    assert match_of(second, ids).num_tokens == 1024
+    assert longest_chain(second, ids).num_tokens == 1024
     came = read_all(second, [block.id for block in put])
-    assert all(isinstance(back, LoadedBlock) and same(back.block, block) for back, block in zip(came, put, strict=True))
+    assert all_same(came, put)
     assert made.num_bytes - num_bytes > sum(block.nbytes for block in put)
     assert first.shared_usage().place == f"rediss://127.0.0.1:{made.port}/0"
     _close(first, second)
@@ -78,11 +78,11 @@ def _close(*tiers: RemoteTier) -> None:
 def test_open_store_certificate_of_an_unknown_authority_is_refused(
     front: Fronts, authority: Authority, shared_valkey: Valkey, tmp_path: Path
 ) -> None:
-    made = front(Authority(tmp_path, "stranger").certificate("valkey", "127.0.0.1"))
+    made = front(Authority(tmp_path, "stranger").make_certificate("valkey", "127.0.0.1"))
     place = f"rediss://127.0.0.1:{made.port}/0"
 
     for url in (f"{place}?ssl_ca_certs={authority.file}", place):
-        said = refused(url, shared_valkey)
+        said = refusal_of(url, shared_valkey)
         assert "CERTIFICATE_VERIFY_FAILED" in said
         assert "ssl_ca_certs" in said
 
@@ -90,36 +90,36 @@ def test_open_store_certificate_of_an_unknown_authority_is_refused(
 def test_open_store_certificate_of_another_host_is_refused_unless_unchecked(
     front: Fronts, authority: Authority, shared_valkey: Valkey
 ) -> None:
-    made = front(authority.certificate("elsewhere", "cache.example"))
+    made = front(authority.make_certificate("elsewhere", "cache.example"))
     url = f"rediss://127.0.0.1:{made.port}/0?ssl_ca_certs={authority.file}"
 
-    assert "CERTIFICATE_VERIFY_FAILED" in refused(url, shared_valkey)
-    assert "CERTIFICATE_VERIFY_FAILED" in refused(f"{url}&ssl_check_hostname=true", shared_valkey)
-    joins(f"{url}&ssl_check_hostname=false", shared_valkey)
+    assert "CERTIFICATE_VERIFY_FAILED" in refusal_of(url, shared_valkey)
+    assert "CERTIFICATE_VERIFY_FAILED" in refusal_of(f"{url}&ssl_check_hostname=true", shared_valkey)
+    assert_opens(f"{url}&ssl_check_hostname=false", shared_valkey)
 
 
 def test_open_store_expired_certificate_is_refused(front: Fronts, authority: Authority, shared_valkey: Valkey) -> None:
-    made = front(authority.certificate("old", "127.0.0.1", is_expired=True))
+    made = front(authority.make_certificate("old", "127.0.0.1", is_expired=True))
 
-    assert "expired" in refused(f"rediss://127.0.0.1:{made.port}/0?ssl_ca_certs={authority.file}", shared_valkey)
+    assert "expired" in refusal_of(f"rediss://127.0.0.1:{made.port}/0?ssl_ca_certs={authority.file}", shared_valkey)
 
 
 def test_open_store_without_a_required_client_certificate_is_refused(
     front: Fronts, authority: Authority, shared_valkey: Valkey
 ) -> None:
-    made = front(authority.certificate("valkey", "127.0.0.1"), authority)
-    own = authority.certificate("client")
+    made = front(authority.make_certificate("valkey", "127.0.0.1"), authority)
+    own = authority.make_certificate("client")
     url = f"rediss://127.0.0.1:{made.port}/0?ssl_ca_certs={authority.file}"
 
-    # Redis says why; this front may just hang up.
-    refused(url, shared_valkey, "(tls|unreachable)")
-    joins(f"{url}&ssl_certfile={own.file}&ssl_keyfile={own.key_file}", shared_valkey)
+    # Redis states the reason; this front may only close the connection.
+    refusal_of(url, shared_valkey, "(tls|unreachable)")
+    assert_opens(f"{url}&ssl_certfile={own.file}&ssl_keyfile={own.key_file}", shared_valkey)
 
 
 def test_open_store_server_without_tls_is_refused(shared_valkey: Valkey) -> None:
-    """Valkey waits for the end of what it takes for a command."""
+    """Valkey takes the TLS handshake for an unfinished command and waits, so the reason is a timeout."""
     shared_valkey.client.flushall()
-    said = refused(f"rediss://127.0.0.1:{shared_valkey.port}/0", shared_valkey, "timeout")
+    said = refusal_of(f"rediss://127.0.0.1:{shared_valkey.port}/0", shared_valkey, "timeout")
 
     assert "whether it speaks TLS" in said
 

@@ -1,4 +1,4 @@
-"""URLs, secrets, names and seals: who is trusted, and what is never shown."""
+"""Secrets, and the names and seals derived from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every store must do, on real servers; and what is said where one cannot be used."""
+"""Conformance of every `KeyValueStore` on real servers, and properties of single implementations."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_folder_store_create_syncs_the_file_before_its_name(tmp_path: Path, monk
 
 
 def test_folder_store_empty_file_is_absent_and_can_be_created_again(tmp_path: Path) -> None:
-    """A machine lost power before the bytes of a file were written."""
+    """A power cut before the bytes of a file are written leaves it empty."""
     store = make_store(parse_url(private_folder(tmp_path)))
     store.create(NAMES[0], b"x", 60.0)
     (path,) = tmp_path.rglob(NAMES[0])

@@ -1,4 +1,4 @@
-"""The tier on real stores: what is written comes back as it was, and nothing else ever does."""
+"""The remote tier on real stores: writes, lookups, reads, limits and pauses."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvstrata.tiers.lookups import run_walk
 from kvstrata.tiers.read_pool import LoadedBlock, MissingBlock
 from kvstrata.tiers.remote.tier import RemoteTier
 from kvstrata.tiers.remote.url import parse_url
-from tests.tiers.remote.chains import block_at, ids_of, match_of, put_chain, read_all, same, wanted
+from tests.tiers.disk.blocks import OTHER_ROOT, all_same
+from tests.tiers.remote.chains import block_at, longest_chain, missing_chain, put_chain, random_ids, read_all
 from tests.tiers.remote.stores import Valkey, open_remote, secret_file
-
-OTHER_ROOT = bytes(range(32, 64))
+from tests.tiers.timing import eventually
 
 
 @pytest.mark.parametrize("is_sealed", [True, False])
@@ -26,32 +26,32 @@ def test_read_blocks_of_another_server_returns_them(store_url: str, tmp_path: Pa
         pytest.skip("blocks are sealed there")
     secret = secret_file(tmp_path) if is_sealed else None
     first, second = open_remote(store_url, secret), open_remote(store_url, secret)
-    ids = ids_of(1, 5 * 256 + 100)
+    ids = random_ids(1, 5 * 256 + 100)
     put = put_chain(first, ids, marks=(512, 1024))
-    match = match_of(second, ids)
+    match = longest_chain(second, ids)
 
     assert [link.end for link in match.links] == [256, 512, 768, 1024, 1280]
     assert all(link.nbytes for link in match.links)
     came = read_all(second, [block.id for block in put])
-    assert all(isinstance(back, LoadedBlock) and same(back.block, block) for back, block in zip(came, put, strict=True))
-    at_mark = match_of(second, ids, at_marks=True)
+    assert all_same(came, put)
+    at_mark = longest_chain(second, ids, at_marks=True)
     assert (at_mark.num_tokens, at_mark.mark_bytes > 0) == (1024, True)
-    assert wanted(second, ids, (512,)).links == () == wanted(second, ids, (512,)).marks
+    assert missing_chain(second, ids, (512,)).links == () == missing_chain(second, ids, (512,)).marks
     for tier in (first, second):
         tier.close()
 
 
 def test_longest_chain_with_a_lost_block_ends_before_it(store_url: str) -> None:
     tier = open_remote(store_url)
-    ids = ids_of(2, 6 * 256)
+    ids = random_ids(2, 6 * 256)
     put = put_chain(tier, ids)
     tier.block_store.store.delete([tier.block_store.names.name_of(put[2].id)])
     read_all(tier, [put[2].id])
 
-    assert match_of(tier, ids).num_tokens == 512
-    assert [link.start for link in wanted(tier, ids).links] == [512, 768, 1024, 1280]
+    assert longest_chain(tier, ids).num_tokens == 512
+    assert [link.start for link in missing_chain(tier, ids).links] == [512, 768, 1024, 1280]
     put_chain(tier, ids)
-    assert match_of(tier, ids).num_tokens == 6 * 256
+    assert longest_chain(tier, ids).num_tokens == 6 * 256
     tier.close()
 
 
@@ -61,19 +61,19 @@ def test_longest_chain_with_a_lost_block_ends_before_it(store_url: str) -> None:
 )
 def test_longest_chain_of_another_backend_or_precision_is_empty(redis_url: str, other: dict) -> None:
     tier, stranger = open_remote(redis_url), open_remote(redis_url, **other)
-    ids = ids_of(3, 1024)
+    ids = random_ids(3, 1024)
     put_chain(tier, ids)
 
-    assert match_of(stranger, ids) == TierMatch()
-    assert match_of(tier, ids, root=OTHER_ROOT) == TierMatch()
-    assert match_of(tier, ids).num_tokens == 1024
+    assert longest_chain(stranger, ids) == TierMatch()
+    assert longest_chain(tier, ids, root=OTHER_ROOT) == TierMatch()
+    assert longest_chain(tier, ids).num_tokens == 1024
     for each in (tier, stranger):
         each.close()
 
 
 def test_read_damaged_block_deletes_it_and_a_put_writes_it_again(server: Valkey, tmp_path: Path) -> None:
     tier = open_remote(server.url, secret_file(tmp_path))
-    ids = ids_of(7, 768)
+    ids = random_ids(7, 768)
     put = put_chain(tier, ids)
     name = f"kvstrata2:{tier.block_store.names.name_of(put[1].id)}"
     server.client.set(name, b"forged")
@@ -84,13 +84,13 @@ def test_read_damaged_block_deletes_it_and_a_put_writes_it_again(server: Valkey,
     tier.flush(5.0)
     assert not server.client.exists(name)
     put_chain(tier, ids)
-    assert match_of(tier, ids).num_tokens == 768
+    assert longest_chain(tier, ids).num_tokens == 768
     tier.close()
 
 
 def test_read_block_above_the_limit_deletes_it_unread(store_url: str, tmp_path: Path) -> None:
     tier = open_remote(store_url, secret_file(tmp_path), max_block_bytes=1 << 10)
-    ids = ids_of(9, 512)
+    ids = random_ids(9, 512)
     put = put_chain(tier, ids)
     name = tier.block_store.names.name_of(put[1].id)
     tier.block_store.store.delete([name])
@@ -114,7 +114,7 @@ def test_longest_chain_among_many_blocks_takes_two_round_trips(server: Valkey, m
             if number % 10_000 == 9_999:
                 pipeline.execute()
     tier = open_remote(server.url)
-    ids = ids_of(8, 400 * 256)
+    ids = random_ids(8, 400 * 256)
     put_chain(tier, ids, marks=(256, 101_376))
     executed: list[Any] = []
     pipeline_type = pytest.importorskip("redis").client.Pipeline
@@ -133,7 +133,7 @@ def test_longest_chain_among_many_blocks_takes_two_round_trips(server: Valkey, m
 
 def test_touch_extends_the_ttl_of_every_block(server: Valkey) -> None:
     tier = open_remote(server.url, ttl_s=100.0)
-    ids = ids_of(9, 1024)
+    ids = random_ids(9, 1024)
     put = put_chain(tier, ids, (1024,))
     names = [f"kvstrata2:{tier.block_store.names.name_of(block.id)}" for block in put]
     for name in names:
@@ -146,9 +146,9 @@ def test_touch_extends_the_ttl_of_every_block(server: Valkey) -> None:
 
 
 def test_put_above_a_write_limit_is_refused_with_its_reason(redis_url: str) -> None:
-    ids = ids_of(10, 1024)
+    ids = random_ids(10, 1024)
     careful = open_remote(redis_url, second_touch=True)
-    missing = wanted(careful, ids)
+    missing = missing_chain(careful, ids)
     block = block_at(missing.links[0], missing.root, ids)
     assert careful.put(block) == Refused(Refusal.FIRST_TOUCH)
     careful.close()
@@ -165,30 +165,23 @@ def test_put_above_a_write_limit_is_refused_with_its_reason(redis_url: str) -> N
     assert hasty.put(block) == Refused(Refusal.CLOSED)
 
 
-def until(is_true, seconds: float = 10.0) -> None:
-    ends = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < ends, "it never came to that"
-        time.sleep(0.01)
-
-
 def _refused_while_paused(tier: RemoteTier, ids_seed: int) -> None:
-    ids = ids_of(ids_seed, 256)
+    ids = random_ids(ids_seed, 256)
     began_s = time.perf_counter()
-    assert match_of(tier, ids) == TierMatch()
+    assert longest_chain(tier, ids) == TierMatch()
     assert time.perf_counter() - began_s < 0.5, "a store that is left alone is not asked"
 
 
 def test_tier_unreachable_store_pauses_reads_and_writes(server: Valkey) -> None:
     tier = open_remote(server.url, first_pause_s=5.0, longest_pause_s=5.0)
-    ids = ids_of(11, 1024)
+    ids = random_ids(11, 1024)
     put = put_chain(tier, ids)
     server.kill()
     assert all(isinstance(came, MissingBlock) for came in read_all(tier, [block.id for block in put]))
 
     assert tier.usage().paused_because == "unreachable"
     _refused_while_paused(tier, 12)
-    missing = wanted(tier, ids)
+    missing = missing_chain(tier, ids)
     assert not missing.is_known
     assert tier.put(put[0]) == Refused(Refusal.PAUSED)
     assert tier.usage().counters["failed"]["unreachable"] >= 1
@@ -197,14 +190,14 @@ def test_tier_unreachable_store_pauses_reads_and_writes(server: Valkey) -> None:
 
 def test_tier_hanging_store_is_queried_again_after_a_pause(server: Valkey) -> None:
     tier = open_remote(server.url, first_pause_s=0.2, longest_pause_s=0.2)
-    ids = ids_of(13, 512)
+    ids = random_ids(13, 512)
     put_chain(tier, ids)
     server.hang()
-    assert match_of(tier, ids) == TierMatch()
+    assert longest_chain(tier, ids) == TierMatch()
     assert tier.usage().paused_because == "timeout"
-    server.go_on()
-    until(lambda: not tier.is_paused)
-    assert match_of(tier, ids).num_tokens == 512
+    server.resume()
+    eventually(lambda: not tier.is_paused)
+    assert longest_chain(tier, ids).num_tokens == 512
     assert tier.usage().paused_because == ""
     tier.close()
 
@@ -212,7 +205,7 @@ def test_tier_hanging_store_is_queried_again_after_a_pause(server: Valkey) -> No
 @pytest.mark.parametrize("reason", ["full", "read_only", "denied"])
 def test_tier_unwritable_store_pauses_writes_and_keeps_reads(server: Valkey, reason: str) -> None:
     tier = open_remote(server.url, first_pause_s=5.0, longest_pause_s=5.0)
-    ids, more = ids_of(14, 512), ids_of(15, 256)
+    ids, more = random_ids(14, 512), random_ids(15, 256)
     put = put_chain(tier, ids)
     if reason == "full":
         server.client.config_set("maxmemory", 1)
@@ -220,9 +213,9 @@ def test_tier_unwritable_store_pauses_writes_and_keeps_reads(server: Valkey, rea
         server.client.replicaof("127.0.0.1", 1)
     else:
         server.client.execute_command("ACL", "SETUSER", "default", "-set")
-    missing = wanted(tier, more)
+    missing = missing_chain(tier, more)
     tier.put(block_at(missing.links[0], missing.root, more))
-    until(lambda: tier.usage().counters["failed"].get(reason, 0) == 1)
+    eventually(lambda: tier.usage().counters["failed"].get(reason, 0) == 1)
 
     assert tier.usage().paused_because == reason
     assert tier.usage().counters["dropped"] == {"fault": 1}
