@@ -108,7 +108,7 @@ def test_read_any_block_returns_it_aligned_and_valid_safetensors(
     with opened(Filesystem(), path) as fd:
         header = read_header(Filesystem(), fd)
     assert header.header_bytes % ALIGNMENT_BYTES == 0
-    assert all(place.offset % ITEM_BYTES[place.dtype] == 0 for place in header.places.values())
+    assert all(place.offset % ITEM_BYTES[place.dtype] == 0 for place in header.ranges.values())
     with safe_open(path, "numpy") as file:
         assert set(file.keys()) == set(named)
 
