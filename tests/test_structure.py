@@ -12,8 +12,8 @@ from pathlib import Path
 from kvstrata.prefix_cache.entries import Entry
 
 SOURCES = Path(__file__).parent.parent / "src" / "kvstrata"
-PACKAGES = ("engine", "prefix_cache")
-WORDED = (*PACKAGES, "attention", "codecs", "kv", "packed", "tiers")  # whose docstrings follow the rules
+PACKAGES = ("engine", "prefix_cache", "tiers")
+WORDED = (*PACKAGES, "attention", "codecs", "kv", "packed")  # whose docstrings follow the rules
 OPENINGS = {"What", "Who", "Whose", "Which", "Where", "Of", "One", "Those", "That", "Its", "So"}
 
 # Instances of other classes that have attributes of the same name: loads, prefix states, the policy.

@@ -1,45 +1,23 @@
-"""Blocks as bytes, without files: what is decoded is what was encoded, or an error."""
+"""Encoding and decoding of blocks: decoding returns the encoded block or raises DamagedBlock."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.block import CHECKPOINT, Block, BlockId
 from kvstrata.tiers.block_file import (
-    CHECKSUM_AT,
     CHECKSUM_ENDS,
-    LENGTH_BYTES,
-    NUM_DIGITS,
-    Checksum,
     Damage,
     DamagedBlock,
     decode_block,
-    encode_block,
 )
-from tests.tiers.disk.blocks import ROOT, make_block
-
-OTHER_ROOT = bytes(range(32, 64))
-
-
-def bytes_of(block: Block) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    return {name: (tensor.dtype, tensor.shape, bytes(tensor.view())) for name, tensor in block.tensors.items()}
-
-
-def is_same(block: Block, other: Block) -> bool:
-    return bytes_of(block) == bytes_of(other) and replace(block, tensors={}) == replace(other, tensors={})
-
-
-def content_of(block: Block) -> bytes:
-    return b"".join(encode_block(block, Checksum.BLAKE3).pieces)
+from tests.tiers.disk.blocks import OTHER_ROOT, ROOT, are_equal, content_of, make_block, with_header
 
 
 def decode(content: bytes, wanted: BlockId | None = None, *, root: bytes | None = ROOT, verify: bool = True) -> Block:
@@ -52,7 +30,7 @@ def test_decode_returns_the_block_that_was_encoded(seed: int, num_values: int, v
     content = content_of(block)
     for wanted, root in ((block.id, ROOT), (None, ROOT), (block.id, None), (None, None)):
         back = decode(content, wanted, root=root, verify=verify)
-        assert is_same(back, block)
+        assert are_equal(back, block)
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -101,19 +79,6 @@ def test_decode_skips_checksums_of_tensors_alone_when_a_seal_has_covered_them() 
     assert damage.value.reason is Damage.HEADER
 
 
-def with_header(content: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
-    """Return content with another header of the same length, under a right checksum."""
-    length = LENGTH_BYTES + int.from_bytes(content[:LENGTH_BYTES], "little")
-    fields = json.loads(content[LENGTH_BYTES:length])
-    fields["__metadata__"]["checksum"] = "0" * NUM_DIGITS
-    change(fields)
-    body = json.dumps(fields, separators=(",", ":")).encode().ljust(length - LENGTH_BYTES)
-    header = bytearray(content[:LENGTH_BYTES] + body)
-    assert len(header) == length
-    header[CHECKSUM_AT:CHECKSUM_ENDS] = blake3(bytes(header)).hexdigest().encode()
-    return bytes(header) + content[length:]
-
-
 HOSTILE_CHANGES: list[Callable[[dict[str, Any]], None]] = [
     lambda fields: fields["v"].update(data_offsets=[-64, fields["v"]["data_offsets"][1] - 64]),
     lambda fields: fields["v"].update(data_offsets=["0", "1"]),
@@ -143,7 +108,7 @@ HOSTILE_CHANGES: list[Callable[[dict[str, Any]], None]] = [
 def test_decode_of_a_hostile_header_with_a_right_checksum_is_damage(verify: bool) -> None:
     block = make_block()
     content = content_of(block)
-    assert is_same(decode(with_header(content, lambda _: None)), block)
+    assert are_equal(decode(with_header(content, lambda _: None)), block)
     for change in HOSTILE_CHANGES:
         with pytest.raises(DamagedBlock):
             decode(with_header(content, change), verify=verify)

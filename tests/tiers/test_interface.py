@@ -1,4 +1,4 @@
-"""The tier of a server that has none answers every question, and waits for nothing."""
+"""`NoTier`: it answers every call at once and holds nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.tiers.disk.blocks import ROOT, make_block
 IDS = np.arange(4, dtype=np.int32)
 
 
-def test_it_has_nothing_and_takes_nothing() -> None:
+def test_no_tier_finds_nothing_and_refuses_blocks() -> None:
     tier: Tier = NoTier()
     block = make_block()
     refused = tier.put(block)
@@ -27,7 +27,7 @@ def test_it_has_nothing_and_takes_nothing() -> None:
     tier.close()
 
 
-def test_a_read_is_a_miss_and_a_lookup_is_answered_at_once() -> None:
+def test_no_tier_answers_reads_and_lookups_at_once() -> None:
     tier, block, results = NoTier(), make_block(), list[LoadedBlock | MissingBlock]()
     assert tier.read([block.id], results.append, root=ROOT).wait(0)
     assert results == [MissingBlock(block.id, MissReason.ABSENT)]

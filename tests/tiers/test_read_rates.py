@@ -1,20 +1,13 @@
-"""What reading blocks is expected to take: from what was measured, and how long ago."""
+"""Expected read time of blocks: measured, and faded with time."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvstrata.tiers.read_rates import HALF_LIFE_S, RateMeter
+from tests.tiers.timing import Clock
 
 MB = 10**6
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture
@@ -33,19 +26,19 @@ def read(meter: RateMeter, clock: Clock, nbytes: int, seconds: float) -> None:
         measure(nbytes)
 
 
-def test_before_the_first_block_everything_pays(meter: RateMeter) -> None:
+def test_rates_before_the_first_block_expect_no_time(meter: RateMeter) -> None:
     assert meter.rates().seconds_for(10**12, 10**6) == 0
 
 
-def test_blocks_of_one_size_are_priced_by_their_bytes(meter: RateMeter, clock: Clock) -> None:
+def test_rates_of_equal_blocks_scale_with_their_bytes(meter: RateMeter, clock: Clock) -> None:
     for _ in range(5):
         read(meter, clock, 2 * MB, 0.2)
     assert meter.rates().seconds_for(10 * MB, 5) == pytest.approx(1.0)
     assert meter.rates().read_bytes_per_s == pytest.approx(10 * MB)
 
 
-def test_what_each_block_takes_is_told_from_what_its_bytes_take(meter: RateMeter, clock: Clock) -> None:
-    """A disk that needs 50 ms for each file and reads 100 MB/s: blocks in few bits hardly come faster."""
+def test_rates_of_unequal_blocks_separate_block_and_byte_times(meter: RateMeter, clock: Clock) -> None:
+    """The disk needs 50 ms for each file and reads 100 MB/s: blocks in fewer bits are hardly faster."""
     for nbytes in (1 * MB, 8 * MB, 1 * MB, 4 * MB):
         read(meter, clock, nbytes, 0.05 + nbytes / (100 * MB))
     rates = meter.rates()
@@ -55,8 +48,10 @@ def test_what_each_block_takes_is_told_from_what_its_bytes_take(meter: RateMeter
 
 
 @pytest.mark.parametrize(("small_s", "large_s"), [(0.3, 0.1), (0.0, 0.4)])
-def test_no_price_is_below_nothing(small_s: float, large_s: float, meter: RateMeter, clock: Clock) -> None:
-    """Whatever noise does to the line."""
+def test_rates_of_noisy_reads_are_never_negative(
+    small_s: float, large_s: float, meter: RateMeter, clock: Clock
+) -> None:
+    """Noise can tilt the fitted line so far that one of its terms would be negative."""
     for _ in range(3):
         read(meter, clock, 1 * MB, small_s)
         read(meter, clock, 4 * MB, large_s)
@@ -66,28 +61,28 @@ def test_no_price_is_below_nothing(small_s: float, large_s: float, meter: RateMe
     assert rates.seconds_for(15 * MB, 6) == pytest.approx(3 * (small_s + large_s), rel=0.1)
 
 
-def test_what_was_measured_fades_while_nothing_is_read(meter: RateMeter, clock: Clock) -> None:
+def test_rates_without_reads_fade(meter: RateMeter, clock: Clock) -> None:
     read(meter, clock, 1 * MB, 8.0)
     assert meter.rates().seconds_for(MB, 1) == pytest.approx(8.0)
     clock.now_s += 3 * HALF_LIFE_S
     assert meter.rates().seconds_for(MB, 1) == pytest.approx(1.0)
-    # The next block counts for more than one that was read so long ago.
+    # The next block outweighs a measurement that has faded.
     read(meter, clock, 1 * MB, 0.01)
     assert meter.rates().seconds_for(MB, 1) == pytest.approx((8.0 / 8 + 0.01) / (1 / 8 + 1), rel=0.1)
-    # And a disk that is still slow is left alone again.
+    # A disk that is still slow is avoided again.
     clock.now_s += 3 * HALF_LIFE_S
     read(meter, clock, 1 * MB, 8.0)
     assert meter.rates().seconds_for(MB, 1) > 6.0
 
 
-def test_a_read_that_does_not_end_counts_before_it_does(meter: RateMeter, clock: Clock) -> None:
+def test_rates_during_a_read_include_it(meter: RateMeter, clock: Clock) -> None:
     with meter.reading():
         clock.now_s += 30.0
         assert meter.rates().seconds_for(0, 0) == pytest.approx(30.0)
     assert meter.rates().seconds_for(0, 0) == 0
 
 
-def test_reads_that_overlap_are_not_counted_twice(meter: RateMeter, clock: Clock) -> None:
+def test_rates_count_overlapping_reads_once(meter: RateMeter, clock: Clock) -> None:
     with meter.reading() as first, meter.reading() as second:
         clock.now_s += 1.0
         first(MB)
@@ -95,19 +90,19 @@ def test_reads_that_overlap_are_not_counted_twice(meter: RateMeter, clock: Clock
     assert meter.rates().seconds_for(2 * MB, 2) == pytest.approx(1.0, rel=0.05)
 
 
-def test_rates_after_days_of_idleness_and_a_read_without_blocks_are_finite(meter: RateMeter, clock: Clock) -> None:
-    """18 hours are 1,080 half-lives: fading by them gives 0.0."""
+def test_rates_after_idle_days_and_an_empty_read_are_finite(meter: RateMeter, clock: Clock) -> None:
+    """18 hours are 1,080 half-lives, and a weight faded by them is 0.0."""
     read(meter, clock, 1 * MB, 8.0)
     clock.now_s += 72 * 3600.0
     with meter.reading():
-        assert meter.rates().seconds_for(MB, 1) == 0  # asked while the first read is under way
-    assert meter.rates().seconds_for(MB, 1) == 0  # it found no block
+        assert meter.rates().seconds_for(MB, 1) == 0  # during the first read
+    assert meter.rates().seconds_for(MB, 1) == 0  # the read found no block
     assert meter.rates().read_bytes_per_s == pytest.approx(MB / 8)
     read(meter, clock, 1 * MB, 0.5)
     assert meter.rates().seconds_for(MB, 1) == pytest.approx(0.5)
 
 
-def test_rates_while_a_read_is_under_way_do_not_return_to_what_has_faded(meter: RateMeter, clock: Clock) -> None:
+def test_rates_during_a_read_keep_measurements_faded(meter: RateMeter, clock: Clock) -> None:
     read(meter, clock, 1 * MB, 8.0)
     clock.now_s += 3 * HALF_LIFE_S
     with meter.reading():

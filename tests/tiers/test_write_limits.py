@@ -10,7 +10,7 @@ from kvstrata.tiers.block import BlockId
 from kvstrata.tiers.interface import BlockEvent, Refusal, TierCounters
 from kvstrata.tiers.write_limits import Backoff, WriteQueue
 from tests.tiers.disk.blocks import make_block, make_chain
-from tests.tiers.test_read_rates import Clock
+from tests.tiers.timing import Clock
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_backoff_doubles_up_to_the_limit_and_begins_anew_after_a_success(clock: 
     assert backoff.remaining_s == 5
 
 
-def test_backoff_whose_first_pause_is_above_the_limit_keeps_its_length(clock: Clock) -> None:
+def test_backoff_first_pause_above_the_limit_keeps_its_length(clock: Clock) -> None:
     backoff = Backoff(600.0, 300.0, clock)
     for _ in range(2):
         backoff.begin("io_error")
@@ -46,7 +46,7 @@ def test_backoff_reports_a_reason_only_when_it_changes(clock: Clock) -> None:
     assert [backoff.begin(reason) for reason in reasons] == [True, False, True, False, True]
 
 
-def test_backoff_that_was_lifted_allows_an_attempt_and_pauses_longer_after_the_next_fault(clock: Clock) -> None:
+def test_backoff_lifted_pauses_longer_after_the_next_fault(clock: Clock) -> None:
     backoff = Backoff(1.0, 60.0, clock)
     backoff.begin("full")
     backoff.lift()
@@ -56,7 +56,7 @@ def test_backoff_that_was_lifted_allows_an_attempt_and_pauses_longer_after_the_n
     assert backoff.remaining_s == 2
 
 
-def test_queue_finds_entries_that_are_unreachable_without_one() -> None:
+def test_queue_unreachable_without_returns_descendants() -> None:
     queue = WriteQueue(1 << 30)
     first, second, third = make_chain(3)
     checkpoint, other = replace(second, part="mark"), make_block(9)
@@ -73,7 +73,7 @@ def test_queue_finds_entries_that_are_unreachable_without_one() -> None:
     assert queue.needed_keys() >= {first.parent, first.key, second.key, third.key, other.key}
 
 
-def test_queue_entry_of_a_block_that_was_queued_again_is_another_entry() -> None:
+def test_queue_block_queued_again_has_a_new_entry() -> None:
     queue = WriteQueue(1 << 30)
     (block,) = make_chain(1)
     assert queue.add(block) is None

@@ -87,7 +87,7 @@ def measured(url: str) -> MeasuredStore:
 def opened(url: str) -> Iterator[KeyValueStore]:
     """A fault of the store is one line."""
     from kvstrata.tiers.remote.health import StoreFault
-    from kvstrata.tiers.remote.open_store import make_store, words_for
+    from kvstrata.tiers.remote.open_store import describe_fault, make_store
     from kvstrata.tiers.remote.url import parse_url
 
     place = parse_url(url)
@@ -95,6 +95,6 @@ def opened(url: str) -> Iterator[KeyValueStore]:
     try:
         yield store
     except StoreFault as fault:
-        raise KvstrataError(words_for(place, fault)) from None
+        raise KvstrataError(describe_fault(place, fault)) from None
     finally:
         store.close()

@@ -72,7 +72,7 @@ class BlockId:
 
 @dataclass(frozen=True, slots=True)
 class BlockTensor:
-    """A tensor. `data` has the buffer protocol, is C-contiguous and little-endian; no code writes to it any more."""
+    """A tensor. `data` has the buffer protocol, is C-contiguous and little-endian, and is never written to."""
 
     dtype: str
     shape: tuple[int, ...]

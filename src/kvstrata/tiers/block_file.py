@@ -97,7 +97,9 @@ class DamagedBlock(KvstrataError):
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPlace:
+class TensorRange:
+    """The bytes of a tensor in a file."""
+
     dtype: str
     shape: tuple[int, ...]
     offset: int  # from the beginning of the file
@@ -113,7 +115,7 @@ class BlockHeader:
     start: int
     token_ids: bytes
     description: Mapping[str, Any]
-    places: Mapping[str, TensorPlace]
+    ranges: Mapping[str, TensorRange]
     header_bytes: int  # where the first tensor begins
     file_bytes: int
 
@@ -187,7 +189,7 @@ def _seal(metadata: Mapping[str, str], table: Mapping[str, object]) -> bytes:
 
 
 def header_bytes_of(beginning: bytes) -> int:
-    """Return the length of the header that begins with these bytes; DamagedBlock where no header does."""
+    """Return the length of the header that begins with these bytes; DamagedBlock if they begin no header."""
     if len(beginning) < CHECKSUM_ENDS:
         raise DamagedBlock(Damage.LENGTH, "shorter than any header")
     if not beginning.startswith(MAGIC, LENGTH_BYTES):
@@ -220,7 +222,7 @@ def parse_header(header: bytes) -> BlockHeader:
 
 def _read_header(fields: dict[str, Any], header_bytes: int) -> BlockHeader:
     metadata = fields.pop("__metadata__")
-    places = {name: _place(entry, metadata[f"checksum.{name}"], header_bytes) for name, entry in fields.items()}
+    ranges = {name: _range_of(entry, metadata[f"checksum.{name}"], header_bytes) for name, entry in fields.items()}
     token_ids = base64.b64decode(metadata["token_ids"], validate=True)
     if len(token_ids) != 4 * int(metadata["num_tokens"]):
         raise ValueError("num_tokens is not how many token ids there are")
@@ -231,15 +233,15 @@ def _read_header(fields: dict[str, Any], header_bytes: int) -> BlockHeader:
         start=int(metadata["start"]),
         token_ids=token_ids,
         description=json.loads(metadata["description"]),
-        places=places,
+        ranges=ranges,
         header_bytes=header_bytes,
-        file_bytes=max((place.offset + place.nbytes for place in places.values()), default=header_bytes),
+        file_bytes=max((range_.offset + range_.nbytes for range_ in ranges.values()), default=header_bytes),
     )
 
 
-def _place(entry: Mapping[str, Any], checksum: str, header_bytes: int) -> TensorPlace:
+def _range_of(entry: Mapping[str, Any], checksum: str, header_bytes: int) -> TensorRange:
     begin, end = entry["data_offsets"]
-    return TensorPlace(entry["dtype"], tuple(entry["shape"]), header_bytes + begin, end - begin, checksum)
+    return TensorRange(entry["dtype"], tuple(entry["shape"]), header_bytes + begin, end - begin, checksum)
 
 
 def verify_header(header: BlockHeader, *, wanted: BlockId, root: bytes | None, chain: Chain, size_bytes: int) -> None:
@@ -254,12 +256,12 @@ def verify_header(header: BlockHeader, *, wanted: BlockId, root: bytes | None, c
         raise DamagedBlock(Damage.LENGTH, f"{size_bytes} bytes instead of {header.file_bytes}")
 
 
-def decode_tensor(name: str, place: TensorPlace, content: memoryview, *, verify: bool = True) -> BlockTensor:
+def decode_tensor(name: str, range_: TensorRange, content: memoryview, *, verify: bool = True) -> BlockTensor:
     """Decode a tensor, and verify its checksum unless a seal has covered it."""
-    if verify and not _matches(place.checksum, content):
+    if verify and not _matches(range_.checksum, content):
         raise DamagedBlock(Damage.TENSOR, f"the checksum of {name} is another")
     try:
-        return BlockTensor(place.dtype, place.shape, content)
+        return BlockTensor(range_.dtype, range_.shape, content)
     except ValueError as error:
         raise DamagedBlock(Damage.HEADER, str(error)) from error
 
@@ -269,8 +271,8 @@ def decode_block(
 ) -> Block:
     """Decode a whole block. Raises DamagedBlock unless it is the wanted one, under this root; None: any.
 
-    The content may come from an attacker. `verify_tensors` False skips the checksums of tensors, for content of which
-    a seal has covered every byte.
+    The content may come from an attacker. `verify_tensors` False skips the checksums of tensors, for content whose
+    every byte a seal covers.
     """
     length = header_bytes_of(bytes(content[:ALIGNMENT_BYTES]))
     if content.nbytes < length:
@@ -280,15 +282,17 @@ def decode_block(
         id_ = header.id if wanted is None else wanted
         verify_header(header, wanted=id_, root=root, chain=chain, size_bytes=content.nbytes)
         tensors = {
-            name: decode_tensor(name, place, content[place.offset : place.offset + place.nbytes], verify=verify_tensors)
-            for name, place in header.places.items()
-            if place.offset >= length
+            name: decode_tensor(
+                name, range_, content[range_.offset : range_.offset + range_.nbytes], verify=verify_tensors
+            )
+            for name, range_ in header.ranges.items()
+            if range_.offset >= length
         }
-        if len(tensors) != len(header.places):
+        if len(tensors) != len(header.ranges):
             raise ValueError("a tensor is outside its block")
         if any(type(size) is not int for tensor in tensors.values() for size in tensor.shape):
             raise ValueError("a size is no integer")
         return header.block(tensors)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError) as error:
-        # The checksums are right, and yet no version of kvstrata wrote this.
+        # The checksums are correct, but no version of kvstrata writes such a header.
         raise DamagedBlock(Damage.HEADER, f"the header makes no sense: {type(error).__name__}") from error

@@ -82,8 +82,8 @@ class WriteQueue:
             return frozenset(key for each in self._entries.values() for key in (each.block.parent, each.block.key))
 
     def unreachable_without(self, entry: QueuedBlock) -> list[QueuedBlock]:
-        """Return this entry and all that no lookup could reach without it. Parents are queued before their children, a
-        base before its checkpoint."""
+        """Return this entry and all entries that no lookup could reach without it. Parents are queued before their
+        children, a base before its checkpoint."""
         gone = {entry.block.key} if entry.block.part == BASE else set[bytes]()
         found: list[QueuedBlock] = []
         for other in self.entries():

@@ -1,4 +1,4 @@
-"""The file of an exported conversation: its layout, and the refusal of files that were changed."""
+"""Bundles: the file layout, and the refusal of changed files."""
 
 from __future__ import annotations
 
@@ -57,20 +57,20 @@ def golden_block() -> Block:
     return Block(chain(ROOT, ids), ROOT, ROOT, 0, ids.tobytes(), {"0.k.values": tensor}, {"groups": []})
 
 
-def written(header: BundleHeader, given_blocks: Sequence[Block]) -> bytes:
+def encode_bundle(header: BundleHeader, given_blocks: Sequence[Block]) -> bytes:
     writer = BundleWriter(header)
     pieces = [*writer.begin(), *(p for block in given_blocks for p in writer.block(block)), *writer.end()]
     return b"".join(map(bytes, pieces))
 
 
-def opened(content: bytes) -> Bundle:
+def open_content(content: bytes) -> Bundle:
     return open_bundle(io.BytesIO(content), len(content))
 
 
 def test_bundle_format_equals_the_golden_file() -> None:
     content = GOLDEN.read_bytes()
-    assert written(HEADER, [golden_block()]) == content
-    bundle = opened(content)
+    assert encode_bundle(HEADER, [golden_block()]) == content
+    bundle = open_content(content)
     assert bundle.header == HEADER
     (block,) = blocks_of(bundle, Lineage(ROOT, chain, 1 << 20))
     assert block.token_ids == golden_block().token_ids
@@ -80,7 +80,7 @@ def test_bundle_format_equals_the_golden_file() -> None:
 def test_bundle_of_another_version_is_refused_with_advice() -> None:
     content = PREAMBLE.pack(MAGIC, VERSION + 1, 0) + bytes(200)
     with pytest.raises(UnusableFile, match="update this one"):
-        opened(content)
+        open_content(content)
 
 
 @settings(max_examples=300)
@@ -98,7 +98,7 @@ def test_bundle_with_any_changed_byte_is_refused(data: st.DataObject) -> None:
     else:
         changed = content + content[at:]
     with pytest.raises(UnusableFile):
-        list(blocks_of(opened(changed), Lineage(ROOT, chain, 1 << 20)))
+        list(blocks_of(open_content(changed), Lineage(ROOT, chain, 1 << 20)))
 
 
 # Files with correct checksums and wrong content, sent to a server.
@@ -135,13 +135,13 @@ def assert_refused(served: Served, content: bytes) -> None:
     assert error.value.status == 400
 
 
-def parts_of(served: Served, content: bytes) -> tuple[BundleHeader, list[Block], bytes]:
+def split_bundle(served: Served, content: bytes) -> tuple[BundleHeader, list[Block], bytes]:
     identity = served.server.service.engine.ask(lambda core: core.prefix_cache.matcher.identity).result(60)
-    root, bundle = neutral_root(identity), opened(content)
+    root, bundle = neutral_root(identity), open_content(content)
     return bundle.header, list(blocks_of(bundle, Lineage(root, chain, 1 << 30))), root
 
 
-def chained(given_blocks: Sequence[Block], root: bytes) -> list[Block]:
+def rechained(given_blocks: Sequence[Block], root: bytes) -> list[Block]:
     """Return the blocks with keys that match their tokens."""
     made: list[Block] = []
     parent, key = root, root
@@ -152,7 +152,7 @@ def chained(given_blocks: Sequence[Block], root: bytes) -> list[Block]:
     return made
 
 
-def sealed(fields: Any, rest: bytes) -> bytes:
+def bundle_of(fields: Any, rest: bytes) -> bytes:
     text = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
     beginning = PREAMBLE.pack(MAGIC, VERSION, len(text)) + text
     whole = beginning + blake3(beginning).digest() + rest
@@ -161,7 +161,7 @@ def sealed(fields: Any, rest: bytes) -> bytes:
 
 def test_import_refuses_hostile_headers(exported: tuple[Served, bytes]) -> None:
     served, content = exported
-    bundle = opened(content)
+    bundle = open_content(content)
     start = len(encode_header(bundle.header))
     rest = content[start:-32]
     fields = json.loads(content[PREAMBLE.size : start - 32])
@@ -189,7 +189,7 @@ def test_import_refuses_hostile_headers(exported: tuple[Served, bytes]) -> None:
         {**fields, "model": {**fields["model"], "max_kv_size": 64}},
     ]
     for each in hostile:
-        assert_refused(served, sealed(each, rest))
+        assert_refused(served, bundle_of(each, rest))
     # Records that are missing or too long.
     for records in (
         b"",
@@ -198,9 +198,9 @@ def test_import_refuses_hostile_headers(exported: tuple[Served, bytes]) -> None:
         rest + rest,
         LENGTH.pack(0),
     ):
-        assert_refused(served, sealed(fields, records))
+        assert_refused(served, bundle_of(fields, records))
     assert stored(served) == (0, 0)
-    assert import_file(served, sealed(fields, rest)) == fields["num_tokens"]
+    assert import_file(served, bundle_of(fields, rest)) == fields["num_tokens"]
     served.ask("/cache/clear", tier="all")
 
 
@@ -254,28 +254,28 @@ def hostile_blocks(block: Block) -> list[Block]:
 
 def test_import_refuses_hostile_blocks(exported: tuple[Served, bytes]) -> None:
     served, content = exported
-    header, good, root = parts_of(served, content)
+    header, good, root = split_bundle(served, content)
     bases = [i for i, block in enumerate(good) if block.part == BASE]
     for hostile in hostile_blocks(good[bases[-1]]):
         changed = [*good[: bases[-1]], hostile, *good[bases[-1] + 1 :]]
-        assert_refused(served, written(header, chained(changed, root)))
+        assert_refused(served, encode_bundle(header, rechained(changed, root)))
     # Blocks out of order, repeated, missing, and of another chain.
     for order in (good[::-1], [*good, good[-1]], good[1:], good[:-1], [good[0], *good]):
-        assert_refused(served, written(header, order))
-    assert_refused(served, written(header, chained(good, bytes(32))))
+        assert_refused(served, encode_bundle(header, order))
+    assert_refused(served, encode_bundle(header, rechained(good, bytes(32))))
     assert stored(served) == (0, 0)
 
 
-# A recurrent state whose number of arrays no loop would ever reach.
+# A recurrent state with more arrays than a loop could ever visit.
 ENDLESS = {"recurrent": 1 << 62, "held": []}
 
 
 def test_import_refuses_hostile_checkpoints(exported: tuple[Served, bytes]) -> None:
     served, content = exported
-    header, good, _ = parts_of(served, content)
+    header, good, _ = split_bundle(served, content)
     checkpoints = [i for i, block in enumerate(good) if block.part == CHECKPOINT]
     if not checkpoints:
-        assert_refused(served, written(header, [*good, replace(good[-1], part=CHECKPOINT)]))
+        assert_refused(served, encode_bundle(header, [*good, replace(good[-1], part=CHECKPOINT)]))
         return
     at = checkpoints[-1]
     name, tensor = next(iter(good[at].tensors.items()))
@@ -294,9 +294,9 @@ def test_import_refuses_hostile_checkpoints(exported: tuple[Served, bytes]) -> N
         ),
     ]
     for each in hostile:
-        assert_refused(served, written(header, [*good[:at], each, *good[at + 1 :]]))
+        assert_refused(served, encode_bundle(header, [*good[:at], each, *good[at + 1 :]]))
     # A model with states cannot resume where there is no checkpoint.
-    assert_refused(served, written(header, [*good[:at], *good[at + 1 :]]))
+    assert_refused(served, encode_bundle(header, [*good[:at], *good[at + 1 :]]))
     assert stored(served) == (0, 0)
 
 
@@ -320,17 +320,17 @@ HOSTILE_TEXTS = tuple(
 )
 
 
-def places_in(value: Any) -> list[tuple[Any, Any]]:
+def containers_in(value: Any) -> list[tuple[Any, Any]]:
     """Return every container of a JSON value, with each of its keys."""
     keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-    return [place for key in keys for place in ((value, key), *places_in(value[key]))]
+    return [place for key in keys for place in ((value, key), *containers_in(value[key]))]
 
 
 @pytest.fixture(scope="module")
 def described(exported: tuple[Served, bytes]) -> tuple[Served, list[Block], Layout, Checkpoint | None]:
     """The server, the blocks of its file, its layout and a checkpoint of its model."""
     served, content = exported
-    _, good, _ = parts_of(served, content)
+    _, good, _ = split_bundle(served, content)
     engine = served.server.service.engine
     layout, example = engine.ask(lambda core: (core.runner.layout, run_to_end(example_checkpoint(core)))).result(60)
     return served, good, layout, example
@@ -345,7 +345,7 @@ def test_changed_description_is_refused_or_within_the_counts_of_the_model(
     block = data.draw(st.sampled_from(good))
     description = json.loads(json.dumps(block.description))
     for _ in range(data.draw(st.integers(1, 3))):
-        container, key = data.draw(st.sampled_from(places_in(description)))
+        container, key = data.draw(st.sampled_from(containers_in(description)))
         container[key] = json.loads(data.draw(st.sampled_from(HOSTILE_TEXTS)))
     changed = replace(block, description=description)
     try:

@@ -1,14 +1,26 @@
-"""Blocks for the tests: chains of any length, tensors of every dtype, from a seed."""
+"""Blocks from a seed, the files that hold them, and a disk tier with settings for tests."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from blake3 import blake3
 
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.block import BASE, ITEM_BYTES, Block, BlockId, BlockTensor
-from kvstrata.tiers.block_file import Checksum
+from kvstrata.tiers.block_file import (
+    CHECKSUM_AT,
+    CHECKSUM_ENDS,
+    LENGTH_BYTES,
+    NUM_DIGITS,
+    Checksum,
+    encode_block,
+)
+from kvstrata.tiers.disk.folder import file_name
 from kvstrata.tiers.disk.index import BlockRecord
 from kvstrata.tiers.disk.tier import DiskTier
 from kvstrata.tiers.interface import Accepted, Tier
@@ -74,7 +86,7 @@ def make_chain(
 
 
 def open_tier(directory: Path, limit_bytes: int = 64 << 20, **settings) -> DiskTier:
-    """Settings that a test does not care about: no reserve on a machine that others fill, short pauses."""
+    """Open a disk tier without a reserve and with short pauses: other programs fill the volume of a test machine."""
     beside = {
         name: settings.pop(name) for name in ("chain", "tally", "is_pinned", "files", "clock") if name in settings
     }
@@ -95,14 +107,54 @@ def read_now(tier: DiskTier, block: BlockId, *, root: bytes) -> LoadedBlock | Mi
     return results[0]
 
 
+def write_blocks(directory: Path, blocks: list[Block], **settings) -> None:
+    """Write blocks with a tier that is closed afterwards."""
+    tier = open_tier(directory, **settings)
+    put_all(tier, blocks)
+    tier.close()
+
+
+def path_of(directory: Path, block: Block | BlockId) -> Path:
+    """Return the file of a block, whether it exists or not."""
+    block_id = block.id if isinstance(block, Block) else block
+    return directory / "blocks" / block_id.key[:1].hex() / file_name(block_id)
+
+
+def block_files(directory: Path) -> list[Path]:
+    return sorted(directory.rglob("*.safetensors"))
+
+
+def delete_catalogue(directory: Path) -> None:
+    for path in directory.glob("catalogue*"):
+        path.unlink()
+
+
+def content_of(block: Block, checksum: Checksum = Checksum.BLAKE3) -> bytes:
+    """Return the bytes of a block file."""
+    return b"".join(encode_block(block, checksum).pieces)
+
+
+def with_header(content: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
+    """Return a block file with a changed header of the same length and a correct checksum."""
+    length = LENGTH_BYTES + int.from_bytes(content[:LENGTH_BYTES], "little")
+    fields = json.loads(content[LENGTH_BYTES:length])
+    fields["__metadata__"]["checksum"] = "0" * NUM_DIGITS
+    change(fields)
+    body = json.dumps(fields, separators=(",", ":")).encode().ljust(length - LENGTH_BYTES)
+    header = bytearray(content[:LENGTH_BYTES] + body)
+    assert len(header) == length
+    header[CHECKSUM_AT:CHECKSUM_ENDS] = blake3(bytes(header)).hexdigest().encode()
+    return bytes(header) + content[length:]
+
+
 def records_of(tier: Tier, under: bytes = b"") -> list[BlockRecord]:
-    """Parents before children."""
+    """Return records of the index, parents before children."""
     assert isinstance(tier, DiskTier)
     return sorted(tier.index.records(under), key=lambda row: (row.start, row.id.key, row.id.part))
 
 
-def same(left: Block, right: Block) -> bool:
-    """Bit for bit, names and shapes included."""
+def are_equal(left: Block, right: Block) -> bool:
+    """Whether two blocks have the same fields and the same tensors, bit for bit."""
     return (
         left.id == right.id
         and (left.parent, left.root, left.start) == (right.parent, right.root, right.start)
@@ -117,11 +169,17 @@ def same(left: Block, right: Block) -> bool:
 
 
 def is_same(result: LoadedBlock | MissingBlock, block: Block) -> bool:
-    return isinstance(result, LoadedBlock) and same(result.block, block)
+    """Whether a read returned this block."""
+    return isinstance(result, LoadedBlock) and are_equal(result.block, block)
+
+
+def all_same(results: Sequence[LoadedBlock | MissingBlock], blocks: Sequence[Block]) -> bool:
+    """Whether reads returned these blocks, in this order."""
+    return all(is_same(result, block) for result, block in zip(results, blocks, strict=True))
 
 
 def real_bytes(directory: Path) -> int:
-    """What `du` would say; files that vanish meanwhile take nothing."""
+    """Return the allocated bytes of a folder, as `du` counts them; files that vanish meanwhile count 0."""
     total = 0
     for path in (directory, *directory.rglob("*")):
         try:

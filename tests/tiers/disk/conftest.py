@@ -1,4 +1,4 @@
-"""A tier in a folder of its own, over files that a test can make fail."""
+"""A disk tier in a folder of its own, on a filesystem with fault injection."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A `Files` that does what disks do: tear a write, flip bits, shorten, swap, wait, fail, or end the process.
+"""Fault injection for the disk tier: a `Filesystem` with faults, damage of files, faults of the catalogue.
 
-Every operation has a number, counted from the first. A fault is chosen by the operation's name (and, if wanted, its
-number), so a test can walk through all the steps of a publication.
+Operations are numbered from 0. A fault is selected by the name or the number of an operation, so a test can fail every
+step of a publication in turn.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def fail(code: int) -> Act:
 
 
 def kill() -> None:
-    """As from outside: no handler runs, nothing is flushed."""
+    """Kill this process as from outside: no handler runs, and nothing is flushed."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -44,11 +44,11 @@ def wait_for(event: threading.Event) -> Act:
 
 @dataclass
 class FaultyFiles(Filesystem):
-    """`before[name]` happens instead of the operation if it raises, before it if it does not."""
+    """A filesystem that runs `before[name]` and `at_step[number]` before an operation. If they raise, it is not run."""
 
     before: dict[str, Act] = field(default_factory=dict)
     at_step: dict[int, Act] = field(default_factory=dict)
-    torn_after_bytes: int | None = None  # a write stops there, and then fails
+    torn_after_bytes: int | None = None  # a write that passes this length is cut there, and the next one fails
     free: int | None = None
     steps: list[str] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -154,7 +154,7 @@ def swap(left: Path, right: Path) -> None:
 
 @dataclass
 class CatalogueFaults:
-    """The fault that each save of a catalogue meets; None: saves work."""
+    """The fault of every save of a catalogue. `error` None: saves work."""
 
     error: sqlite3.Error | None = None
 

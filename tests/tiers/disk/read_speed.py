@@ -1,9 +1,9 @@
-"""How fast verified blocks come back, against plain preadv of the same files, in one run.
+"""Measure reads of verified blocks against plain preadv of the same files, in one run.
 
     python -m tests.tiers.disk.read_speed DIRECTORY [NUM_BLOCKS] [MIB_OF_EACH] [DiskOptions.num_readers]
 
-The page cache is dropped before each reading (Linux). Prints a line for each round: GB/s plain, GB/s of `DiskTier.read`
-with all checks, and their ratio; then how many seconds of processor each took for a gigabyte.
+The page cache is dropped before each pass (Linux). Prints a line for each round: GB/s of preadv, GB/s of
+`DiskTier.read` with all checks, and their ratio; then the CPU seconds of each for a gigabyte.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from kvstrata.tiers.disk.tier import DiskTier
 from kvstrata.tiers.interface import Accepted
 from kvstrata.tiers.options import DiskOptions
 from kvstrata.tiers.read_pool import LoadedBlock, MissingBlock
-from tests.tiers.disk.blocks import ROOT
-from tests.tiers.disk.test_damage import path_of
+from tests.tiers.disk.blocks import ROOT, path_of
 
 NUM_ROUNDS = 5
 NUM_PLANES = 8
@@ -77,7 +76,7 @@ def read_verified(tier: DiskTier, ids: list[BlockId]) -> None:
 
 
 def gigabytes_per_s(paths: list[Path], read: Callable[[], None]) -> tuple[float, float]:
-    """And the seconds of processor for a gigabyte."""
+    """Return GB/s, and CPU seconds for a gigabyte."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""The catalogue: quick to start, and never missed when it is gone."""
+"""The catalogue: fast starts, and no lost blocks without it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,25 @@ from kvstrata.tiers.disk.catalogue import BLOCK_FORMAT, Catalogue, CatalogueFaul
 from kvstrata.tiers.disk.filesystem import Filesystem
 from kvstrata.tiers.disk.folder import file_name
 from kvstrata.tiers.disk.index import BlockRecord
-from tests.tiers.disk.blocks import ROOT, is_same, make_chain, open_tier, read_now, real_bytes, records_of
+from tests.tiers.disk.blocks import (
+    ROOT,
+    delete_catalogue,
+    is_same,
+    make_chain,
+    open_tier,
+    path_of,
+    put_all,
+    read_now,
+    real_bytes,
+    records_of,
+)
 from tests.tiers.disk.faults import FaultyFiles, flip
-from tests.tiers.disk.test_damage import path_of
 
 
-def fill(directory: Path, num_blocks: int = 12) -> list:
+def write_chain(directory: Path, num_blocks: int = 12) -> list:
     tier = open_tier(directory)
     blocks = make_chain(num_blocks)
-    for block in blocks:
-        tier.put(block)
-    assert tier.flush(20).is_empty
+    put_all(tier, blocks)
     tier.close()
     return blocks
 
@@ -46,7 +54,7 @@ def assert_all_there(directory: Path, blocks: list) -> None:
 
 @pytest.mark.parametrize("suffixes", [("", "-wal", "-shm"), ("",)])
 def test_catalogue_deleted_is_rebuilt(tmp_path: Path, suffixes: tuple[str, ...]) -> None:
-    blocks = fill(tmp_path / "cache")
+    blocks = write_chain(tmp_path / "cache")
     for suffix in suffixes:
         (tmp_path / "cache" / f"catalogue.sqlite{suffix}").unlink(missing_ok=True)
     assert_all_there(tmp_path / "cache", blocks)
@@ -56,13 +64,13 @@ def test_catalogue_deleted_is_rebuilt(tmp_path: Path, suffixes: tuple[str, ...])
     "content", [b"", b"not a database " * 1000, os.urandom(20_000), b"SQLite format 3\0" + bytes(8176)]
 )
 def test_catalogue_that_is_no_database_is_rebuilt(tmp_path: Path, content: bytes) -> None:
-    blocks = fill(tmp_path / "cache")
+    blocks = write_chain(tmp_path / "cache")
     (tmp_path / "cache" / "catalogue.sqlite").write_bytes(content)
     assert_all_there(tmp_path / "cache", blocks)
 
 
-def test_a_catalogue_of_another_version_is_rebuilt(tmp_path: Path) -> None:
-    blocks = fill(tmp_path / "cache")
+def test_catalogue_of_another_version_is_rebuilt(tmp_path: Path) -> None:
+    blocks = write_chain(tmp_path / "cache")
     connection = sqlite3.connect(tmp_path / "cache" / "catalogue.sqlite")
     connection.execute("PRAGMA user_version = 99")
     connection.close()
@@ -70,7 +78,7 @@ def test_a_catalogue_of_another_version_is_rebuilt(tmp_path: Path) -> None:
 
 
 def test_catalogue_with_foreign_tables_is_rebuilt(tmp_path: Path) -> None:
-    blocks = fill(tmp_path / "cache")
+    blocks = write_chain(tmp_path / "cache")
     path = tmp_path / "cache" / "catalogue.sqlite"
     path.unlink()
     connection = sqlite3.connect(path)
@@ -84,8 +92,8 @@ def test_catalogue_with_foreign_tables_is_rebuilt(tmp_path: Path) -> None:
 
 
 def test_catalogue_with_flipped_bits_never_serves_wrong_blocks(tmp_path: Path) -> None:
-    """SQLite has no checksums: a row may be wrong. Then a block may be missed, but what is served is right."""
-    blocks = fill(tmp_path / "cache", 6)
+    """SQLite has no checksums, so a row may be wrong. That may cost a block, but never serves a wrong one."""
+    blocks = write_chain(tmp_path / "cache", 6)
     path = tmp_path / "cache" / "catalogue.sqlite"
     content = path.read_bytes()
     generator = np.random.default_rng(11)
@@ -108,9 +116,8 @@ def test_rebuild_reads_headers_only(tmp_path: Path) -> None:
             self.num_bytes += buffer.nbytes
             return super().read_into(fd, buffer, offset)
 
-    blocks = fill(tmp_path / "cache")
-    for path in (tmp_path / "cache").glob("catalogue*"):
-        path.unlink()
+    blocks = write_chain(tmp_path / "cache")
+    delete_catalogue(tmp_path / "cache")
     files = Counting()
     for num_bytes in (4096 * len(blocks), 0):
         files.num_bytes = 0
@@ -121,9 +128,8 @@ def test_rebuild_reads_headers_only(tmp_path: Path) -> None:
 
 
 def test_rebuild_quarantines_damaged_headers(tmp_path: Path) -> None:
-    blocks = fill(tmp_path / "cache")
-    for path in (tmp_path / "cache").glob("catalogue*"):
-        path.unlink()
+    blocks = write_chain(tmp_path / "cache")
+    delete_catalogue(tmp_path / "cache")
     flip(path_of(tmp_path / "cache", blocks[4]), 900)
     os.truncate(path_of(tmp_path / "cache", blocks[5]), 4200)
     tier = open_tier(tmp_path / "cache")
@@ -134,8 +140,8 @@ def test_rebuild_quarantines_damaged_headers(tmp_path: Path) -> None:
 
 
 def test_start_reconciles_names_and_records(tmp_path: Path) -> None:
-    """After a crash of the machine the catalogue may lack rows, or have too many."""
-    blocks = fill(tmp_path / "cache")
+    """After a crash of the machine the catalogue may lack rows or have rows without files."""
+    blocks = write_chain(tmp_path / "cache")
     connection = sqlite3.connect(tmp_path / "cache" / "catalogue.sqlite")
     connection.execute("DELETE FROM blocks WHERE start < 8")
     connection.commit()
@@ -151,7 +157,7 @@ def test_start_reconciles_names_and_records(tmp_path: Path) -> None:
 
 
 def test_start_after_a_crash_deletes_temporaries(tmp_path: Path) -> None:
-    blocks = fill(tmp_path / "cache")
+    blocks = write_chain(tmp_path / "cache")
     for number in range(3):
         (tmp_path / "cache" / "tmp" / f"{number}.tmp").write_bytes(b"half a block")
     assert_all_there(tmp_path / "cache", blocks)
@@ -162,9 +168,7 @@ def test_uses_survive_a_restart(tmp_path: Path) -> None:
     now = [1000.0]
     tier = open_tier(tmp_path / "cache", clock=lambda: now[0])
     blocks = make_chain(2)
-    for block in blocks:
-        tier.put(block)
-    assert tier.flush(10).is_empty
+    put_all(tier, blocks)
     now[0] = 2000.0
     for _ in range(3):
         read_now(tier, blocks[0].id, root=ROOT)
@@ -176,13 +180,13 @@ def test_uses_survive_a_restart(tmp_path: Path) -> None:
     tier.close()
 
 
-def a_row(number: int) -> BlockRecord:
+def make_record(number: int) -> BlockRecord:
     return BlockRecord(BlockId(bytes([number]) * 32), ROOT, ROOT, 0, 4, 4096, float(number), 0, 0.0)
 
 
 def test_save_and_load_records_in_both_orders(tmp_path: Path) -> None:
     catalogue = open_catalogue(tmp_path / "catalogue")
-    rows = [a_row(number) for number in range(5)]
+    rows = [make_record(number) for number in range(5)]
     catalogue.save(rows, [], {"day": 7})
     assert catalogue.load_newest(2) == rows[:2:-1]
     assert catalogue.load_after(None, 2) == rows[:2]
@@ -200,9 +204,9 @@ def test_save_and_load_records_in_both_orders(tmp_path: Path) -> None:
     assert not fault.value.damaged
 
 
-def test_save_fails_in_the_middle_nothing_is_changed_and_the_next_works(tmp_path: Path) -> None:
+def test_save_that_fails_changes_nothing_and_the_next_works(tmp_path: Path) -> None:
     catalogue = open_catalogue(tmp_path / "catalogue")
-    catalogue.save([a_row(1)], [])
+    catalogue.save([make_record(1)], [])
     connection = sqlite3.connect(tmp_path / "catalogue")
     connection.execute(
         f"CREATE TRIGGER stop BEFORE INSERT ON blocks WHEN NEW.key = x'{'03' * 32}' BEGIN "
@@ -210,11 +214,11 @@ def test_save_fails_in_the_middle_nothing_is_changed_and_the_next_works(tmp_path
     )
     connection.close()
     with pytest.raises(CatalogueFault):
-        catalogue.save([a_row(2), a_row(3)], [a_row(1).id], {"day": 7})
-    assert catalogue.load_newest(10) == [a_row(1)]
+        catalogue.save([make_record(2), make_record(3)], [make_record(1).id], {"day": 7})
+    assert catalogue.load_newest(10) == [make_record(1)]
     assert catalogue.read_property("day") == 0
-    catalogue.save([a_row(2)], [])
-    assert catalogue.load_newest(10) == [a_row(2), a_row(1)]
+    catalogue.save([make_record(2)], [])
+    assert catalogue.load_newest(10) == [make_record(2), make_record(1)]
     catalogue.close()
 
 
@@ -226,7 +230,7 @@ def test_save_fails_in_the_middle_nothing_is_changed_and_the_next_works(tmp_path
         "DELETE FROM properties",
     ],
 )
-def test_catalogue_of_another_version_is_refused_as_such(tmp_path: Path, statement: str) -> None:
+def test_open_catalogue_of_another_version_raises_other_version(tmp_path: Path, statement: str) -> None:
     open_catalogue(tmp_path / "catalogue").close()
     with sqlite3.connect(tmp_path / "catalogue") as connection:
         connection.execute(statement)
@@ -237,8 +241,8 @@ def test_catalogue_of_another_version_is_refused_as_such(tmp_path: Path, stateme
     assert fault.value.is_other_version
 
 
-def test_queue_runs_empty_records_are_saved(tmp_path: Path) -> None:
-    """So a process that is killed later costs no header."""
+def test_writer_saves_records_when_its_queue_runs_empty(tmp_path: Path) -> None:
+    """After a later kill the next start therefore reads no header."""
     tier = open_tier(tmp_path / "cache")
     for block in make_chain(5):
         tier.put(block)
@@ -249,7 +253,9 @@ def test_queue_runs_empty_records_are_saved(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_queue_stays_full_records_are_saved_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_saves_records_in_batches_while_its_queue_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvstrata.tiers.disk.block_store.NUM_UNSAVED", 4)
     sizes: list[int] = []
     save = Catalogue.save
@@ -279,12 +285,12 @@ def test_queue_stays_full_records_are_saved_in_batches(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("num_at_start", [1, 8192])
-def test_records_of_one_key_under_two_roots_are_not_believed(
+def test_start_with_a_key_under_two_roots_rebuilds_the_catalogue(
     tmp_path: Path, num_at_start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether that is seen at the start or only when the rest is read."""
+    """The contradiction is found at the start or when the remaining records are loaded."""
     monkeypatch.setattr("kvstrata.tiers.disk.block_store.NUM_RECORDS_AT_START", num_at_start)
-    blocks = fill(tmp_path / "cache")
+    blocks = write_chain(tmp_path / "cache")
     connection = sqlite3.connect(tmp_path / "cache" / "catalogue.sqlite")
     connection.execute("UPDATE blocks SET root = zeroblob(32) WHERE start = 20")
     connection.commit()
@@ -292,8 +298,8 @@ def test_records_of_one_key_under_two_roots_are_not_believed(
     assert_all_there(tmp_path / "cache", blocks)
 
 
-class Many(FaultyFiles):
-    """Has the files of `rows` by name: a start must not open, stat or read one of them."""
+class ListedFiles(FaultyFiles):
+    """Lists the files of `rows`, which do not exist: a start must not open, stat or read them."""
 
     def __init__(self, rows: list[BlockRecord]) -> None:
         super().__init__()
@@ -309,7 +315,7 @@ class Many(FaultyFiles):
 
 
 @pytest.fixture(scope="module")
-def hundred_thousand(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[BlockRecord]]:
+def large_catalogue(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[BlockRecord]]:
     directory = tmp_path_factory.mktemp("large") / "cache"
     open_tier(directory).close()
     generator = np.random.default_rng(0)
@@ -327,14 +333,14 @@ def hundred_thousand(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, li
     return directory, rows
 
 
-def test_start_with_100_000_blocks_takes_less_than_a_second(hundred_thousand: tuple[Path, list[BlockRecord]]) -> None:
-    directory, rows = hundred_thousand
+def test_start_with_100_000_blocks_takes_less_than_a_second(large_catalogue: tuple[Path, list[BlockRecord]]) -> None:
+    directory, rows = large_catalogue
     times_s: list[float] = []
     for _ in range(2):
-        files = Many(rows)
-        started_s = time.thread_time()  # of this thread alone, whatever else the machine does
+        files = ListedFiles(rows)
+        started_s = time.thread_time()  # CPU time of this thread, whatever other load the machine has
         tier = open_tier(directory, limit_bytes=1 << 40, files=files)
-        assert tier.blocks.lengths(rows[-7].id.key) == (256,)  # what was used last can be found at once
+        assert tier.blocks.lengths(rows[-7].id.key) == (256,)  # the records used last are found at once
         times_s.append(time.thread_time() - started_s)
         assert tier.flush(120).is_empty
         assert tier.blocks.lengths(rows[7].id.key) == (256,)
@@ -346,10 +352,10 @@ def test_start_with_100_000_blocks_takes_less_than_a_second(hundred_thousand: tu
 
 
 def test_lookup_among_100_000_blocks_takes_less_than_half_a_millisecond(
-    hundred_thousand: tuple[Path, list[BlockRecord]],
+    large_catalogue: tuple[Path, list[BlockRecord]],
 ) -> None:
-    directory, rows = hundred_thousand
-    tier = open_tier(directory, limit_bytes=1 << 40, files=Many(rows))
+    directory, rows = large_catalogue
+    tier = open_tier(directory, limit_bytes=1 << 40, files=ListedFiles(rows))
     assert tier.flush(120).is_empty
     started_s = time.thread_time()
     for row in rows[::100]:

@@ -1,4 +1,4 @@
-"""Damage of every kind is a miss with its reason. Not one wrong byte is served."""
+"""Damage of every kind is a miss with a reason. No wrong byte is served."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.block import Block, BlockId
-from kvstrata.tiers.block_file import Checksum, Damage, DamagedBlock, encode_block
+from kvstrata.tiers.block_file import Checksum, Damage, DamagedBlock
 from kvstrata.tiers.disk.filesystem import FileStatus, Filesystem
 from kvstrata.tiers.disk.folder import file_name
 from kvstrata.tiers.disk.reader import read_block
@@ -22,13 +22,17 @@ from kvstrata.tiers.read_pool import MissingBlock, MissReason
 from tests.tiers.disk.blocks import (
     OTHER_ROOT,
     ROOT,
+    are_equal,
+    content_of,
     is_same,
     make_block,
     make_chain,
     open_tier,
+    path_of,
+    put_all,
     read_now,
     real_bytes,
-    same,
+    with_header,
 )
 from tests.tiers.disk.faults import FaultyFiles, cut, fail, flip, swap
 
@@ -37,15 +41,9 @@ from tests.tiers.disk.faults import FaultyFiles, cut, fail, flip, swap
 def stored(tmp_path: Path) -> Iterator[tuple[DiskTier, list[Block], Path]]:
     tier = open_tier(tmp_path / "cache")
     blocks = make_chain(3)
-    for block in blocks:
-        tier.put(block)
-    assert tier.flush(10).is_empty
+    put_all(tier, blocks)
     yield tier, blocks, tmp_path / "cache"
     tier.close()
-
-
-def path_of(directory: Path, block: Block) -> Path:
-    return directory / "blocks" / block.key[:1].hex() / file_name(block.id)
 
 
 def read(path: Path, block: Block) -> Block:
@@ -53,10 +51,10 @@ def read(path: Path, block: Block) -> Block:
 
 
 def test_read_any_flipped_byte_is_damage(tmp_path: Path) -> None:
-    """Every byte of the file, padding included, with every single bit wherever a header says something."""
+    """Flip each byte of the file, padding included, and each single bit of the header."""
     block = make_block(num_values=8)
     path = tmp_path / "block"
-    content = b"".join(encode_block(block, Checksum.BLAKE3).pieces)
+    content = content_of(block)
     path.write_bytes(content)
     said = len(content.rstrip(b" ")) if content[-1] == 32 else content.index(b"   ")
     reasons: set[Damage] = set()
@@ -68,14 +66,14 @@ def test_read_any_flipped_byte_is_damage(tmp_path: Path) -> None:
                 read(path, block)
             reasons.add(damage.value.reason)
             flip(path, offset, mask)
-    assert same(read(path, block), block)
+    assert are_equal(read(path, block), block)
     assert reasons == {Damage.HEADER, Damage.VERSION, Damage.LENGTH, Damage.TENSOR}
 
 
 def test_read_cut_or_longer_file_is_damage(tmp_path: Path) -> None:
     block = make_block(num_values=8)
     path = tmp_path / "block"
-    content = b"".join(encode_block(block, Checksum.SHA256).pieces)
+    content = content_of(block, Checksum.SHA256)
     path.write_bytes(content)
     for length in reversed(range(len(content))):
         cut(path, length)
@@ -137,9 +135,9 @@ def test_read_file_under_the_name_of_another_part_is_a_miss(stored) -> None:
 
 
 def plant(directory: Path, block: Block, name: BlockId) -> None:
-    path = directory / "blocks" / name.key[:1].hex() / file_name(name)
+    path = path_of(directory, name)
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(b"".join(encode_block(block, Checksum.BLAKE3).pieces))
+    path.write_bytes(content_of(block))
 
 
 def test_read_block_of_another_root_is_a_miss(stored) -> None:
@@ -150,7 +148,7 @@ def test_read_block_of_another_root_is_a_miss(stored) -> None:
 
 
 def test_read_token_ids_that_contradict_the_key_is_a_miss(stored) -> None:
-    """Every checksum is right: only the chained key can tell."""
+    """Every checksum is correct, so only the chained key shows the contradiction."""
     tier, blocks, directory = stored
     other = make_block(77)
     lying = Block(blocks[0].key, ROOT, ROOT, 0, other.token_ids, other.tensors, {})
@@ -175,11 +173,8 @@ def test_read_file_that_is_no_block_or_a_link_is_a_miss(stored) -> None:
     assert isinstance(read_now(tier, blocks[1].id, root=ROOT), MissingBlock)
 
 
-def test_read_invalid_header_with_a_right_checksum_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import kvstrata.tiers.block_file as format_module
-
-    block = make_block()
-    seal = format_module._seal
+def test_read_invalid_header_with_a_right_checksum_is_damage(tmp_path: Path) -> None:
+    block, path = make_block(), tmp_path / "block"
     for change in (
         {"num_tokens": "5"},
         {"token_ids": "", "num_tokens": "0"},
@@ -190,15 +185,15 @@ def test_read_invalid_header_with_a_right_checksum_is_damage(tmp_path: Path, mon
         {"checksum.v": "crc:0"},
         {"part": "../x"},
     ):
-        monkeypatch.setattr(format_module, "_seal", lambda m, t, change=change: seal({**m, **change}, t))
-        path = tmp_path / "block"
-        path.write_bytes(b"".join(encode_block(block, Checksum.BLAKE3).pieces))
+        path.write_bytes(
+            with_header(content_of(block), lambda fields, change=change: fields["__metadata__"].update(change))
+        )
         with pytest.raises(DamagedBlock):
             read(path, block)
 
 
 def damaged(generator: np.random.Generator, content: bytes, other: bytes) -> bytes:
-    """One of: bits flipped, a run zeroed, a run of another file, a cut, bytes moved."""
+    """Return content with random damage: flipped bits, a zeroed run, a run of another file, a cut or reversed bytes."""
     changed = bytearray(content)
     at = int(generator.integers(len(changed)))
     length = int(generator.integers(1, 600))
@@ -218,7 +213,7 @@ def damaged(generator: np.random.Generator, content: bytes, other: bytes) -> byt
 
 
 class Damaging(Filesystem):
-    """Reads give `content`, whatever the file has."""
+    """A filesystem on which every read returns bytes of `content`."""
 
     content = b""
 
@@ -238,16 +233,16 @@ def test_read_random_damage_is_always_a_miss(tmp_path: Path, caplog: pytest.LogC
     files = Damaging()
     tier = open_tier(tmp_path / "cache", files=files)
     blocks = make_chain(2, num_values=200)
-    contents = [b"".join(encode_block(block, Checksum.BLAKE3).pieces) for block in blocks]
+    contents = [content_of(block) for block in blocks]
     tier.put(blocks[1])
-    assert tier.flush(10).is_empty  # the writer has compared the folder, and no longer looks for new files
+    assert tier.flush(10).is_empty  # the scan is done, so the writer looks for no new files
     path = path_of(tmp_path / "cache", blocks[0])
     path.parent.mkdir(exist_ok=True)
     num_missed = 0
     for _ in range(10_000):
         path.touch()
         files.content = contents[0]
-        while files.content == contents[0]:  # padding moved onto padding damages nothing
+        while files.content == contents[0]:  # changed padding may equal the old padding
             files.content = damaged(generator, contents[0], contents[1])
         num_missed += isinstance(read_now(tier, blocks[0].id, root=ROOT), MissingBlock) and not path.exists()
     assert num_missed == 10_000
@@ -291,13 +286,11 @@ def test_read_bits_flipped_by_the_disk_is_a_miss(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_quarantine_fails_file_is_deleted_or_stays_a_miss(tmp_path: Path) -> None:
+def test_quarantine_failing_deletes_the_file_or_keeps_it_a_miss(tmp_path: Path) -> None:
     files = FaultyFiles()
     tier = open_tier(tmp_path / "cache", files=files)
     blocks = make_chain(2)
-    for block in blocks:
-        tier.put(block)
-    assert tier.flush(10).is_empty
+    put_all(tier, blocks)
     for block in blocks:
         flip(path_of(tmp_path / "cache", block), 4096)
     files.before = {"rename": fail(errno.EIO)}
@@ -318,11 +311,9 @@ def test_quarantine_fails_file_is_deleted_or_stays_a_miss(tmp_path: Path) -> Non
 
 
 def test_quarantine_is_bounded_in_bytes(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path / "cache", 4 << 20)  # 2 % of it: 80 KiB
+    tier = open_tier(tmp_path / "cache", 4 << 20)  # the quarantine has 2 % of it: 80 KiB
     blocks = make_chain(6, num_values=3000)  # about 36 KiB each
-    for block in blocks:
-        tier.put(block)
-    assert tier.flush(10).is_empty
+    put_all(tier, blocks)
     for block in blocks:
         cut(path_of(tmp_path / "cache", block), 20_000)
         assert isinstance(read_now(tier, block.id, root=ROOT), MissingBlock)

@@ -1,4 +1,4 @@
-"""Disks that fill, fail, turn read-only or vanish: counted, said once, gone on from."""
+"""Disks that fill, fail, turn read-only or vanish: faults are counted and logged once, and the tier recovers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstrata.tiers.block import Block
 from kvstrata.tiers.disk import reader
 from kvstrata.tiers.disk.errors import DiskFault
 from kvstrata.tiers.disk.filesystem import Filesystem
@@ -21,6 +22,8 @@ from kvstrata.tiers.read_pool import MissingBlock
 from kvstrata.tiers.write_limits import Backoff
 from tests.tiers.disk.blocks import (
     ROOT,
+    block_files,
+    delete_catalogue,
     is_same,
     make_block,
     make_chain,
@@ -29,8 +32,10 @@ from tests.tiers.disk.blocks import (
     read_now,
     real_bytes,
     records_of,
+    write_blocks,
 )
 from tests.tiers.disk.faults import FaultyFiles, fail, fail_once, faulty_catalogues, full_volume
+from tests.tiers.timing import eventually
 
 CODES = [
     (errno.ENOSPC, DiskFault.NO_SPACE),
@@ -41,12 +46,9 @@ CODES = [
 ]
 
 
-def put_when_it_can(tier: DiskTier, block) -> None:
-    """The pause of a test is 50 ms; each put during it is refused at once."""
-    deadline = time.monotonic() + 10
-    while tier.put(block) == Refused(Refusal.PAUSED):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def put_after_pause(tier: DiskTier, block: Block) -> None:
+    """Put a block as soon as no pause refuses it: pauses of these tests take 50 ms."""
+    eventually(lambda: tier.put(block) != Refused(Refusal.PAUSED))
     assert tier.flush(10).is_empty
 
 
@@ -63,14 +65,14 @@ def test_write_fails_at_any_step_pauses_and_keeps_other_blocks(
     assert tier.put(failing) == Accepted()
     assert tier.flush(10).is_empty
     usage = tier.usage()
-    assert set(usage.counters["failed"]) == {fault}  # once, or again when the flush began
+    assert set(usage.counters["failed"]) == {fault}  # once, or twice if the flush began meanwhile
     assert usage.counters["written"] == {"base": 1}
     assert usage.paused_because
     assert usage.paused_because == fault
     assert tier.put(after) == Refused(Refusal.PAUSED)
     assert is_same(read_now(tier, before.id, root=ROOT), before)
     files.before = {}
-    monkeypatch.setattr(Backoff, "remaining_s", 0.0)  # the minute is over
+    monkeypatch.setattr(Backoff, "remaining_s", 0.0)  # after the minute
     assert tier.put(after) == Accepted()
     assert tier.flush(10).is_empty
     assert is_same(read_now(tier, after.id, root=ROOT), after)
@@ -84,7 +86,7 @@ def test_write_fails_at_any_step_pauses_and_keeps_other_blocks(
 def test_write_fails_repeatedly_warns_once(tier: DiskTier, files: FaultyFiles, caplog) -> None:
     files.before = {"write": fail(errno.ENOSPC)}
     for block in make_chain(5):
-        put_when_it_can(tier, block)
+        put_after_pause(tier, block)
     failed = tier.usage().counters["failed"]
     assert set(failed) == {DiskFault.NO_SPACE}
     assert failed[DiskFault.NO_SPACE] >= 5
@@ -100,9 +102,9 @@ def test_write_torn_leaves_no_file(tier: DiskTier, files: FaultyFiles, tmp_path:
     assert set(tier.usage().counters["failed"]) == {DiskFault.NO_SPACE}
     assert not tier.blocks.find(block.key)
     assert not list((tmp_path / "cache" / "tmp").iterdir())
-    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    assert not block_files(tmp_path / "cache")
     files.torn_after_bytes = None
-    put_when_it_can(tier, block)
+    put_after_pause(tier, block)
     assert is_same(read_now(tier, block.id, root=ROOT), block)
 
 
@@ -142,15 +144,13 @@ def test_read_fails_is_a_miss_and_avoids_the_block(
     tier: DiskTier, files: FaultyFiles, step: str, code: int, fault: DiskFault, caplog
 ) -> None:
     blocks = make_chain(3)
-    for block in blocks:
-        tier.put(block)
-    assert tier.flush(10).is_empty
+    put_all(tier, blocks)
     files.before = {step: fail(code)}
     for block in blocks[:2]:
         assert read_now(tier, block.id, root=ROOT) == MissingBlock(block.id, fault)
     assert caplog.text.count("cannot be read") == 1
     files.before = {}
-    # What could not be read is left alone for a while; the others are served.
+    # An unreadable block is avoided for a while; the others are served.
     num_steps = len(files.steps)
     assert read_now(tier, blocks[0].id, root=ROOT) == MissingBlock(blocks[0].id, fault)
     assert len(files.steps) == num_steps
@@ -175,7 +175,7 @@ def test_read_unreadable_block_after_a_minute_is_retried(tmp_path: Path, files: 
     tier.close()
 
 
-def test_folder_vanishes_is_created_again_after_the_pause(tier: DiskTier, tmp_path: Path, caplog) -> None:
+def test_folder_that_vanishes_is_created_again_after_the_pause(tier: DiskTier, tmp_path: Path, caplog) -> None:
     blocks = make_chain(4)
     for block in blocks[:2]:
         tier.put(block)
@@ -186,14 +186,14 @@ def test_folder_vanishes_is_created_again_after_the_pause(tier: DiskTier, tmp_pa
     assert tier.flush(10).is_empty
     assert tier.usage().counters["failed"] == {DiskFault.VANISHED: 1}
     assert "cannot be written (vanished)" in caplog.text
-    put_when_it_can(tier, blocks[3])
+    put_after_pause(tier, blocks[3])
     assert is_same(read_now(tier, blocks[3].id, root=ROOT), blocks[3])
     assert not tier.blocks.find(blocks[1].key)
     assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
 
 
 @pytest.mark.parametrize("name", ["tmp", "blocks", "quarantine"])
-def test_inner_folder_vanishes_is_created_again_at_once(tier: DiskTier, tmp_path: Path, name: str) -> None:
+def test_subfolder_that_vanishes_is_created_again_at_once(tier: DiskTier, tmp_path: Path, name: str) -> None:
     blocks = make_chain(3)
     for block in blocks[:2]:
         tier.put(block)
@@ -204,20 +204,20 @@ def test_inner_folder_vanishes_is_created_again_at_once(tier: DiskTier, tmp_path
     usage = tier.usage()
     assert usage.counters["failed"] == {}
     assert usage.num_blocks == (1 if name == "blocks" else 3)
-    assert tier.write_state().num_faults == (1 if name == "blocks" else 0)  # who put the others should look again
+    assert tier.write_state().num_faults == (1 if name == "blocks" else 0)  # the others must be looked up again
     assert is_same(read_now(tier, blocks[2].id, root=ROOT), blocks[2])
     assert usage.disk_bytes == real_bytes(tmp_path / "cache")
 
 
-def test_parent_of_the_folder_vanishes_writes_fail_and_create_nothing(tmp_path: Path) -> None:
+def test_write_without_the_parent_folder_fails_and_creates_nothing(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "volume" / "cache")
-    assert tier.flush(10).is_empty  # until then its thread may make folders anew while they are deleted
+    assert tier.flush(10).is_empty  # until then the tier's thread may recreate folders during their deletion
     shutil.rmtree(tmp_path / "volume")
     for block in make_chain(4):
-        put_when_it_can(tier, block)
+        put_after_pause(tier, block)
     failed = tier.usage().counters["failed"]
     assert set(failed) == {DiskFault.VANISHED}
-    assert failed[DiskFault.VANISHED] >= 4  # and once more wherever a pause was over before the next block came
+    assert failed[DiskFault.VANISHED] >= 4  # and one more for each pause that ended before the next block came
     assert tier.blocks.lengths(ROOT) == ()
     assert not (tmp_path / "volume").exists()
     tier.close()
@@ -231,7 +231,7 @@ def test_delete_fails_files_stay_counted_and_are_retried_after_a_clear(tmp_path:
     before = tier.usage()
     files.before = {"unlink": fail(errno.EIO)}
     for seed in range(12, 16):
-        put_when_it_can(tier, make_block(seed, num_values=12_000))
+        put_after_pause(tier, make_block(seed, num_values=12_000))
     after = tier.usage()
     assert after.counters["failed"][DiskFault.IO_ERROR] >= 1
     assert after.num_blocks >= before.num_blocks
@@ -243,7 +243,7 @@ def test_delete_fails_files_stay_counted_and_are_retried_after_a_clear(tmp_path:
     assert cleared.leaving_bytes == after.block_bytes
     assert cleared.disk_bytes == real_bytes(tmp_path / "cache")
     tier.close()
-    # They do not come back, and go as soon as they can.
+    # The blocks do not come back, and their files are deleted as soon as possible.
     tier = open_tier(tmp_path / "cache", 2 << 20, files=files)
     assert tier.flush(10).is_empty
     assert tier.usage().num_blocks == 0
@@ -251,13 +251,13 @@ def test_delete_fails_files_stay_counted_and_are_retried_after_a_clear(tmp_path:
     files.before = {}
     assert tier.clear().num_blocks == 0
     assert tier.flush(10).is_empty
-    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    assert not block_files(tmp_path / "cache")
     assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
     tier.close()
 
 
 class Stuck(Filesystem):
-    """Some files cannot be deleted or moved."""
+    """A filesystem on which some files cannot be deleted or moved."""
 
     names_stuck: frozenset[str] = frozenset()
 
@@ -273,7 +273,7 @@ class Stuck(Filesystem):
 
 
 def test_evict_skips_files_that_cannot_be_deleted(tmp_path: Path, caplog) -> None:
-    """And is counted all the time, whatever is tried."""
+    """The files stay counted at every moment."""
     directory, limit_bytes, files = tmp_path / "cache", 2 << 20, Stuck()
     now = [1000.0]
     tier = open_tier(directory, limit_bytes, files=files, clock=lambda: now[0])
@@ -294,15 +294,10 @@ def test_evict_skips_files_that_cannot_be_deleted(tmp_path: Path, caplog) -> Non
 
 
 @pytest.mark.parametrize("is_outdated", [False, True])
-def test_rebuild_damaged_file_cannot_be_deleted_finds_all_others(tmp_path: Path, is_outdated: bool, caplog) -> None:
+def test_rebuild_with_an_undeletable_damaged_file_finds_all_others(tmp_path: Path, is_outdated: bool, caplog) -> None:
     directory, blocks, files = tmp_path / "cache", make_chain(4), Stuck()
-    tier = open_tier(directory)
-    for block in blocks:
-        tier.put(block)
-    assert tier.flush(10).is_empty
-    tier.close()
-    for path in directory.glob("catalogue*"):
-        path.unlink()
+    write_blocks(directory, blocks)
+    delete_catalogue(directory)
     damaged = next(directory.rglob(file_name(blocks[3].id)))
     damaged.write_bytes(damaged.read_bytes().replace(b"block.1", b"block.0") if is_outdated else bytes(9000))
     files.names_stuck = frozenset([damaged.name])
@@ -320,7 +315,7 @@ def test_rebuild_damaged_file_cannot_be_deleted_finds_all_others(tmp_path: Path,
 
 
 @pytest.mark.parametrize("error", [full_volume(), sqlite3.DatabaseError("database disk image is malformed")])
-def test_catalogue_save_fails_blocks_are_written_and_evicted_all_the_same(
+def test_catalogue_save_failing_does_not_stop_writes_and_evictions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: sqlite3.Error, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = tmp_path / "cache"
@@ -333,7 +328,7 @@ def test_catalogue_save_fails_blocks_are_written_and_evicted_all_the_same(
     usage = tier.usage()
     assert set(usage.counters["failed"]) == {DiskFault.CATALOGUE}
     assert usage.counters["written"] == {"base": 11}
-    num_files = len(list(directory.rglob("*.safetensors")))
+    num_files = len(block_files(directory))
     assert usage.counters["evicted"] == {"limit": 11 - num_files}
     assert usage.num_blocks == len(records_of(tier)) == num_files < 10
     assert usage.disk_bytes == real_bytes(directory)
@@ -346,7 +341,9 @@ def test_catalogue_save_fails_blocks_are_written_and_evicted_all_the_same(
     tier.close()
 
 
-def test_catalogue_works_again_the_next_start_reads_no_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_catalogue_working_again_saves_a_start_from_reading_headers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A damaged catalogue is replaced by a new one with all records, and changes of a full volume are saved later."""
     directory, blocks = tmp_path / "cache", make_chain(6)
     faults = faulty_catalogues(monkeypatch)
@@ -378,7 +375,7 @@ def test_write_fails_once_chain_is_written_in_order_after_the_pause(tier: DiskTi
     for block in blocks:
         while tier.put(block) == Refused(Refusal.PAUSED):
             time.sleep(0.01)
-    # No caller flushes: it is the writer that tries again.
+    # No caller flushes, so the writer retries by itself.
     deadline = time.monotonic() + 10
     while tier.usage().num_queued:
         assert time.monotonic() < deadline
@@ -398,7 +395,7 @@ def test_end_pause_accepts_blocks_until_the_next_fault(tmp_path: Path, files: Fa
     tier.end_pause()
     assert tier.put(after) == Accepted()
     assert tier.flush(10).is_empty
-    # It failed again: nothing more is taken.
+    # Another fault: blocks are refused again.
     assert tier.put(failing) == Refused(Refusal.PAUSED)
     files.before = {}
     tier.end_pause()

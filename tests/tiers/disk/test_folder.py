@@ -1,4 +1,4 @@
-"""Whose folder it is: a cache's own, or another program's, of which nothing is touched."""
+"""Folders of a cache, and folders of other programs, which are refused and left unchanged."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from kvstrata.tiers.disk.inspect import collect_garbage, find_garbage, list_bloc
 from tests.tiers.disk.blocks import ROOT, is_same, make_block, make_chain, open_tier, read_now
 
 
-def everything_in(directory: Path) -> dict[str, bytes]:
+def contents_of(directory: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(directory)): path.read_bytes() if path.is_file() else b"a folder"
         for path in sorted(directory.rglob("*"))
     }
 
 
-def a_home(directory: Path) -> None:
+def make_home(directory: Path) -> None:
     (directory / "tmp").mkdir()
     (directory / "tmp" / "thesis.tex").write_text("years of work")
     (directory / "tmp" / "7.tmp").write_text("somebody's")
     (directory / "notes").write_text("mine")
 
 
-def same_names(directory: Path) -> None:
+def make_same_names(directory: Path) -> None:
     for name in ("tmp", "quarantine", "blocks"):
         (directory / name).mkdir()
         for number in range(40):
@@ -36,30 +36,30 @@ def same_names(directory: Path) -> None:
     (directory / "lock").write_text("somebody else's")
 
 
-def a_database(directory: Path) -> None:
+def make_database(directory: Path) -> None:
     (directory / "catalogue.sqlite").write_text("of a library")
     (directory / "lock").write_text("1234\n")
     (directory / "books").mkdir()
 
 
-def only_a_tmp(directory: Path) -> None:
+def make_tmp_folder(directory: Path) -> None:
     (directory / "tmp").mkdir()
     (directory / "tmp" / "thesis.tex").write_text("years of work")
 
 
-OTHERS: list[Callable[[Path], None]] = [a_home, same_names, a_database, only_a_tmp]
+OTHERS: list[Callable[[Path], None]] = [make_home, make_same_names, make_database, make_tmp_folder]
 
 
 @pytest.mark.parametrize("others", OTHERS)
 def test_folder_of_another_program_is_refused_and_unchanged(tmp_path: Path, others: Callable[[Path], None]) -> None:
     others(tmp_path)
-    before = everything_in(tmp_path)
+    before = contents_of(tmp_path)
     with pytest.raises(ConfigError, match=r"holds other things than a disk cache.*an empty or a new folder"):
         open_tier(tmp_path)
     for look in (collect_garbage, find_garbage, list_blocks, lambda path: verify(path, chain=chain)):
         with pytest.raises(ConfigError, match="holds other things"):
             look(tmp_path)
-    assert everything_in(tmp_path) == before
+    assert contents_of(tmp_path) == before
 
 
 @pytest.fixture
@@ -146,12 +146,12 @@ def test_link_inside_the_folder_is_refused_and_not_followed(cache: Path, tmp_pat
     else:
         target.write_text("precious")
     (cache / name).symlink_to(target)
-    before = everything_in(tmp_path)
+    before = contents_of(tmp_path)
     with pytest.raises(ConfigError, match=rf"{name} is a link.*Remove it"):
         open_tier(cache)
     with pytest.raises(ConfigError, match="is a link"):
         collect_garbage(cache)
-    assert everything_in(tmp_path) == before
+    assert contents_of(tmp_path) == before
 
 
 def test_link_to_the_folder_itself_is_accepted(tmp_path: Path) -> None:

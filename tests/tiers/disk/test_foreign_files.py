@@ -1,4 +1,4 @@
-"""What is no plain file is never opened and holds up no request; what is ours is for its owner alone."""
+"""Pipes, sockets, links and folders under names of files are never opened; files of the cache are private."""
 
 from __future__ import annotations
 
@@ -21,17 +21,27 @@ from kvstrata.tiers.disk.filesystem import FileStatus, Filesystem
 from kvstrata.tiers.disk.inspect import collect_garbage, find_garbage, list_blocks, verify
 from kvstrata.tiers.interface import Accepted
 from kvstrata.tiers.read_pool import LoadedBlock, MissingBlock
-from tests.tiers.disk.blocks import ROOT, is_same, make_chain, open_tier, put_all, read_now, real_bytes
+from tests.tiers.disk.blocks import (
+    ROOT,
+    delete_catalogue,
+    is_same,
+    make_chain,
+    open_tier,
+    path_of,
+    put_all,
+    read_now,
+    real_bytes,
+    write_blocks,
+)
 from tests.tiers.disk.faults import FaultyFiles, fail
-from tests.tiers.disk.test_clearing import in_time, lose_catalogue
-from tests.tiers.disk.test_damage import path_of
+from tests.tiers.timing import in_time
 
-# Longer than a machine that is busy needs to start an interpreter; a pipe that was opened would wait for good.
+# More than a busy machine needs to start an interpreter. Opening a pipe would wait without end.
 TIMEOUT_S = 120
 
 
 def make_socket(path: Path) -> None:
-    """Names of sockets are short."""
+    """Make a socket in its folder and rename it, because paths of sockets have a short limit."""
     before = Path.cwd()
     os.chdir(path.parent)
     try:
@@ -48,7 +58,7 @@ def make_link_to_pipe(path: Path) -> None:
     path.symlink_to(pipe)
 
 
-STRANGERS: dict[str, Callable[[Path], None]] = {
+FOREIGN_FILES: dict[str, Callable[[Path], None]] = {
     "pipe": os.mkfifo,
     "socket": make_socket,
     "folder": os.mkdir,
@@ -56,22 +66,20 @@ STRANGERS: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.fixture(params=STRANGERS)
-def stranger(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, list]:
-    """A folder with three blocks, and something else under the name of the second."""
+@pytest.fixture(params=FOREIGN_FILES)
+def foreign_file(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, list]:
+    """A folder with three blocks, of which the second is replaced by something that is no plain file."""
     directory = tmp_path / "cache"
     blocks = make_chain(3)
-    tier = open_tier(directory)
-    put_all(tier, blocks)
-    tier.close()
+    write_blocks(directory, blocks)
     path = path_of(directory, blocks[1])
     path.unlink()
-    STRANGERS[request.param](path)
+    FOREIGN_FILES[request.param](path)
     return directory, blocks
 
 
-def test_inspect_foreign_file_under_a_block_name_reports_it_without_hanging(stranger: tuple[Path, list]) -> None:
-    directory, blocks = stranger
+def test_inspect_foreign_file_under_a_block_name_reports_it_without_hanging(foreign_file: tuple[Path, list]) -> None:
+    directory, blocks = foreign_file
     path = path_of(directory, blocks[1])
     listing = in_time(lambda: list_blocks(directory))
     assert len(listing.rows) == 2
@@ -81,7 +89,7 @@ def test_inspect_foreign_file_under_a_block_name_reports_it_without_hanging(stra
     assert [unread.reason for unread in verified.unread] == [DiskFault.NOT_A_FILE]
     assert in_time(lambda: find_garbage(directory)).orphans == (path_of(directory, blocks[2]),)
     in_time(lambda: collect_garbage(directory))
-    assert path.is_symlink() or path.exists()  # it is not ours
+    assert path.is_symlink() or path.exists()  # foreign files are kept
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "gc"])
@@ -105,10 +113,12 @@ def test_cache_command_pipe_under_a_block_name_does_not_hang(tmp_path: Path, com
 
 
 @pytest.mark.parametrize("is_catalogue_lost", [True, False])
-def test_tier_foreign_file_under_a_block_name_is_a_miss(stranger: tuple[Path, list], is_catalogue_lost: bool) -> None:
-    directory, blocks = stranger
+def test_tier_foreign_file_under_a_block_name_is_a_miss(
+    foreign_file: tuple[Path, list], is_catalogue_lost: bool
+) -> None:
+    directory, blocks = foreign_file
     if is_catalogue_lost:
-        lose_catalogue(directory)
+        delete_catalogue(directory)
     tier = in_time(lambda: open_tier(directory))
     assert tier.flush(20).is_empty
     assert bool(tier.blocks.find(blocks[1].key)) == (not is_catalogue_lost)
@@ -122,10 +132,10 @@ def test_tier_foreign_file_under_a_block_name_is_a_miss(stranger: tuple[Path, li
     tier.close()
 
 
-def test_put_replaces_a_foreign_file_and_drops_the_block_for_a_folder(stranger: tuple[Path, list]) -> None:
-    directory, blocks = stranger
+def test_put_replaces_a_foreign_file_and_drops_the_block_for_a_folder(foreign_file: tuple[Path, list]) -> None:
+    directory, blocks = foreign_file
     is_folder = path_of(directory, blocks[1]).is_dir()
-    lose_catalogue(directory)
+    delete_catalogue(directory)
     tier = open_tier(directory, first_pause_s=60)
     assert tier.flush(20).is_empty
     assert tier.put(blocks[1]) == Accepted()
@@ -136,7 +146,7 @@ def test_put_replaces_a_foreign_file_and_drops_the_block_for_a_folder(stranger: 
     else:
         assert is_same(read_now(tier, blocks[1].id, root=ROOT), blocks[1])
         assert tier.usage().disk_bytes == real_bytes(directory)
-    # Others are written all the same.
+    # Other blocks can be written.
     assert not tier.usage().paused_because
     assert tier.put(make_chain(1, seed=9)[0]) == Accepted()
     tier.close()
@@ -144,28 +154,14 @@ def test_put_replaces_a_foreign_file_and_drops_the_block_for_a_folder(stranger: 
 
 @pytest.mark.parametrize("name", ["lock", "catalogue.sqlite", "catalogue.sqlite-wal", "blocks", "tmp", "quarantine"])
 def test_pipe_under_a_name_of_the_cache_is_refused(tmp_path: Path, name: str) -> None:
-    tier = open_tier(tmp_path / "cache")
-    put_all(tier, make_chain(1))
-    tier.close()
+    write_blocks(tmp_path / "cache", make_chain(1))
     path = tmp_path / "cache" / name
     if path.exists():
         path.rename(tmp_path / "aside")
     os.mkfifo(path)
     for look in (open_tier, list_blocks, find_garbage, collect_garbage):
         with pytest.raises(ConfigError, match=rf"{name} is no (plain file|folder).*Remove it"):
-            in_time_or_raise(lambda look=look: look(tmp_path / "cache"))
-
-
-def in_time_or_raise(work: Callable[[], object]) -> None:
-    def guarded() -> BaseException | object:
-        try:
-            return work()
-        except ConfigError as error:
-            return error
-
-    answer = in_time(guarded)
-    if isinstance(answer, ConfigError):
-        raise answer
+            in_time(lambda look=look: look(tmp_path / "cache"))
 
 
 def modes(directory: Path) -> set[int]:
@@ -176,11 +172,9 @@ def test_open_existing_folder_makes_it_private(tmp_path: Path, caplog: pytest.Lo
     directory = tmp_path / "cache"
     directory.mkdir()
     directory.chmod(0o755)
-    tier = open_tier(directory)
-    put_all(tier, make_chain(2))
-    tier.close()
+    write_blocks(directory, make_chain(2))
     assert modes(directory) == {0o700, 0o600}
-    # As a copy leaves it.
+    # A copy of a folder gets such modes.
     for path in (directory, *directory.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
     open_tier(directory).close()
@@ -197,9 +191,9 @@ def test_open_folder_that_cannot_be_made_private_warns_once(
     directory.mkdir()
     directory.chmod(0o755)
     files = FaultyFiles(before={"set_mode": fail(errno.EPERM)} if step == "refused" else {})
-    monkeypatch.setattr(Filesystem, "set_mode", lambda *_: None)  # as volumes without modes
+    monkeypatch.setattr(Filesystem, "set_mode", lambda *_: None)  # as on volumes without modes
     open_tier(directory, files=files).close()
-    # What is in it was made by us, for us alone.
+    # Its content was created private.
     assert "Others on this machine" not in caplog.text
     (directory / "blocks").chmod(0o755)
     open_tier(directory, files=files).close()
@@ -208,7 +202,7 @@ def test_open_folder_that_cannot_be_made_private_warns_once(
 
 
 class FilesOfAnotherUser(Filesystem):
-    """What is called `name` belongs to someone else."""
+    """A filesystem on which entries called `name` belong to another user."""
 
     def __init__(self, name: str) -> None:
         self._name = name

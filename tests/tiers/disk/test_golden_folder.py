@@ -1,4 +1,4 @@
-"""A folder that the first release of the format wrote: every block is found, with and without its catalogue."""
+"""A folder written by format version 1: every block is found, with and without its catalogue."""
 
 from __future__ import annotations
 

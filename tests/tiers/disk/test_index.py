@@ -1,4 +1,4 @@
-"""Rows in memory and the order in which they go, against plain lists of the same rows."""
+"""The index and the LRU order of its leaves, against plain lists of the same records."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def key_of(number: int) -> bytes:
     return number.to_bytes(4, "big") * 8
 
 
-def make_row(
+def make_record(
     number: int,
     parent: BlockRecord | None = None,
     *,
@@ -44,13 +44,13 @@ def make_row(
     return BlockRecord(BlockId(key_of(number), part), above, root, start, tokens, 4096, last_use, 0, 0.0, labels)
 
 
-def random_rows(generator: np.random.Generator, size: int) -> list[BlockRecord]:
-    """Trees of bases, and other parts of some of them."""
+def random_records(generator: np.random.Generator, size: int) -> list[BlockRecord]:
+    """Return trees of bases, some with another part."""
     rows: list[BlockRecord] = []
     for index in range(size):
         above = int(generator.integers(-1, index)) if index else -1
         parent = rows[above] if above >= 0 else None
-        rows.append(make_row(index + 1, parent, last_use=float(generator.integers(12))))
+        rows.append(make_record(index + 1, parent, last_use=float(generator.integers(12))))
     extras = [
         replace(row, id=BlockId(row.id.key, "mark"), last_use=float(generator.integers(12)))
         for row in rows
@@ -60,7 +60,7 @@ def random_rows(generator: np.random.Generator, size: int) -> list[BlockRecord]:
 
 
 def leaves_of(rows: list[BlockRecord]) -> list[BlockRecord]:
-    """What can go without breaking a chain, the oldest first."""
+    """Return the records that can be removed without breaking a chain, oldest first."""
 
     def is_leaf(row: BlockRecord) -> bool:
         if row.id.part != BASE:
@@ -76,7 +76,7 @@ def add_all(index: BlockIndex, rows: list[BlockRecord]) -> None:
         index.add(row)
 
 
-def filled(rows: list[BlockRecord]) -> tuple[BlockIndex, LruLeaves]:
+def index_of(rows: list[BlockRecord]) -> tuple[BlockIndex, LruLeaves]:
     index = BlockIndex()
     add_all(index, rows)
     return index, index.leaves
@@ -89,9 +89,9 @@ def forget(index: BlockIndex, rows: list[BlockRecord]) -> None:
 @given(st.integers(0, 2**32), st.integers(1, 40), st.integers(0, 12))
 def test_lru_leaves_yield_the_oldest_unpinned_leaf(seed: int, size: int, num_pinned: int) -> None:
     generator = np.random.default_rng(seed)
-    rows = random_rows(generator, size)
+    rows = random_records(generator, size)
     pinned = {rows[int(number)].id.key for number in generator.integers(0, size, num_pinned)}
-    index, order = filled(rows)
+    index, order = index_of(rows)
     with closing(order.oldest(pinned.__contains__)) as victims:
         for victim in victims:
             allowed = [row for row in leaves_of(rows) if row.id.key not in pinned]
@@ -107,13 +107,13 @@ def test_lru_leaves_yield_the_oldest_unpinned_leaf(seed: int, size: int, num_pin
 @given(st.integers(0, 2**32))
 def test_lru_leaves_after_random_changes_match_a_sorted_list(seed: int) -> None:
     generator = np.random.default_rng(seed)
-    rows = random_rows(generator, 15)
-    index, order = filled(rows)
+    rows = random_records(generator, 15)
+    index, order = index_of(rows)
     for number in range(100, 130):
         match int(generator.integers(4)):
             case 0:
                 parent = rows[int(generator.integers(len(rows)))] if rows else None
-                row = make_row(number, parent, last_use=float(generator.integers(20)))
+                row = make_record(number, parent, last_use=float(generator.integers(20)))
                 rows.append(row)
                 add_all(index, [row])
             case 1 if rows:
@@ -140,10 +140,10 @@ def test_lru_leaves_after_random_changes_match_a_sorted_list(seed: int) -> None:
 
 
 def test_lru_leaves_stale_entries_are_swept() -> None:
-    parent = make_row(1)
-    index, order = filled([parent])
+    parent = make_record(1)
+    index, order = index_of([parent])
     for number in range(2, 3 * LARGEST_REST):
-        child = make_row(number, parent)
+        child = make_record(number, parent)
         add_all(index, [child])
         forget(index, [child])
     assert len(order) <= LARGEST_REST + 8
@@ -157,8 +157,8 @@ def test_lru_leaves_next_victim_takes_constant_time(num_pinned: int) -> None:
         rows: list[BlockRecord] = []
         for number in range(size):
             parent = rows[-1] if number % 200 else None
-            rows.append(make_row(number + 1, parent, last_use=float(number)))
-        index, order = filled(rows)
+            rows.append(make_record(number + 1, parent, last_use=float(number)))
+        index, order = index_of(rows)
         pinned = {rows[200 * number + 199].id.key for number in range(num_pinned)}
         times_s: list[float] = []
         for _ in range(51):
@@ -174,9 +174,9 @@ def test_lru_leaves_next_victim_takes_constant_time(num_pinned: int) -> None:
 
 
 def tree(root: bytes, first: int) -> list[BlockRecord]:
-    base = make_row(first, root=root, tokens=4)
-    child = make_row(first + 1, base, root=root, tokens=7)
-    other = make_row(first + 2, base, root=root, tokens=3)
+    base = make_record(first, root=root, tokens=4)
+    child = make_record(first + 1, base, root=root, tokens=7)
+    other = make_record(first + 2, base, root=root, tokens=3)
     return [base, child, other, replace(child, id=BlockId(child.id.key, "mark"))]
 
 
@@ -206,7 +206,7 @@ def test_index_finds_records_by_id_and_parent_and_counts_them() -> None:
 
 
 def test_index_totals_of_many_roots_sum_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each write and each eviction asks for them, under the lock that lookups take."""
+    """Each write and eviction reads the totals under the lock that lookups take."""
     summed: list[RunningTotals] = []
     count_all = RunningTotals.count_all
     monkeypatch.setattr(
@@ -221,7 +221,7 @@ def test_index_totals_of_many_roots_sum_nothing(monkeypatch: pytest.MonkeyPatch)
     assert summed == []
     assert index.hide_roots(roots[1], 0.0).num_blocks == 3
     assert index.totals() == IndexTotals(3 * 98, 14 * 98, 4 * 4096 * 98, {"codec:raw": 421 * 98})
-    assert len(summed) == 2  # of the root that was taken away
+    assert len(summed) == 2  # of the removed root
 
 
 def test_hidden_records_are_not_found_and_stay_pending_until_deleted() -> None:
@@ -236,11 +236,11 @@ def test_hidden_records_are_not_found_and_stay_pending_until_deleted() -> None:
     assert all(index.get(row.id) is row for row in theirs)
     assert index.totals() == IndexTotals(3, 14, 4 * 4096, {"codec:raw": 421})
     assert index.pending.num_bytes == 4 * 4096
-    assert index.add(ours[0], lambda: True)  # it was put again
+    assert index.add(ours[0], lambda: True)  # put again
     assert index.pending.get(ours[0].id) is None
     assert index.pending.num_bytes == 3 * 4096
     assert index.lengths_after(ROOT) == (4,)
-    assert index.hide([theirs[3].id, key_id(99)]).disk_bytes == 4096
+    assert index.hide([theirs[3].id, make_id(99)]).disk_bytes == 4096
     left = index.pending.records()
     assert {row.id for row in left} == {ours[1].id, ours[2].id, ours[3].id, theirs[3].id}
     index.files_deleted(left)
@@ -252,7 +252,7 @@ def test_hidden_records_are_not_found_and_stay_pending_until_deleted() -> None:
     assert index.num_known_keys == 0
 
 
-def key_id(number: int) -> BlockId:
+def make_id(number: int) -> BlockId:
     return BlockId(key_of(number))
 
 
@@ -289,7 +289,7 @@ def test_add_covered_by_a_marker_hides_the_record_until_the_index_is_complete() 
 
 def test_add_unwanted_record_hides_it() -> None:
     index = BlockIndex()
-    row = make_row(1)
+    row = make_record(1)
     assert index.add(row, lambda: True)
     assert index.get(row.id) is row
     assert not index.add(row, lambda: False)
@@ -320,7 +320,7 @@ def test_new_markers_are_taken_once_and_none_for_a_complete_index_without_pendin
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=40))
 def test_saved_changes_are_the_difference_to_the_last_save(steps: list[tuple[int, int]]) -> None:
     index, saved = BlockIndex(), dict[BlockId, BlockRecord]()
-    rows = [make_row(number + 1) for number in range(10)]
+    rows = [make_record(number + 1) for number in range(10)]
     for operation, number in steps:
         row = rows[number]
         there = index.get(row.id)

@@ -1,4 +1,4 @@
-"""A folder looked at without a server: list, verify, gc."""
+"""List, verify and clean a folder without a server."""
 
 from __future__ import annotations
 
@@ -11,21 +11,18 @@ from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.block import Block
 from kvstrata.tiers.block_file import Damage
 from kvstrata.tiers.disk.inspect import collect_garbage, find_garbage, list_blocks, orphans, verify
-from tests.tiers.disk.blocks import ROOT, is_same, make_chain, open_tier, read_now
+from tests.tiers.disk.blocks import ROOT, delete_catalogue, is_same, make_chain, open_tier, path_of, put_all, read_now
 from tests.tiers.disk.faults import flip
-from tests.tiers.disk.test_damage import path_of
 
 
 @pytest.fixture
 def blocks(tmp_path: Path) -> list[Block]:
-    """Five of a chain, and another part of the first."""
+    """A chain of five blocks, and another part of the first."""
     blocks = make_chain(5)
     first = blocks[0]
     blocks.append(Block(first.key, ROOT, ROOT, 0, first.token_ids, first.tensors, {}, part="mark"))
     tier = open_tier(tmp_path / "cache", clock=lambda: 1234.0)
-    for block in blocks:
-        tier.put(block)
-    assert tier.flush(10).is_empty
+    put_all(tier, blocks)
     read_now(tier, blocks[1].id, root=ROOT)
     tier.close()
     return blocks
@@ -43,8 +40,7 @@ def test_list_blocks_orders_records_and_reports_progress(tmp_path: Path, blocks:
 
 
 def test_list_and_verify_beside_a_running_tier_work_and_gc_is_refused(tmp_path: Path, blocks: list[Block]) -> None:
-    for path in (tmp_path / "cache").glob("catalogue*"):
-        path.unlink()
+    delete_catalogue(tmp_path / "cache")
     assert len(list_blocks(tmp_path / "cache").rows) == 6
     tier = open_tier(tmp_path / "cache")
     assert len(list_blocks(tmp_path / "cache").rows) == 6

@@ -1,6 +1,6 @@
-"""Kill -9 at any moment: nothing damaged, nothing left over, nothing lost that was reported as written.
+"""kill -9 at any moment: no damage, no leftovers, and no loss of blocks that were reported as written.
 
-30 kills at random moments and one at each of the first steps. For the long run:
+Some kills are at random moments, and one is at each of the first steps. For a long run:
 
     KVSTRATA_KILLS=200 pytest tests/tiers/disk/test_kill.py
 """
@@ -34,7 +34,7 @@ WRONG = (
 
 
 def run(directory: Path, mode: str, count: int, seed: int) -> dict[str, int]:
-    command = [sys.executable, "-m", "tests.tiers.disk.killing", str(directory), mode, str(count), str(seed)]
+    command = [sys.executable, "-m", "tests.tiers.disk.kill_runs", str(directory), mode, str(count), str(seed)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=500, cwd=Path(__file__).parents[3], check=False
     )

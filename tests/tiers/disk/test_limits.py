@@ -1,10 +1,9 @@
-"""The limit in real bytes, eviction, admission, the write budget, the volume's reserve."""
+"""The limit in allocated bytes, eviction, TTL, refusals, the write budget, and the reserve of the volume."""
 
 from __future__ import annotations
 
 import shutil
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,26 @@ from kvstrata.tiers.disk.errors import DropReason
 from kvstrata.tiers.disk.index import BlockRecord
 from kvstrata.tiers.interface import Accepted, Refusal, Refused, WriteState
 from kvstrata.tiers.write_limits import DailyWriteBudget
-from tests.tiers.disk.blocks import ROOT, is_same, make_block, make_chain, open_tier, read_now, real_bytes, records_of
+from tests.tiers.disk.blocks import (
+    ROOT,
+    block_files,
+    is_same,
+    make_block,
+    make_chain,
+    open_tier,
+    put_all,
+    read_now,
+    real_bytes,
+    records_of,
+)
 from tests.tiers.disk.faults import FaultyFiles
+from tests.tiers.timing import eventually
 
 MIB = 1 << 20
 
 
 def test_limit_holds_at_every_moment_under_ten_times_its_size(tmp_path: Path) -> None:
-    """Looked at from outside, at every moment, by another thread."""
+    """Another thread measures the folder all the time."""
     directory = tmp_path / "cache"
     limit_bytes = 2 * MIB
     tier = open_tier(directory, limit_bytes, queue_bytes=64 * MIB)
@@ -62,9 +73,7 @@ def test_limit_evicts_least_recently_used_chains_first(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "cache", 2_400_000, clock=lambda: now[0])
     chains = [make_chain(3, seed=seed, num_values=12_000) for seed in range(4)]
     for chain in chains:
-        for block in chain:
-            tier.put(block)
-        assert tier.flush(10).is_empty
+        put_all(tier, chain)
         now[0] += 10
     for block in chains[0]:
         assert is_same(read_now(tier, block.id, root=ROOT), block)
@@ -96,9 +105,7 @@ def test_limit_keeps_pinned_blocks_and_their_ancestors(tmp_path: Path) -> None:
 def test_limit_chain_longer_than_the_disk_keeps_its_prefix(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "cache", 2 * MIB)
     blocks = make_chain(40, num_values=12_000)
-    for block in blocks:
-        tier.put(block)
-    assert tier.flush(20).is_empty
+    put_all(tier, blocks)
     found = [bool(tier.blocks.find(block.key)) for block in blocks]
     num_found = sum(found)
     assert found == [True] * num_found + [False] * (40 - num_found)
@@ -108,7 +115,7 @@ def test_limit_chain_longer_than_the_disk_keeps_its_prefix(tmp_path: Path) -> No
 
 
 def test_limit_descendants_of_a_dropped_block_evict_none_of_their_chain(tmp_path: Path) -> None:
-    """However much later it comes."""
+    """A flush after each block lets descendants arrive long after the drop."""
     tier = open_tier(tmp_path / "cache", 2 * MIB)
     blocks = make_chain(24, num_values=12_000)
     for block in blocks:
@@ -134,9 +141,7 @@ def test_ttl_evicts_unused_entries_at_the_next_start(tmp_path: Path) -> None:
     assert tier.flush(10).is_empty
     now[0] += 40
     tier.touch(block.id for block in used[:2])
-    for block in new:
-        tier.put(block)
-    assert tier.flush(10).is_empty
+    put_all(tier, new)
     assert tier.usage().num_blocks == 10
     tier.close()
     now[0] += 30
@@ -167,16 +172,13 @@ def test_ttl_counts_from_the_last_use(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_ttl_of_a_new_block_ends_before_the_planned_wait_evicts_in_time(tmp_path: Path) -> None:
-    """However long the wait was that was planned before it came."""
+def test_ttl_ending_before_the_planned_wait_evicts_in_time(tmp_path: Path) -> None:
+    """The writer planned a longer wait before the block came."""
     tier = open_tier(tmp_path / "cache", ttl_s=3600.0)
     assert tier.flush(10).is_empty
     tier.put(make_block(1), unused_s=3599.9)
     tier.put(make_block(2))
-    deadline = time.monotonic() + 20
-    while [row.id for row in records_of(tier)] != [make_block(2).id]:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    eventually(lambda: [row.id for row in records_of(tier)] == [make_block(2).id], 20)
     assert tier.usage().counters["evicted"] == {"expired": 1}
     tier.close()
 
@@ -186,11 +188,8 @@ def test_ttl_evicts_unused_entries_of_an_idle_tier(tmp_path: Path) -> None:
     for block in make_chain(3):
         tier.put(block)
     tier.flush(10)
-    deadline = time.monotonic() + 10
-    while tier.usage().num_blocks:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    eventually(lambda: not tier.usage().num_blocks, 10)
+    assert not block_files(tmp_path / "cache")
     tier.close()
 
 
@@ -252,7 +251,7 @@ def test_limit_is_enforced_before_the_reserve_is_checked(tmp_path: Path) -> None
         other.put(make_block(seed, num_values=12_000))
     assert other.flush(20).is_empty
     other.close()
-    # Put there while it ran, and found when a folder is missing.
+    # Placed there while the tier ran, and found by the scan after a folder vanished.
     tier = open_tier(directory, 3 * MIB, files=FaultyFiles(free=MIB), reserve_bytes=64 * MIB)
     assert tier.flush(10).is_empty
     shutil.rmtree(directory / "blocks")
@@ -273,12 +272,12 @@ def test_reserve_replaces_blocks_near_it_and_drops_them_below_it(tmp_path: Path)
         tier.put(block)
     assert tier.flush(10).is_empty
     assert tier.usage().num_blocks == 3
-    # A little over the reserve: the cache replaces, and does not grow.
+    # Slightly above the reserve: new blocks replace old ones.
     files.free = 90 * MIB + 300_000
     tier.put(make_block(50, num_values=12_000))
     assert tier.flush(10).is_empty
     assert tier.usage().counters["evicted"]["reserve"] >= 1
-    # Under it: nothing is written, and nothing is given up in vain.
+    # Below the reserve: nothing is written, and nothing is evicted in vain.
     files.free = 80 * MIB
     num_blocks = tier.usage().num_blocks
     tier.put(make_block(51, num_values=12_000))
@@ -289,7 +288,7 @@ def test_reserve_replaces_blocks_near_it_and_drops_them_below_it(tmp_path: Path)
 
 
 def test_second_touch_accepts_reused_blocks_only(tmp_path: Path) -> None:
-    """However often it is offered: only who asks decides."""
+    """Offering a block again does not count as a use: only `was_reused` does."""
     tier = open_tier(tmp_path / "cache", second_touch=True)
     block = make_block()
     assert [tier.put(block) for _ in range(3)] == [Refused(Refusal.FIRST_TOUCH)] * 3
@@ -323,7 +322,7 @@ def test_daily_budget_survives_a_restart_and_ends_at_midnight(tmp_path: Path) ->
 
 
 def test_daily_budget_bounds_written_bytes_of_files(tmp_path: Path) -> None:
-    """Files are larger than their tensors, by which blocks are taken."""
+    """Files are larger than the tensors by which `put` accepts blocks."""
     now = [86_400.0 * 5]
     tier = open_tier(tmp_path / "cache", daily_write_bytes=60_000, clock=lambda: now[0])
     blocks = make_chain(40)
@@ -349,7 +348,7 @@ def test_daily_budget_returned_bytes_do_not_count() -> None:
         assert budget.take(60, now=0)
         budget.give_back(60, now=0)
     assert budget.take(60, now=0)
-    budget.give_back(60, now=86_401)  # of the day before
+    budget.give_back(60, now=86_401)  # of the previous day
     assert budget.written_bytes(now=86_401) == 0
 
 

@@ -1,4 +1,4 @@
-"""A block in place of one that is there: whichever step fails, what is on the disk is counted and served."""
+"""Replacing a block: whichever step fails, the file on the disk is counted and served."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ import pytest
 
 from kvstrata.tiers.block import Block
 from kvstrata.tiers.interface import Accepted
-from tests.tiers.disk.blocks import ROOT, is_same, make_block, make_chain, open_tier, read_now, real_bytes
+from tests.tiers.disk.blocks import ROOT, is_same, make_block, make_chain, open_tier, path_of, read_now, real_bytes
 from tests.tiers.disk.faults import FaultyFiles, fail
-from tests.tiers.disk.test_damage import path_of
 
 
 def larger(block: Block) -> Block:
-    """The same tokens in more bytes."""
+    """Return a block of the same tokens with more bytes."""
     return Block(
         block.key, block.parent, block.root, block.start, block.token_ids, make_block(5, num_values=9000).tensors, {}
     )
 
 
 @pytest.mark.parametrize("step", ["create", "write", "sync", "rename", "sync_folder"])
-def test_replacement_fails_at_any_step_usage_and_reads_match_the_disk(tmp_path: Path, step: str) -> None:
+def test_replacement_failing_at_any_step_keeps_usage_and_reads_true(tmp_path: Path, step: str) -> None:
     files = FaultyFiles()
     tier = open_tier(tmp_path / "cache", files=files)
     old, child = make_chain(2)
@@ -53,8 +52,8 @@ def test_replacement_fails_at_any_step_usage_and_reads_match_the_disk(tmp_path: 
     tier.close()
 
 
-def test_replacement_of_a_cleared_block_fails_block_stays_cleared_after_restart(tmp_path: Path) -> None:
-    """Its old file is still there and must not be taken for a block after a restart."""
+def test_replacement_of_a_cleared_block_that_fails_stays_cleared(tmp_path: Path) -> None:
+    """The old file still exists and must not be served after a restart."""
 
     class NoNewBlocks(FaultyFiles):
         def rename(self, source: Path, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""The tier against a plain dict, through any sequence of puts, reads, removals, damage and restarts."""
+"""The disk tier against a plain dict, under any sequence of puts, reads, removals, damage and restarts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvstrata.tiers.block import Block, BlockId
 from kvstrata.tiers.interface import Accepted
 from kvstrata.tiers.read_pool import LoadedBlock, MissingBlock
-from tests.tiers.disk.blocks import OTHER_ROOT, ROOT, is_same, make_chain, open_tier, read_now, real_bytes
+from tests.tiers.disk.blocks import OTHER_ROOT, ROOT, is_same, make_chain, open_tier, path_of, read_now, real_bytes
 from tests.tiers.disk.faults import flip
-from tests.tiers.disk.test_damage import path_of
 
 OURS, THEIRS = make_chain(4), make_chain(3, seed=5, root=OTHER_ROOT)
 MARKS = [Block(b.key, b.parent, b.root, b.start, b.token_ids, b.tensors, {}, part="mark") for b in OURS[:2]]
@@ -81,7 +80,7 @@ class TierAgainstMemory(RuleBasedStateMachine):
             (self.directory / "catalogue.sqlite").unlink()
         self.tier = open_tier(self.directory)
         if is_catalogue_lost:
-            assert self.tier.flush(20).is_empty  # blocks can be found as they are met
+            assert self.tier.flush(20).is_empty  # the scan makes blocks visible one slice at a time
 
     @invariant()
     def finds_what_there_is(self) -> None:

@@ -1,4 +1,4 @@
-"""Rests between strides: how long they are, and what ends them. A rest that would last for years is seen to end."""
+"""Rests of the writer: their length, and the events that end them. A rest here would last for years by itself."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.tiers.disk.faults import FaultyFiles
 
 T = TypeVar("T")
 
-# Tensors of several strides: 4 bytes of two rows, and 2 of one.
+# Tensors of several slices: 4 bytes each in two rows, and 2 bytes each in one.
 NUM_VALUES = SLICE_BYTES // 2
 NEARLY_NOTHING = 1e-12
 
 
 class Work:
-    """Slices of work of the given lengths on a clock that only they move."""
+    """Slices of work with given lengths, on a clock that only they advance."""
 
     def __init__(self, share: float) -> None:
         self.now_s = 0.0
@@ -89,19 +89,19 @@ def test_checksum_in_slices_equals_that_of_the_whole(checksum: Checksum) -> None
 
 
 def resting_tier(folder: Path, files: FaultyFiles | None = None, *, queue_bytes: int = 1 << 30) -> DiskTier:
-    """The first stride is followed by a rest that does not end by itself."""
+    """Open a tier whose writer rests without end after its first slice."""
     options = DiskOptions(folder, 1 << 30, reserve_bytes=0, queue_bytes=queue_bytes, writer_share=NEARLY_NOTHING)
     return DiskTier(options, chain=chain, files=files)
 
 
-def put_all(tier: DiskTier, blocks: list[Block]) -> None:
+def queue_all(tier: DiskTier, blocks: list[Block]) -> None:
     assert [tier.put(block) for block in blocks] == [Accepted()] * len(blocks)
 
 
 def test_flush_ends_a_rest_and_resting_blocks_are_readable(tmp_path: Path) -> None:
     tier = resting_tier(tmp_path)
     block = make_block(num_values=NUM_VALUES)
-    put_all(tier, [block])
+    queue_all(tier, [block])
     assert is_same(read_now(tier, block.id, root=ROOT), block)
     assert not tier.flush(0).is_empty
     assert tier.flush(60).is_empty
@@ -115,8 +115,8 @@ def test_queue_above_a_quarter_is_written_without_rests(tmp_path: Path) -> None:
     written = threading.Semaphore(0)
     files = FaultyFiles(before={"rename": lambda: written.release()})
     tier = resting_tier(tmp_path, files, queue_bytes=4 * blocks[0].nbytes)
-    put_all(tier, blocks)
-    # No caller flushes: what is past the quarter goes on by itself, the last block rests.
+    queue_all(tier, blocks)
+    # No caller flushes. Blocks above the quarter are written at once; the last block waits in a rest.
     assert all(written.acquire(timeout=60) for _ in range(3))
     assert not written.acquire(timeout=0.2)
     tier.close()
@@ -124,7 +124,7 @@ def test_queue_above_a_quarter_is_written_without_rests(tmp_path: Path) -> None:
 
 def test_close_ends_a_rest_and_finishes_the_current_block(tmp_path: Path) -> None:
     tier = resting_tier(tmp_path)
-    put_all(tier, make_chain(2, num_values=NUM_VALUES))
+    queue_all(tier, make_chain(2, num_values=NUM_VALUES))
     tier.close()
     usage = tier.usage()
     assert usage.counters.get("written", {}).get("base", 0) + usage.counters["dropped"]["closed"] == 2
@@ -132,7 +132,7 @@ def test_close_ends_a_rest_and_finishes_the_current_block(tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux only")
-def test_writer_of_a_niced_thread_is_nicer_still(tmp_path: Path) -> None:
+def test_writer_started_by_a_niced_thread_is_nicer(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
 
     def run() -> None:
@@ -140,9 +140,9 @@ def test_writer_of_a_niced_thread_is_nicer_still(tmp_path: Path) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), own)
         tier = resting_tier(tmp_path)
         assert tier.flush(60).is_empty
-        writer = tier._writer._thread.native_id
-        assert writer is not None
-        seen.append((own, os.getpriority(os.PRIO_PROCESS, writer)))
+        (writer,) = [thread for thread in threading.enumerate() if thread.name == "kvstrata-disk-writer"]
+        assert writer.native_id is not None
+        seen.append((own, os.getpriority(os.PRIO_PROCESS, writer.native_id)))
         tier.close()
 
     thread = threading.Thread(target=run)

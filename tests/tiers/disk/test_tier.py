@@ -1,4 +1,4 @@
-"""Put, find, read: through the queue, from the disk, after a restart."""
+"""Put, find and read blocks: in the queue, on the disk, after a restart."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from kvstrata.tiers.read_pool import LoadedBlock, MissingBlock, MissReason
 from tests.tiers.disk.blocks import (
     OTHER_ROOT,
     ROOT,
+    block_files,
     is_same,
     make_block,
     make_chain,
@@ -31,6 +32,7 @@ from tests.tiers.disk.blocks import (
     random_tensor,
     read_now,
     real_bytes,
+    write_blocks,
 )
 from tests.tiers.disk.faults import FaultyFiles, wait_for
 
@@ -49,16 +51,14 @@ def test_read_every_dtype_after_restart_returns_the_same_bytes(tmp_path: Path) -
     plain = make_block()
     tensors = {dtype: random_tensor(generator, dtype, (2, 3, 7)) for dtype in ITEM_BYTES}
     block = Block(plain.key, ROOT, ROOT, 0, plain.token_ids, tensors, {"kinds": ["full", "window", "recurrent"]})
-    tier = open_tier(tmp_path / "cache")
-    put_all(tier, [block])
-    tier.close()
+    write_blocks(tmp_path / "cache", [block])
     tier = open_tier(tmp_path / "cache")
     assert is_same(read_now(tier, block.id, root=ROOT), block)
     tier.close()
 
 
 def match(tier: DiskTier, token_ids: np.ndarray, chain) -> int:
-    """As the store does it: no token ids come from the tier."""
+    """Return the length of the longest match, as the prefix cache finds it: the tier returns no token ids."""
     key, position = ROOT, 0
     while True:
         for length in tier.blocks.lengths(key):
@@ -104,8 +104,8 @@ def test_remove_checkpoint_part_keeps_the_base(tier: DiskTier) -> None:
     assert tier.blocks.lengths(ROOT) == (base.num_tokens,)
 
 
-class Held:
-    """A tier whose disk waits until it is told to go on."""
+class HeldTier:
+    """A tier whose disk hangs in `sync` until `go_on` is set."""
 
     def __init__(self, directory: Path, **settings) -> None:
         self.go_on = threading.Event()
@@ -119,14 +119,14 @@ class Held:
 
 
 @pytest.fixture
-def held(tmp_path: Path) -> Iterator[Held]:
-    held = Held(tmp_path / "cache", queue_bytes=4000)
+def held(tmp_path: Path) -> Iterator[HeldTier]:
+    held = HeldTier(tmp_path / "cache", queue_bytes=4000)
     yield held
     held.go_on.set()
     held.tier.close()
 
 
-def test_read_queued_blocks_returns_them_before_they_are_written(held: Held) -> None:
+def test_read_queued_blocks_returns_them_before_they_are_written(held: HeldTier) -> None:
     blocks = make_chain(3)
     for block in blocks:
         assert held.tier.put(block) == Accepted()
@@ -147,7 +147,7 @@ def test_read_queued_blocks_returns_them_before_they_are_written(held: Held) -> 
     assert is_same(read_now(held.tier, blocks[2].id, root=ROOT), blocks[2])
 
 
-def test_put_full_queue_refuses_without_waiting(held: Held) -> None:
+def test_put_full_queue_refuses_without_waiting(held: HeldTier) -> None:
     blocks = make_chain(40)
     started = time.monotonic()
     answers = [held.tier.put(block) for block in blocks]
@@ -162,7 +162,7 @@ def test_put_full_queue_refuses_without_waiting(held: Held) -> None:
     assert held.tier.put(huge) == Refused(Refusal.QUEUE_FULL)
 
 
-def test_flush_timeout_reports_what_is_left(held: Held) -> None:
+def test_flush_timeout_reports_what_is_left(held: HeldTier) -> None:
     blocks = make_chain(3)
     for block in blocks:
         held.tier.put(block)
@@ -171,7 +171,7 @@ def test_flush_timeout_reports_what_is_left(held: Held) -> None:
 
 
 def test_close_drops_and_counts_queued_blocks(tmp_path: Path) -> None:
-    held = Held(tmp_path / "cache")
+    held = HeldTier(tmp_path / "cache")
     blocks = make_chain(4)
     for block in blocks:
         held.tier.put(block)
@@ -257,7 +257,7 @@ def test_read_ahead_is_bounded_by_unreleased_bytes(tmp_path: Path) -> None:
         held.append(came.get(timeout=10))
         assert is_same(held[-1], block)
     assert ticket.wait(5)
-    # One that is larger than the bound comes alone; what is cancelled gives its room back.
+    # A block above the bound is read alone; a cancelled read releases its bytes.
     alone = open_tier(tmp_path / "other", read_ahead_bytes=1)
     put_all(alone, blocks)
     given_up = alone.read([block.id for block in blocks], came.put, root=ROOT)
@@ -273,7 +273,7 @@ def test_read_ahead_is_bounded_by_unreleased_bytes(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_read_delivery_raises_is_logged_and_later_reads_succeed(
+def test_read_whose_delivery_raises_is_logged_and_later_reads_succeed(
     tier: DiskTier, caplog: pytest.LogCaptureFixture
 ) -> None:
     blocks = make_chain(4)
@@ -341,12 +341,12 @@ def test_clear_one_root_keeps_the_other(tier: DiskTier, tmp_path: Path) -> None:
     assert all(is_same(read_now(tier, block.id, root=OTHER_ROOT), block) for block in theirs)
     assert tier.clear().num_blocks == 3
     assert tier.flush(10).is_empty
-    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    assert not block_files(tmp_path / "cache")
     assert tier.usage().counters["evicted"] == {"cleared": 7}
     assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
 
 
-def test_clear_drops_queued_blocks_and_the_one_being_written(held: Held) -> None:
+def test_clear_drops_queued_blocks_and_the_one_being_written(held: HeldTier, tmp_path: Path) -> None:
     blocks = make_chain(4)
     for block in blocks:
         held.tier.put(block)
@@ -354,7 +354,7 @@ def test_clear_drops_queued_blocks_and_the_one_being_written(held: Held) -> None
     assert not any(held.tier.blocks.find(block.key) for block in blocks)
     held.go_on.set()
     held.tier.close()
-    assert not list(held.tier._folder.directory.rglob("*.safetensors"))
+    assert not block_files(tmp_path / "cache")
     assert held.tier.usage().num_blocks == 0
 
 
@@ -362,7 +362,7 @@ def test_usage_equals_allocated_bytes_of_the_folder(tier: DiskTier, tmp_path: Pa
     put_all(tier, make_chain(50, num_values=700))
     usage = tier.usage()
     assert usage.disk_bytes == real_bytes(tmp_path / "cache")
-    assert usage.block_bytes == sum(p.stat().st_blocks * 512 for p in (tmp_path / "cache").rglob("*.safetensors"))
+    assert usage.block_bytes == sum(p.stat().st_blocks * 512 for p in block_files(tmp_path / "cache"))
 
 
 def test_rates_after_reads_are_measured(tier: DiskTier) -> None:
@@ -374,7 +374,7 @@ def test_rates_after_reads_are_measured(tier: DiskTier) -> None:
     rates = tier.rates
     assert rates.num_blocks == 6
     assert 1e6 < rates.read_bytes_per_s < 1e11
-    # A little less with every second that passes, and it takes a moment to ask.
+    # Expected times fade with every second, and the call takes a moment.
     assert rates.seconds_for(10**9, 100) == pytest.approx(10**9 / rates.read_bytes_per_s, rel=0.1)
 
 
@@ -400,7 +400,7 @@ def test_close_leaves_no_thread(tmp_path: Path) -> None:
 
 
 def test_close_hanging_disk_returns_after_the_timeout(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    held = Held(tmp_path / "cache")
+    held = HeldTier(tmp_path / "cache")
     held.tier.put(make_block())
     while "sync" not in held.files.steps:
         assert held.tier.usage().num_queued == 1

@@ -1,4 +1,4 @@
-"""A folder that another version wrote: blocks are read, or removed with one line that says so."""
+"""Folders of other versions: blocks are read, or removed with one line in the log."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from kvstrata.tiers.block_file import FORMAT_VERSION
 from kvstrata.tiers.disk.catalogue import BLOCK_FORMAT
 from tests.tiers.disk.blocks import (
     ROOT,
+    delete_catalogue,
     is_same,
     make_block,
     make_chain,
     open_tier,
+    path_of,
     put_all,
     read_now,
     real_bytes,
     records_of,
 )
 from tests.tiers.disk.faults import FaultyFiles
-from tests.tiers.disk.test_clearing import lose_catalogue
-from tests.tiers.disk.test_damage import path_of
 
 
-def written(directory: Path, num_blocks: int = 6) -> list[Block]:
-    """At 1000, each used as often as its number says."""
+def write_used_blocks(directory: Path, num_blocks: int = 6) -> list[Block]:
+    """Write blocks at time 1000; block number n has n uses."""
     blocks = make_chain(num_blocks)
     tier = open_tier(directory, clock=lambda: 1000.0)
     put_all(tier, blocks)
@@ -50,9 +50,9 @@ def uses(directory: Path, files: FaultyFiles | None = None, **settings) -> list[
 def test_catalogue_of_another_schema_is_rebuilt_from_the_headers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The counts of uses are lost with it; the times of the files stand in for the last uses."""
+    """Counts of uses are lost; the times of the files stand for the last uses."""
     directory = tmp_path / "cache"
-    blocks = written(directory)
+    blocks = write_used_blocks(directory)
     with sqlite3.connect(directory / "catalogue.sqlite") as connection:
         connection.execute("PRAGMA user_version = 3")
     connection.close()
@@ -81,10 +81,10 @@ def test_blocks_of_another_format_are_removed_with_one_line(
     tmp_path: Path, version: str, is_catalogue_lost: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = tmp_path / "cache"
-    blocks = written(directory)
+    blocks = write_used_blocks(directory)
     num_bytes = sum(set_format(path_of(directory, block), version) for block in blocks[3:])
     if is_catalogue_lost:
-        lose_catalogue(directory)
+        delete_catalogue(directory)
     else:
         with sqlite3.connect(directory / "catalogue.sqlite") as connection:
             connection.execute("UPDATE properties SET value = 0 WHERE name = ?", (BLOCK_FORMAT,))
@@ -105,7 +105,7 @@ def test_blocks_of_another_format_are_removed_with_one_line(
         f"Removed 3 blocks of the disk cache ({num_bytes / 2**20:.1f} MiB): another version of kvstrata wrote them "
         f"(format {said}), and this one reads format {FORMAT_VERSION}"
     ]
-    # Once.
+    # The line appears once.
     files = FaultyFiles()
     uses(directory, files)
     assert "open" not in files.steps
@@ -113,7 +113,7 @@ def test_blocks_of_another_format_are_removed_with_one_line(
 
 def test_upgrade_interrupted_keeps_readable_blocks(tmp_path: Path) -> None:
     directory = tmp_path / "cache"
-    blocks = written(directory)
+    blocks = write_used_blocks(directory)
     for _ in range(2):
         with sqlite3.connect(directory / "catalogue.sqlite") as connection:
             connection.execute("UPDATE properties SET value = 0 WHERE name = ?", (BLOCK_FORMAT,))

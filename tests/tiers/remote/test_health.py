@@ -1,4 +1,4 @@
-"""What a question to a store is expected to take: from what was measured, and how long ago."""
+"""Expected latency of a query: measured, and faded with time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from kvstrata.tiers.interface import TierCounters
 from kvstrata.tiers.remote.health import LATENCY_HALF_LIFE_S, REMOTE_EVENTS, StoreHealth
-from tests.tiers.test_read_rates import Clock
+from tests.tiers.timing import Clock
 
 
 def ask(health: StoreHealth, clock: Clock, seconds: float) -> None:
@@ -30,7 +30,7 @@ def test_expected_latency_of_a_slow_answer_fades_with_time(health: StoreHealth, 
     assert health.expected_latency_s == pytest.approx(2.0)
     clock.now_s += 3 * LATENCY_HALF_LIFE_S
     assert health.expected_latency_s == pytest.approx(0.25)
-    assert health.latency_s == pytest.approx(2.0), "people see what was measured"
+    assert health.latency_s == pytest.approx(2.0), "the displayed latency does not fade"
     clock.now_s += 86_400.0
     assert health.expected_latency_s == pytest.approx(0.0)
 

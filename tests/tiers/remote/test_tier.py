@@ -1,4 +1,4 @@
-"""The tier on real stores: what is written comes back as it was, and nothing else ever does."""
+"""The remote tier on real stores: writes, lookups, reads, limits and pauses."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from kvstrata.tiers.lookups import run_walk
 from kvstrata.tiers.read_pool import LoadedBlock, MissingBlock
 from kvstrata.tiers.remote.tier import RemoteTier
 from kvstrata.tiers.remote.url import parse_url
-from tests.tiers.remote.chains import block_at, ids_of, match_of, put_chain, read_all, same, wanted
+from tests.tiers.disk.blocks import OTHER_ROOT, all_same
+from tests.tiers.remote.chains import block_at, longest_chain, missing_chain, put_chain, random_ids, read_all
 from tests.tiers.remote.stores import Valkey, open_remote, secret_file
-
-OTHER_ROOT = bytes(range(32, 64))
+from tests.tiers.timing import eventually
 
 
 @pytest.mark.parametrize("is_sealed", [True, False])
-def test_what_one_server_wrote_another_reads(store_url: str, tmp_path: Path, is_sealed: bool) -> None:
+def test_read_blocks_of_another_server_returns_them(store_url: str, tmp_path: Path, is_sealed: bool) -> None:
     if not is_sealed and parse_url(store_url).needs_secret:
         pytest.skip("blocks are sealed there")
     secret = secret_file(tmp_path) if is_sealed else None
     first, second = open_remote(store_url, secret), open_remote(store_url, secret)
-    ids = ids_of(1, 5 * 256 + 100)
+    ids = random_ids(1, 5 * 256 + 100)
     put = put_chain(first, ids, marks=(512, 1024))
-    match = match_of(second, ids)
+    match = longest_chain(second, ids)
 
     assert [link.end for link in match.links] == [256, 512, 768, 1024, 1280]
     assert all(link.nbytes for link in match.links)
     came = read_all(second, [block.id for block in put])
-    assert all(isinstance(back, LoadedBlock) and same(back.block, block) for back, block in zip(came, put, strict=True))
-    at_mark = match_of(second, ids, at_marks=True)
+    assert all_same(came, put)
+    at_mark = longest_chain(second, ids, at_marks=True)
     assert (at_mark.num_tokens, at_mark.mark_bytes > 0) == (1024, True)
-    assert wanted(second, ids, (512,)).links == () == wanted(second, ids, (512,)).marks
+    assert missing_chain(second, ids, (512,)).links == () == missing_chain(second, ids, (512,)).marks
     for tier in (first, second):
         tier.close()
 
 
-def test_only_the_leading_run_counts_and_what_is_missing_is_wanted_again(store_url: str) -> None:
+def test_longest_chain_with_a_lost_block_ends_before_it(store_url: str) -> None:
     tier = open_remote(store_url)
-    ids = ids_of(2, 6 * 256)
+    ids = random_ids(2, 6 * 256)
     put = put_chain(tier, ids)
     tier.block_store.store.delete([tier.block_store.names.name_of(put[2].id)])
     read_all(tier, [put[2].id])
 
-    assert match_of(tier, ids).num_tokens == 512
-    assert [link.start for link in wanted(tier, ids).links] == [512, 768, 1024, 1280]
+    assert longest_chain(tier, ids).num_tokens == 512
+    assert [link.start for link in missing_chain(tier, ids).links] == [512, 768, 1024, 1280]
     put_chain(tier, ids)
-    assert match_of(tier, ids).num_tokens == 6 * 256
+    assert longest_chain(tier, ids).num_tokens == 6 * 256
     tier.close()
 
 
@@ -59,21 +59,21 @@ def test_only_the_leading_run_counts_and_what_is_missing_is_wanted_again(store_u
     "other",
     [{"backend": "metal"}, {"precision": "planes:4"}],
 )
-def test_another_back_end_or_precision_finds_nothing(redis_url: str, other: dict) -> None:
+def test_longest_chain_of_another_backend_or_precision_is_empty(redis_url: str, other: dict) -> None:
     tier, stranger = open_remote(redis_url), open_remote(redis_url, **other)
-    ids = ids_of(3, 1024)
+    ids = random_ids(3, 1024)
     put_chain(tier, ids)
 
-    assert match_of(stranger, ids) == TierMatch()
-    assert match_of(tier, ids, root=OTHER_ROOT) == TierMatch()
-    assert match_of(tier, ids).num_tokens == 1024
+    assert longest_chain(stranger, ids) == TierMatch()
+    assert longest_chain(tier, ids, root=OTHER_ROOT) == TierMatch()
+    assert longest_chain(tier, ids).num_tokens == 1024
     for each in (tier, stranger):
         each.close()
 
 
-def test_a_damaged_block_is_deleted_so_that_a_right_one_can_take_its_place(server: Valkey, tmp_path: Path) -> None:
+def test_read_damaged_block_deletes_it_and_a_put_writes_it_again(server: Valkey, tmp_path: Path) -> None:
     tier = open_remote(server.url, secret_file(tmp_path))
-    ids = ids_of(7, 768)
+    ids = random_ids(7, 768)
     put = put_chain(tier, ids)
     name = f"kvstrata2:{tier.block_store.names.name_of(put[1].id)}"
     server.client.set(name, b"forged")
@@ -84,13 +84,13 @@ def test_a_damaged_block_is_deleted_so_that_a_right_one_can_take_its_place(serve
     tier.flush(5.0)
     assert not server.client.exists(name)
     put_chain(tier, ids)
-    assert match_of(tier, ids).num_tokens == 768
+    assert longest_chain(tier, ids).num_tokens == 768
     tier.close()
 
 
-def test_block_larger_than_a_model_has_is_missed_unread_and_deleted(store_url: str, tmp_path: Path) -> None:
+def test_read_block_above_the_limit_deletes_it_unread(store_url: str, tmp_path: Path) -> None:
     tier = open_remote(store_url, secret_file(tmp_path), max_block_bytes=1 << 10)
-    ids = ids_of(9, 512)
+    ids = random_ids(9, 512)
     put = put_chain(tier, ids)
     name = tier.block_store.names.name_of(put[1].id)
     tier.block_store.store.delete([name])
@@ -106,7 +106,7 @@ def test_block_larger_than_a_model_has_is_missed_unread_and_deleted(store_url: s
     tier.close()
 
 
-def test_a_long_chain_among_many_blocks_costs_two_round_trips(server: Valkey, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longest_chain_among_many_blocks_takes_two_round_trips(server: Valkey, monkeypatch: pytest.MonkeyPatch) -> None:
     client = server.client
     with client.pipeline(transaction=False) as pipeline:
         for number in range(100_000):
@@ -114,7 +114,7 @@ def test_a_long_chain_among_many_blocks_costs_two_round_trips(server: Valkey, mo
             if number % 10_000 == 9_999:
                 pipeline.execute()
     tier = open_remote(server.url)
-    ids = ids_of(8, 400 * 256)
+    ids = random_ids(8, 400 * 256)
     put_chain(tier, ids, marks=(256, 101_376))
     executed: list[Any] = []
     pipeline_type = pytest.importorskip("redis").client.Pipeline
@@ -131,9 +131,9 @@ def test_a_long_chain_among_many_blocks_costs_two_round_trips(server: Valkey, mo
     tier.close()
 
 
-def test_a_hit_refreshes_the_whole_chain(server: Valkey) -> None:
+def test_touch_extends_the_ttl_of_every_block(server: Valkey) -> None:
     tier = open_remote(server.url, ttl_s=100.0)
-    ids = ids_of(9, 1024)
+    ids = random_ids(9, 1024)
     put = put_chain(tier, ids, (1024,))
     names = [f"kvstrata2:{tier.block_store.names.name_of(block.id)}" for block in put]
     for name in names:
@@ -145,10 +145,10 @@ def test_a_hit_refreshes_the_whole_chain(server: Valkey) -> None:
     tier.close()
 
 
-def test_what_may_be_written_is_bounded(redis_url: str) -> None:
-    ids = ids_of(10, 1024)
+def test_put_above_a_write_limit_is_refused_with_its_reason(redis_url: str) -> None:
+    ids = random_ids(10, 1024)
     careful = open_remote(redis_url, second_touch=True)
-    missing = wanted(careful, ids)
+    missing = missing_chain(careful, ids)
     block = block_at(missing.links[0], missing.root, ids)
     assert careful.put(block) == Refused(Refusal.FIRST_TOUCH)
     careful.close()
@@ -165,54 +165,47 @@ def test_what_may_be_written_is_bounded(redis_url: str) -> None:
     assert hasty.put(block) == Refused(Refusal.CLOSED)
 
 
-def until(is_true, seconds: float = 10.0) -> None:
-    ends = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < ends, "it never came to that"
-        time.sleep(0.01)
-
-
 def _refused_while_paused(tier: RemoteTier, ids_seed: int) -> None:
-    ids = ids_of(ids_seed, 256)
+    ids = random_ids(ids_seed, 256)
     began_s = time.perf_counter()
-    assert match_of(tier, ids) == TierMatch()
+    assert longest_chain(tier, ids) == TierMatch()
     assert time.perf_counter() - began_s < 0.5, "a store that is left alone is not asked"
 
 
-def test_a_store_that_dies_is_left_alone(server: Valkey) -> None:
+def test_tier_unreachable_store_pauses_reads_and_writes(server: Valkey) -> None:
     tier = open_remote(server.url, first_pause_s=5.0, longest_pause_s=5.0)
-    ids = ids_of(11, 1024)
+    ids = random_ids(11, 1024)
     put = put_chain(tier, ids)
     server.kill()
     assert all(isinstance(came, MissingBlock) for came in read_all(tier, [block.id for block in put]))
 
     assert tier.usage().paused_because == "unreachable"
     _refused_while_paused(tier, 12)
-    missing = wanted(tier, ids)
+    missing = missing_chain(tier, ids)
     assert not missing.is_known
     assert tier.put(put[0]) == Refused(Refusal.PAUSED)
     assert tier.usage().counters["failed"]["unreachable"] >= 1
     tier.close()
 
 
-def test_a_store_that_hangs_is_left_alone_and_tried_again(server: Valkey) -> None:
+def test_tier_hanging_store_is_queried_again_after_a_pause(server: Valkey) -> None:
     tier = open_remote(server.url, first_pause_s=0.2, longest_pause_s=0.2)
-    ids = ids_of(13, 512)
+    ids = random_ids(13, 512)
     put_chain(tier, ids)
     server.hang()
-    assert match_of(tier, ids) == TierMatch()
+    assert longest_chain(tier, ids) == TierMatch()
     assert tier.usage().paused_because == "timeout"
-    server.go_on()
-    until(lambda: not tier.is_paused)
-    assert match_of(tier, ids).num_tokens == 512
+    server.resume()
+    eventually(lambda: not tier.is_paused)
+    assert longest_chain(tier, ids).num_tokens == 512
     assert tier.usage().paused_because == ""
     tier.close()
 
 
 @pytest.mark.parametrize("reason", ["full", "read_only", "denied"])
-def test_a_store_that_cannot_be_written_is_still_read(server: Valkey, reason: str) -> None:
+def test_tier_unwritable_store_pauses_writes_and_keeps_reads(server: Valkey, reason: str) -> None:
     tier = open_remote(server.url, first_pause_s=5.0, longest_pause_s=5.0)
-    ids, more = ids_of(14, 512), ids_of(15, 256)
+    ids, more = random_ids(14, 512), random_ids(15, 256)
     put = put_chain(tier, ids)
     if reason == "full":
         server.client.config_set("maxmemory", 1)
@@ -220,9 +213,9 @@ def test_a_store_that_cannot_be_written_is_still_read(server: Valkey, reason: st
         server.client.replicaof("127.0.0.1", 1)
     else:
         server.client.execute_command("ACL", "SETUSER", "default", "-set")
-    missing = wanted(tier, more)
+    missing = missing_chain(tier, more)
     tier.put(block_at(missing.links[0], missing.root, more))
-    until(lambda: tier.usage().counters["failed"].get(reason, 0) == 1)
+    eventually(lambda: tier.usage().counters["failed"].get(reason, 0) == 1)
 
     assert tier.usage().paused_because == reason
     assert tier.usage().counters["dropped"] == {"fault": 1}

@@ -1,4 +1,4 @@
-"""TLS on loopback: an authority with certificates of its own, and a front that speaks TLS before a plain server."""
+"""TLS on loopback: a certificate authority, and a TLS front of a plain server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Certificate:
 
 
 class Authority:
-    """Its certificate is `file`; what it signs lies beside it."""
+    """A certificate authority. `file`: its certificate; certificates that it signs are in the same folder."""
 
     def __init__(self, folder: Path, name: str = "authority") -> None:
         pytest.importorskip("cryptography", reason="cryptography is not installed: pip install 'kvstrata[remote]'")
@@ -31,23 +31,25 @@ class Authority:
         self._name = name
         self._key = ec.generate_private_key(ec.SECP256R1())
         self.file = folder / f"{name}.pem"
-        self.file.write_bytes(_pem(self._built(name, self._key.public_key(), (), is_authority=True)))
+        self.file.write_bytes(_pem(self._build_certificate(name, self._key.public_key(), (), is_authority=True)))
 
-    def certificate(self, name: str, *addresses: str, is_expired: bool = False) -> Certificate:
-        """For these host names and addresses."""
+    def make_certificate(self, name: str, *addresses: str, is_expired: bool = False) -> Certificate:
+        """Make a certificate for these host names and addresses."""
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ec
 
         key = ec.generate_private_key(ec.SECP256R1())
         made = Certificate(self._folder / f"{name}.pem", self._folder / f"{name}.key")
-        made.file.write_bytes(_pem(self._built(name, key.public_key(), addresses, is_expired=is_expired)))
+        made.file.write_bytes(_pem(self._build_certificate(name, key.public_key(), addresses, is_expired=is_expired)))
         secret = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
         made.key_file.write_bytes(secret)
         return made
 
-    def _built(self, name: str, public_key, addresses, *, is_authority: bool = False, is_expired: bool = False):
+    def _build_certificate(
+        self, name: str, public_key, addresses, *, is_authority: bool = False, is_expired: bool = False
+    ):
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes
 
@@ -59,8 +61,8 @@ class Authority:
         ]
         builder = (
             x509.CertificateBuilder()
-            .subject_name(_called(name))
-            .issuer_name(_called(self._name))
+            .subject_name(_x509_name(name))
+            .issuer_name(_x509_name(self._name))
             .public_key(public_key)
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - day)
@@ -72,7 +74,7 @@ class Authority:
         return builder.sign(self._key, hashes.SHA256())
 
 
-def _called(name: str):
+def _x509_name(name: str):
     from cryptography import x509
     from cryptography.x509.oid import NameOID
 
@@ -86,18 +88,18 @@ def _pem(certificate) -> bytes:
 
 
 class TlsFront:
-    """Speaks TLS with clients, and plainly with a server on loopback. `clients_of`: whose certificates clients must
-    have; None: they need none."""
+    """A TLS front of a plain server on loopback. `client_authority`: the authority that must have signed the
+    certificates of clients; None: clients need none."""
 
-    def __init__(self, port: int, certificate: Certificate, clients_of: Authority | None = None) -> None:
+    def __init__(self, port: int, certificate: Certificate, client_authority: Authority | None = None) -> None:
         self._target = port
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.load_cert_chain(certificate.file, certificate.key_file)
-        if clients_of is not None:
+        if client_authority is not None:
             self._context.verify_mode = ssl.CERT_REQUIRED
-            self._context.load_verify_locations(clients_of.file)
+            self._context.load_verify_locations(client_authority.file)
         self.port = 0
-        self.num_bytes = 0  # that came through
+        self.num_bytes = 0  # forwarded, in both directions
         self._listens = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._thread.start()
@@ -105,7 +107,7 @@ class TlsFront:
 
     async def _run(self) -> None:
         self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
-        self._loop.set_exception_handler(lambda *_: None)  # clients that break off are what is tested
+        self._loop.set_exception_handler(lambda *_: None)  # tests make clients break off
         async with await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._context) as server:
             self.port = server.sockets[0].getsockname()[1]
             self._listens.set()

@@ -2,11 +2,11 @@
 
 `tier.py` has the entry point, `DiskTier`; its settings are in `tiers/options.py`.
 
-    writer, block_store      write a block to a file, keep files and rows in step
-    loading, reader          read a block back, verified
+    writer, block_store      write blocks to files, keep files and records in step
+    reader                   read and verify blocks
     chains                   blocks on the disk or in the queue, and chains of them
-    index, catalogue, scan   rows in memory, rows in SQLite, rows compared with files
-    space                    space that the cache takes on the volume, and evictions
-    folder, filesystem       names in the folder and quarantine, every file operation
-    errors, inspect          reasons that are counted, the folder without a server
+    index, catalogue, scan   records in memory, their copy in SQLite, comparison of records and files
+    space                    allocated bytes on the volume, and evictions
+    folder, filesystem       names in the folder, lock, quarantine and markers; every file operation
+    errors, inspect          counted reasons; inspection of a folder without a server
 """

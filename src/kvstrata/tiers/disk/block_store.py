@@ -33,7 +33,7 @@ from kvstrata.tiers.write_limits import DailyWriteBudget, Pace, day_of
 
 log = logging.getLogger(__name__)
 
-# Takes some tenths of a second. The tier's thread loads the other records, while the server answers.
+# Records loaded before the tier answers, in some tenths of a second. The writer's thread loads the others afterwards.
 NUM_RECORDS_AT_START = 8_192
 
 NUM_RECORDS_AT_ONCE = 512
@@ -89,7 +89,7 @@ class DiskBlockStore:
         self.index = BlockIndex()
         self.count_labels = count_labels
         self.changes = threading.RLock()  # held over file operations; the engine thread never takes it
-        self.num_losses = 0  # how often blocks were gone that the tier had not removed
+        self.num_losses = 0  # events in which blocks vanished without a removal by the tier
         self._counters = counters
         self._clock = clock
         self._checksum = options.checksum or fastest()
@@ -317,7 +317,7 @@ class DiskBlockStore:
         self._has_vanished = False
 
     def _reopen(self) -> None:
-        """Read the folder again, because it is another than before."""
+        """Load the state of another folder, which has taken the place of the first."""
         with self.changes:
             self._close_catalogue()
             self.index.forget_folder()

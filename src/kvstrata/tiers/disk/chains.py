@@ -43,11 +43,11 @@ class DiskChains:
         return {} if record is None else read_labels(record.labels)
 
     def num_children(self, key: bytes) -> int:
-        """Return the number of blocks that directly follow a block. One counts twice while it is written."""
+        """Return the number of blocks that directly follow a block. A block that is being written counts twice."""
         return self._queue.num_children(key) + self._store.index.num_children(key)
 
     def lengths(self, parent: bytes) -> tuple[int, ...]:
-        """The lengths in tokens of the blocks that follow `parent`, the longest first."""
+        """Return the lengths in tokens of the blocks that follow `parent`, longest first."""
         queued = self._queue.lengths_after(parent)
         return tuple(sorted(queued.union(self._store.index.lengths_after(parent)), reverse=True))
 
@@ -69,7 +69,7 @@ class DiskChains:
         return PromptOnTier(
             match.num_tokens,
             is_damaged_next=(yield from self._is_damaged_next(root, ids)),
-            # A caller must not learn whose the other blocks are: their tokens are not even compared.
+            # Blocks of other roots belong to other callers, so their tokens are not compared with this prompt.
             has_others_only=self._store.index.totals().num_blocks > 0 and not self.lengths(root),
         )
 
@@ -83,8 +83,8 @@ class DiskChains:
         return any(self._chain(parent, ids[start:end]) in damaged for end in ends)
 
     def _trails(self, parent: bytes, start: int, ids: TokenIds) -> Iterator[list[ChainLink]]:
-        """Yield all chains of blocks after a parent that match `ids`, and each beginning of a chain before the chain;
-        long blocks first. The yielded list is the same object each time."""
+        """Yield all chains of blocks after a parent that match `ids`: a chain's prefixes before the chain, long blocks
+        first. The yielded list is the same object each time."""
         trail: list[ChainLink] = []
         waiting = [self._following(parent, start, ids)]
         while waiting:

@@ -1,6 +1,6 @@
 """Every file operation of the disk tier, one method each, so that a test can make any of them fail. Knows no blocks.
 
-SQLite opens the catalogue itself; all else goes through a `Files`.
+SQLite opens the catalogue itself; all other operations go through a `Filesystem`.
 """
 
 from __future__ import annotations

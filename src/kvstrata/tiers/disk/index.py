@@ -340,7 +340,7 @@ class BlockIndex:
                     self._unsaved.add(block)
 
     def set_complete(self) -> None:
-        """Every file has its record: markers have nothing left to hold back."""
+        """Record that every file has its record, so that no marker has blocks to hold back any more."""
         with self._lock:
             self._is_complete = True
             self._markers.clear()

@@ -85,8 +85,8 @@ def _read_block(files: Filesystem, path: Path, wanted: BlockId, *, chain: Chain,
 def _read_tensors(files: Filesystem, fd: int, header: BlockHeader) -> dict[str, BlockTensor]:
     payload = _fill(files, fd, header.header_bytes, header.file_bytes - header.header_bytes)
     return {
-        name: decode_tensor(name, place, payload[place.offset - header.header_bytes :][: place.nbytes])
-        for name, place in header.places.items()
+        name: decode_tensor(name, range_, payload[range_.offset - header.header_bytes :][: range_.nbytes])
+        for name, range_ in header.ranges.items()
     }
 
 

@@ -191,7 +191,7 @@ def _record_of(files: Filesystem, path: Path, block: BlockId, count_labels: Tall
         raise DamagedBlock(Damage.KEY, "the file holds another block than its name says")
     if header.file_bytes != status.size_bytes:
         raise DamagedBlock(Damage.LENGTH, "the file is not as long as its header says")
-    labels = count_labels(header.description, {name: place.nbytes for name, place in header.places.items()})
+    labels = count_labels(header.description, {name: range_.nbytes for name, range_ in header.ranges.items()})
     return BlockRecord(
         id=block,
         parent=header.parent,

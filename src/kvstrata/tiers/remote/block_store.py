@@ -29,6 +29,8 @@ MARGIN_BYTES = 5 << 20
 
 
 class SealedBlockStore:
+    """The blocks of one tier in a key-value store, sealed and named with its keys."""
+
     def __init__(
         self,
         store: KeyValueStore,

@@ -51,6 +51,8 @@ class AvoidedNames:
 
 
 class RemoteChains:
+    """Lookups of chains in a store. Implements `TierBlocks`."""
+
     def __init__(
         self,
         store: KeyValueStore,

@@ -36,6 +36,8 @@ ABANDONED_S = 3600.0
 
 
 class FolderStore:
+    """A `KeyValueStore` in a folder."""
+
     def __init__(self, url: RemoteUrl, clock: Callable[[], float] = time.time, *, ttl_s: float = 0.0) -> None:
         """Open a folder. `ttl_s`: time without a use after which a value has expired; 0: none does."""
         self._clock = clock

@@ -1,4 +1,4 @@
-"""Pauses after faults and measured latency."""
+"""Faults of a store: pauses after them, and the measured latency of queries."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WRITE_FAULTS = frozenset({StoreFaultReason.READ_ONLY, StoreFaultReason.FULL})
 
 
 class StoreFault(KvstrataError):
-    """A fault of a store, inside remote/. The tier answers with a miss or a refusal, at the start with ConfigError."""
+    """A fault of a store, caught inside remote/: it becomes a miss or a refusal, at the start ConfigError."""
 
     def __init__(self, reason: StoreFaultReason, what: str) -> None:
         super().__init__(what)
@@ -51,6 +51,8 @@ REMOTE_EVENTS = frozenset(BlockEvent) - {BlockEvent.QUARANTINED, BlockEvent.EVIC
 
 
 class StoreHealth:
+    """Pauses of queries and of writes after faults, and the latency of queries. Used from any thread."""
+
     def __init__(
         self,
         counters: TierCounters,

@@ -27,7 +27,7 @@ QUERY = re.compile(r"\?\S*")
 
 CODE = re.compile(r"<Code>(\w+)</Code>")
 
-SIDE_BY_SIDE = 16
+NUM_PARALLEL_REQUESTS = 16
 
 CLIENT = {"connect_timeout": "2s", "timeout": "60s"}
 
@@ -39,6 +39,8 @@ RETRY: dict[str, Any] = {"max_retries": 1, "retry_timeout": datetime.timedelta(s
 
 
 class ObjectStore:
+    """A `KeyValueStore` in a bucket of an object store."""
+
     def __init__(self, url: RemoteUrl, clock: Callable[[], float] = time.time) -> None:
         """Open a bucket. Raises StoreFault if the environment does not name the store's account."""
         self._clock = clock
@@ -49,7 +51,7 @@ class ObjectStore:
             raise ConfigError(
                 f"{url.scheme}:// needs the package obstore. Install it with: pip install 'kvstrata[remote]'"
             ) from None
-        self._pool = ThreadPoolExecutor(SIDE_BY_SIDE, thread_name_prefix="kvstrata-remote")
+        self._pool = ThreadPoolExecutor(NUM_PARALLEL_REQUESTS, thread_name_prefix="kvstrata-remote")
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         return self._each(self._size, names)
@@ -58,9 +60,9 @@ class ObjectStore:
         """Search in rounds of parallel requests. Parents are written first, so each round narrows the range between the
         last present and the first absent value."""
         found = [0] * len(names)
-        first, last = 0, len(names)  # all before `first` are there, none from `last` on is
+        first, last = 0, len(names)  # values before `first` are present, values from `last` on are absent
         while first < last:
-            step = max(1, -(-(last - first) // SIDE_BY_SIDE))
+            step = max(1, -(-(last - first) // NUM_PARALLEL_REQUESTS))
             looked = list(range(first + step - 1, last, step)) or [last - 1]
             if looked[-1] != last - 1:
                 looked.append(last - 1)
@@ -202,15 +204,15 @@ def _faults() -> Iterator[None]:
     try:
         yield
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-        raise StoreFault(StoreFaultReason.DENIED, _words(error)) from None
+        raise StoreFault(StoreFaultReason.DENIED, _first_line(error)) from None
     except exceptions.BaseError as error:
-        raise StoreFault(_fault_of(str(error)), _words(error)) from None
+        raise StoreFault(_fault_of(str(error)), _first_line(error)) from None
     except FileNotFoundError as error:
-        raise StoreFault(StoreFaultReason.NO_PLACE, _words(error)) from None
+        raise StoreFault(StoreFaultReason.NO_PLACE, _first_line(error)) from None
     except PermissionError as error:
-        raise StoreFault(StoreFaultReason.DENIED, _words(error)) from None
+        raise StoreFault(StoreFaultReason.DENIED, _first_line(error)) from None
     except (OSError, ValueError) as error:
-        raise StoreFault(StoreFaultReason.OTHER, _words(error)) from None
+        raise StoreFault(StoreFaultReason.OTHER, _first_line(error)) from None
 
 
 SIGNS = {
@@ -238,7 +240,7 @@ def _fault_of(text: str) -> StoreFaultReason:
     return next((fault for sign, fault in SIGNS.items() if sign in text), StoreFaultReason.OTHER)
 
 
-def _words(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     """Return one line of an error, without the queries of addresses, which may hold signatures."""
     said = str(error).splitlines() or [type(error).__name__]
     said = QUERY.sub("", said[0].split(": <")[0])[:200]

@@ -49,7 +49,7 @@ def make_store(url: RemoteUrl, clock: Callable[[], float] = time.time, *, ttl_s:
     try:
         return FolderStore(url, clock, ttl_s=ttl_s) if url.scheme == "file" else ObjectStore(url, clock)
     except StoreFault as fault:
-        raise ConfigError(f"{FLAG} {words_for(url, fault)}") from None
+        raise ConfigError(f"{FLAG} {describe_fault(url, fault)}") from None
 
 
 def open_store(
@@ -64,15 +64,15 @@ def open_store(
         _join_cluster(store, url, keys)
     except StoreFault as fault:
         store.close()
-        raise ConfigError(f"{FLAG} {words_for(url, fault)}") from None
+        raise ConfigError(f"{FLAG} {describe_fault(url, fault)}") from None
     except ConfigError:
         store.close()
         raise
     return store
 
 
-def words_for(url: RemoteUrl, fault: StoreFault) -> str:
-    """Return why a store cannot be used, and what to do."""
+def describe_fault(url: RemoteUrl, fault: StoreFault) -> str:
+    """Return the reason why a store cannot be used, and the next step."""
     said = str(fault).rstrip(".")
     return f"{url.shown} cannot be used ({fault.reason}): {said}. {NEXT_STEP[fault.reason]}."
 

@@ -16,13 +16,15 @@ from kvstrata.tiers.remote.url import FLAG, TLS_FILES, RemoteUrl
 if TYPE_CHECKING:
     import redis
 
-AT_ONCE = 500
+BATCH_SIZE = 500
 
 # Words of Python's ssl in errors of redis-py. They may come with any later answer too, if TLS ends a connection.
 TLS_SIGNS = ("SSL", "CERTIFICATE", "certificate")
 
 
 class RedisStore:
+    """A `KeyValueStore` in Redis or Valkey."""
+
     def __init__(self, url: RemoteUrl, *, connect_s: float = CONNECT_S, answer_s: float = ANSWER_S) -> None:
         try:
             import redis
@@ -85,9 +87,9 @@ class RedisStore:
     def values(self) -> Iterator[StoredValue]:
         with _faults():
             batch: list[str] = []
-            for key in self._client.scan_iter(match=f"{PREFIX}:*", count=AT_ONCE):
+            for key in self._client.scan_iter(match=f"{PREFIX}:*", count=BATCH_SIZE):
                 batch.append(key.decode().removeprefix(f"{PREFIX}:"))
-                if len(batch) == AT_ONCE:
+                if len(batch) == BATCH_SIZE:
                     yield from self._sized(batch)
                     batch = []
             yield from self._sized(batch)
@@ -125,9 +127,9 @@ def _faults() -> Iterator[None]:
     try:
         yield
     except exceptions.RedisError as error:
-        raise StoreFault(_fault_of(error), _words(error)) from None
+        raise StoreFault(_fault_of(error), _first_line(error)) from None
     except OSError as error:
-        raise StoreFault(StoreFaultReason.UNREACHABLE, _words(error)) from None
+        raise StoreFault(StoreFaultReason.UNREACHABLE, _first_line(error)) from None
 
 
 def _fault_of(error: Exception) -> StoreFaultReason:
@@ -153,6 +155,6 @@ def _fault_of(error: Exception) -> StoreFaultReason:
             return StoreFaultReason.OTHER
 
 
-def _words(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     """Return one line of an error. Messages of a server do not repeat a password."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -52,6 +52,7 @@ def keys_for(url: RemoteUrl, secret_file: Path | None) -> Keys:
 
 
 def keys_of(secret: bytes) -> Keys:
+    """Derive the keys of a secret."""
     return Keys(names=_derived(secret, NAMES), seal=_derived(secret, SEALS))
 
 
@@ -77,6 +78,8 @@ NUM_DIGITS = 64
 
 
 class BlockNames:
+    """Names of blocks in a store: keyed hashes of a block's key, part and precision."""
+
     def __init__(self, keys: Keys, precision: str, backend: str) -> None:
         self._key = keys.names
         self._precision = precision.encode()
@@ -126,6 +129,7 @@ EXTRA = "pip install 'kvstrata[remote]'"
 
 
 def seal(keys: Keys, name: str, body: bytes | bytearray) -> bytes | bytearray:
+    """Encrypt a body under a name; without a secret, prepend a checksum of both."""
     if keys.seal is None:
         return b"".join((PLAIN, _digest(name, body), body))
     salt = os.urandom(SALT_BYTES)
@@ -155,10 +159,10 @@ def unseal(keys: Keys, name: str, sealed: bytes | memoryview) -> memoryview:
         return body
     if magic != SEALED or len(view) < len(SEALED) + SALT_BYTES + TAG_BYTES:
         raise DamagedBlock(Damage.SEAL, "not sealed")
-    return memoryview(_opened(keys.seal, name, view[len(SEALED) :]))
+    return memoryview(_decrypt(keys.seal, name, view[len(SEALED) :]))
 
 
-def _opened(key: bytes, name: str, view: memoryview) -> bytearray:
+def _decrypt(key: bytes, name: str, view: memoryview) -> bytearray:
     from cryptography.exceptions import InvalidTag
 
     cipher, pieces = _cipher(key, name, bytes(view[:SALT_BYTES])), view[SALT_BYTES:]

@@ -46,6 +46,8 @@ NO_LIMIT_BYTES = 1 << 62
 
 
 class RemoteTier:
+    """A `SharedTier` in a key-value store."""
+
     limit_bytes = NO_LIMIT_BYTES
 
     def __init__(

@@ -1,4 +1,4 @@
-"""URLs of stores, read and checked. Nothing that is shown or raised here has a password in it."""
+"""URLs of stores, parsed and checked. No displayed text and no error contains a password."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RemoteUrl:
     path: str  # of Redis: the number of the database; of an object store: the prefix
     port: int | None = None
     options: Mapping[str, str] = field(default_factory=dict, repr=False)
-    text: str = field(default="", repr=False)  # the whole URL, with a password or the name of its variable
+    text: str = field(default="", repr=False)  # the whole URL, with the password or the name of its variable
 
     @property
     def shown(self) -> str:
@@ -95,7 +95,7 @@ class RemoteUrl:
 
 
 def parse_url(text: str) -> RemoteUrl:
-    """Parse a URL. Raises ConfigError, which never shows the text, because it may have a password in it."""
+    """Parse a URL. Raises ConfigError, which never shows the text, because it may contain a password."""
     try:
         parts = urlsplit(text.strip())
         port = parts.port

@@ -28,6 +28,8 @@ SWEEP_EVERY_S = 3600.0
 
 
 class RemoteWriter:
+    """The writer thread, its queue of blocks and its other tasks."""
+
     def __init__(
         self,
         block_store: SealedBlockStore,

@@ -1,4 +1,4 @@
-"""Two real servers on one Valkey and on one S3: what clients and people see of it; and errors at the start."""
+"""Servers on one store: usage, metrics, commands and pages report it, and unusable settings fail the start."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.tiers.remote.stores import S3, Valkey, private_folder, secret_file
 from tests.tiny import VOCAB, tiny_loaded
 
 
-def shared(core: EngineCore) -> None:
+def write_to_store(core: EngineCore) -> None:
     while core.pacer.has_work:
         core.pacer.run_slice(1.0)
     assert core.prefix_cache.sharing is not None
@@ -46,19 +46,19 @@ def complete(served: Served, prompt: list[int], max_tokens: int) -> CompletionUs
 
 
 @pytest.mark.parametrize("kind", ["valkey", "s3"])
-def test_what_one_server_computed_another_goes_on_from(
+def test_server_loads_and_reports_a_prompt_of_another_server(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "valkey":
         url = request.getfixturevalue("redis_url")
     else:
         server: S3 = request.getfixturevalue("shared_s3")
-        url = server.bucket(monkeypatch)
+        url = server.use_bucket(monkeypatch)
     flags = {"remote_cache": url, "remote_secret_file": secret_file(tmp_path)}
     prompt = [number * 11 % VOCAB for number in range(900)]
     with running(tiny_loaded("llama"), **flags) as first, running(tiny_loaded("llama"), **flags) as second:
         complete(first, prompt, 12)
-        engine_of(first).ask(shared).result(60)
+        engine_of(first).ask(write_to_store).result(60)
         longer = [*prompt, *range(60)]
         with second.http() as client:
             told = client.post("/cache/explain", json={"tokens": longer}).json()
@@ -67,10 +67,10 @@ def test_what_one_server_computed_another_goes_on_from(
         details = complete(second, longer, 4).prompt_tokens_details
         assert details is not None
         assert details.cached_tokens == 768
-        _check_what_is_seen(second, url, 768)
+        _assert_is_reported(second, url, 768)
 
 
-def _check_what_is_seen(served: Served, url: str, cached_tokens: int) -> None:
+def _assert_is_reported(served: Served, url: str, cached_tokens: int) -> None:
     with served.http() as client:
         usage, metrics = client.get("/cache/usage").json(), client.get("/metrics").text
     remote = usage["remote"]
@@ -85,7 +85,7 @@ def _check_what_is_seen(served: Served, url: str, cached_tokens: int) -> None:
     assert set(usage["tiers"]) == {"hot"}
 
 
-def test_a_fault_is_seen_everywhere(server: Valkey, tmp_path: Path) -> None:
+def test_server_unreachable_store_is_reported_everywhere(server: Valkey, tmp_path: Path) -> None:
     flags = {"remote_cache": server.url, "remote_secret_file": secret_file(tmp_path)}
     with running(tiny_loaded("llama"), **flags) as served:
         server.kill()
@@ -103,14 +103,16 @@ def test_a_fault_is_seen_everywhere(server: Valkey, tmp_path: Path) -> None:
     assert "left alone: unreachable" in console.export_text()
 
 
-def test_a_server_without_a_remote_cache_says_so() -> None:
+def test_usage_without_a_remote_cache_is_null() -> None:
     with running(tiny_loaded("llama")) as served, served.http() as client:
         assert client.get("/cache/usage").json()["remote"] is None
 
 
-def test_a_password_is_never_shown_or_logged(server: Valkey, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_server_never_shows_or_logs_the_password_of_a_store(
+    server: Valkey, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     secret = secret_file(tmp_path)
-    server.require("hunter2-very-secret")
+    server.require_password("hunter2-very-secret")
     caplog.set_level(logging.DEBUG)
     with running(tiny_loaded("llama"), remote_cache=server.url, remote_secret_file=secret) as served:
         with served.http() as client:
@@ -139,7 +141,7 @@ def test_a_password_is_never_shown_or_logged(server: Valkey, caplog: pytest.LogC
         ({"remote_secret_file": "long"}, "none is named"),
     ],
 )
-def test_what_cannot_work_is_said_at_the_start(flags: dict[str, Any], word: str, tmp_path: Path) -> None:
+def test_start_service_unusable_remote_settings_are_refused(flags: dict[str, Any], word: str, tmp_path: Path) -> None:
     pytest.importorskip("redis")
     files = {"short": secret_file(tmp_path, b"short", "short"), "long": secret_file(tmp_path, name="long")}
     given = {name: files.get(value, value) for name, value in flags.items()}
@@ -147,34 +149,34 @@ def test_what_cannot_work_is_said_at_the_start(flags: dict[str, Any], word: str,
         start_service(load(flags=given), tiny_loaded("llama"), device())
 
 
-def run(*arguments: str) -> tuple[int, str]:
+def run_command(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, list(arguments))
     return result.exit_code, result.output
 
 
-def test_a_store_can_be_listed_verified_and_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cache_commands_list_verify_and_measure_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     url, secret = private_folder(tmp_path), secret_file(tmp_path)
     prompt = [number % 90 for number in range(600)]
     with running(tiny_loaded("llama"), remote_cache=url, remote_secret_file=secret) as served:
         served.ask("/v1/completions", prompt=prompt, max_tokens=2).raise_for_status()
-        engine_of(served).ask(shared).result(60)
-    code, listed = run("ls", "--remote", url, "--json")
+        engine_of(served).ask(write_to_store).result(60)
+    code, listed = run_command("ls", "--remote", url, "--json")
     names = [block["name"] for block in json.loads(listed)["blocks"]]
 
     assert (code, len(names)) == (0, 2)
-    assert "2 blocks" in run("ls", "--remote", url)[1]
+    assert "2 blocks" in run_command("ls", "--remote", url)[1]
     checked = ("verify", "--remote", url, "--remote-secret-file", str(secret))
-    assert run(*checked)[0] == 0
-    assert "2 blocks are whole" in run(*checked)[1]
+    assert run_command(*checked)[0] == 0
+    assert "2 blocks are whole" in run_command(*checked)[1]
     victim = tmp_path / "shared" / "kvstrata2" / names[0][:2] / names[0]
     victim.write_bytes(victim.read_bytes()[:-1] + b"x")
-    code, text = run(*checked)
+    code, text = run_command(*checked)
     assert (code, "1 are damaged" in text) == (1, True)
     other = secret_file(tmp_path, b"y" * 40, "other")
-    assert "0 blocks are whole" in run("verify", "--remote", url, "--remote-secret-file", str(other))[1]
+    assert "0 blocks are whole" in run_command("verify", "--remote", url, "--remote-secret-file", str(other))[1]
     doctor(as_json=True, remote=url)
     found = json.loads(capsys.readouterr().out)["remote"]
     assert found["read_bytes_per_s"] > 1e6
     assert found["latency_s"] > 0
     assert found["break_even_tokens_s"] > 10
-    assert len(json.loads(run("ls", "--remote", url, "--json")[1])["blocks"]) == 2, "the probe is gone"
+    assert len(json.loads(run_command("ls", "--remote", url, "--json")[1])["blocks"]) == 2, "the probe is gone"

@@ -1,9 +1,12 @@
-"""Figures of docs/remote.md, on this machine: python -m tests.tiers.remote.figures [tokens], or: ... troubles [names]
+"""Measurements of docs/remote.md on this machine, with the default model.
 
-Time to the first token of a prompt that another server computed: computed again, loaded from a Valkey on loopback, and
-through a network of 1 MB/s, where loading does not pay and must cost nothing. `troubles`: the slowest tokens of a
-stream while other prompts come and go, with a store that works or is in trouble, beside none. The default model,
-medians.
+    python -m tests.tiers.remote.benchmark [NUM_TOKENS]
+    python -m tests.tiers.remote.benchmark troubles [NAME ...]
+
+The first form measures the time to first token of a prompt that another server computed: computed again, loaded from a
+Valkey on loopback, and loaded over 1 MB/s, where loading does not pay and must cost nothing. `troubles` measures the
+99th percentile of the time between two tokens of a stream beside other prompts, with a store that works or is in
+trouble, as a ratio to a server without a store. Results are medians.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from kvstrata.tiers.remote.url import parse_url
 from tests.engine.drive import GREEDY
 from tests.engine.test_engine import Reply
 from tests.tiers.remote.stores import SLOW_S, TROUBLES, Proxy, valkey
-from tests.tiers.remote.test_servers import shared
+from tests.tiers.remote.test_server import write_to_store
 
 ROUNDS = 5
 SLOW_BYTES_PER_S = 1e6
@@ -48,7 +51,7 @@ def engine_on(loaded: LoadedModel, url: str | None) -> Iterator[Engine]:
 
 
 def first_token(engine: Engine, name: str, prompt: tuple[int, ...]) -> tuple[float, int]:
-    """Seconds, and how many tokens were not computed."""
+    """Return the time to first token in seconds, and the number of cached tokens."""
     reply, came = Reply(), list[float]()
 
     def sink(event: Event) -> None:
@@ -72,7 +75,7 @@ def main(num_tokens: int) -> None:
         with engine_on(loaded, server.url) as engine:
             for number, prompt in enumerate(prompts):
                 first_token(engine, f"writes {number}", prompt)
-            engine.ask(shared).result(300)
+            engine.ask(write_to_store).result(300)
             usage = engine.ask_cache(lambda cache: cache.usage()).result(60).remote
             assert usage is not None
             token_bytes = usage.usage.written_bytes / max(1, usage.written_tokens)
@@ -83,7 +86,7 @@ def main(num_tokens: int) -> None:
         with ExitStack() as stack:
             engines = {name: stack.enter_context(engine_on(loaded, url)) for name, url in urls.items()}
             for number, prompt in enumerate(prompts):
-                # In turns: what else the machine does changes from minute to minute.
+                # In turns, because the other load of the machine changes from minute to minute.
                 for name, engine in engines.items():
                     seconds, tokens = first_token(engine, f"{name} {number}", prompt)
                     times[name].append(seconds)
@@ -99,7 +102,7 @@ def main(num_tokens: int) -> None:
 
 
 def pauses(engine: Engine, name: str, prompts: Sequence[tuple[int, ...]]) -> float:
-    """The 99th percentile of the seconds between two tokens of a stream, beside which these prompts are served."""
+    """Return the 99th percentile of the seconds between two tokens of a stream, while these prompts are served, too."""
     reply, came = Reply(), list[float]()
 
     def sink(event: Event) -> None:
@@ -129,7 +132,7 @@ def troubles(asked: Sequence[str], rounds: int = ROUNDS) -> None:
             alone = stack.enter_context(engine_on(loaded, None))
             shares = stack.enter_context(engine_on(loaded, url))
             if trouble not in ("none", "slow"):
-                server.get_into(trouble)
+                server.cause(trouble)
             for number in range(rounds):
                 shape = (2, 300)
                 prompts = [tuple(map(int, row)) for row in generator.integers(100, 40_000, shape)]

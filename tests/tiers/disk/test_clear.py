@@ -1,13 +1,12 @@
-"""Clearing: nothing is found any more at once, files go on the tier's thread, and no caller waits for a disk."""
+"""Clears: blocks are hidden at once, the tier's thread deletes their files, and no caller waits for the disk."""
 
 from __future__ import annotations
 
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
@@ -19,19 +18,21 @@ from kvstrata.tiers.read_pool import MissingBlock, MissReason
 from tests.tiers.disk.blocks import (
     OTHER_ROOT,
     ROOT,
+    block_files,
+    delete_catalogue,
     is_same,
     make_block,
     make_chain,
     open_tier,
+    path_of,
     put_all,
     read_now,
     real_bytes,
     records_of,
+    write_blocks,
 )
 from tests.tiers.disk.faults import FaultyFiles, fail, flip, kill, wait_for
-from tests.tiers.disk.test_damage import path_of
-
-T = TypeVar("T")
+from tests.tiers.timing import in_time
 
 
 @pytest.fixture
@@ -41,18 +42,8 @@ def go_on() -> Iterator[threading.Event]:
     go_on.set()
 
 
-def in_time(work: Callable[[], T]) -> T:
-    """On a thread of its own, as the engine's: a wait for a disk that hangs would never end."""
-    answers: list[T] = []
-    thread = threading.Thread(target=lambda: answers.append(work()), daemon=True)
-    thread.start()
-    thread.join(20)
-    assert answers, "it waits for the disk"
-    return answers[0]
-
-
 def hang(files: FaultyFiles, step: str, go_on: threading.Event) -> threading.Event:
-    """The next time that a thread of the tier gets to this step it waits there. Set once it does."""
+    """Let a thread of the tier wait at its next operation of this name. The returned event is set when it does."""
     has_come = threading.Event()
 
     def act() -> None:
@@ -64,7 +55,7 @@ def hang(files: FaultyFiles, step: str, go_on: threading.Event) -> threading.Eve
 
 
 @pytest.mark.parametrize("step", ["sync", "rename", "sync_folder", "free_bytes", "create", "status"])
-def test_calls_of_the_engine_never_wait_for_a_hanging_write(
+def test_engine_calls_never_wait_for_a_hanging_write(
     tier: DiskTier, files: FaultyFiles, go_on: threading.Event, step: str
 ) -> None:
     there, theirs, coming = make_chain(3), make_block(7, parent=OTHER_ROOT, root=OTHER_ROOT), make_block(9)
@@ -93,7 +84,7 @@ def test_calls_of_the_engine_never_wait_for_a_hanging_write(
     assert [row.id for row in records_of(tier)] == [theirs.id]
 
 
-def test_calls_of_the_engine_never_wait_for_a_hanging_quarantine(tmp_path: Path, go_on: threading.Event) -> None:
+def test_engine_calls_never_wait_for_a_hanging_quarantine(tmp_path: Path, go_on: threading.Event) -> None:
     files = FaultyFiles()
     tier = open_tier(tmp_path / "cache", 4 << 20, files=files)  # 2 % of it: two of these
     blocks = make_chain(4, num_values=3000)
@@ -129,12 +120,12 @@ def test_clear_hides_blocks_before_a_file_is_deleted(
     assert usage.leaving_bytes == before.block_bytes
     assert not any(tier.blocks.find(block.key) for block in blocks)
     assert all(path_of(tmp_path / "cache", block).exists() for block in blocks)
-    # What is there and was cleared is not read either.
+    # Cleared blocks whose files still exist are not read either.
     assert in_time(lambda: read_now(tier, blocks[0].id, root=ROOT)) == MissingBlock(blocks[0].id, MissReason.ABSENT)
     assert in_time(tier.clear).num_blocks == 0
     go_on.set()
     assert tier.flush(20).is_empty
-    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    assert not block_files(tmp_path / "cache")
     assert tier.usage().counters["evicted"] == {"cleared": 5}
     assert tier.usage().leaving_bytes == 0
     assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
@@ -163,15 +154,15 @@ def test_put_during_a_clear_keeps_the_block(
     tier.close()
 
 
-def test_clear_marker_cannot_be_written_files_are_deleted_all_the_same(
+def test_clear_without_a_writable_marker_deletes_the_files(
     tier: DiskTier, files: FaultyFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Their bytes may be what the volume needs."""
+    """A full volume may need the bytes of these files to write anything."""
     put_all(tier, make_chain(4))
     files.before = {"create": fail(errno.ENOSPC)}
     tier.clear()
     assert tier.flush(20).is_empty
-    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    assert not block_files(tmp_path / "cache")
     assert set(tier.usage().counters["failed"]) == {DiskFault.NO_SPACE}
     assert caplog.text.count("may come back") == 1
     assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
@@ -186,7 +177,7 @@ def test_clear_deletes_its_marker_after_the_files(tier: DiskTier, files: FaultyF
     seen: list[tuple[int, int]] = []  # markers and blocks at each unlink
 
     def look() -> None:
-        seen.append((len(list((directory / "cleared").iterdir())), len(list(directory.rglob("*.safetensors")))))
+        seen.append((len(list((directory / "cleared").iterdir())), len(block_files(directory))))
 
     files.before = {"unlink": look}
     tier.clear()
@@ -200,7 +191,7 @@ def test_clear_deletes_its_marker_after_the_files(tier: DiskTier, files: FaultyF
 def test_clear_during_publish_drops_the_block(
     tier: DiskTier, files: FaultyFiles, tmp_path: Path, go_on: threading.Event
 ) -> None:
-    """The clear comes when the block is still wanted as the writer sees it, and its file has no name yet."""
+    """The clear comes after the writer asked whether the block is wanted, and before its file has a name."""
     block = make_block()
     has_come = hang(files, "rename", go_on)
     tier.put(block)
@@ -210,7 +201,7 @@ def test_clear_during_publish_drops_the_block(
     go_on.set()
     assert tier.flush(20).is_empty
     assert not tier.blocks.find(block.key)
-    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    assert not block_files(tmp_path / "cache")
     assert tier.usage().counters["dropped"] == {DropReason.CLEARED: 1}
     assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
 
@@ -218,7 +209,7 @@ def test_clear_during_publish_drops_the_block(
 def test_clear_of_many_files_writes_queued_blocks_between_deletes(
     tier: DiskTier, files: FaultyFiles, go_on: threading.Event
 ) -> None:
-    """A clear of many files does not keep the queue waiting."""
+    """A clear of many files does not hold up the queue."""
     put_all(tier, make_chain(3 * NUM_DELETED_AT_ONCE, num_tokens=1, num_values=1))
     has_come = hang(files, "unlink", go_on)
     tier.clear()
@@ -228,11 +219,11 @@ def test_clear_of_many_files_writes_queued_blocks_between_deletes(
     go_on.set()
     assert tier.flush(20).is_empty
     published = len(files.steps) - files.steps[::-1].index("rename")
-    assert files.steps[published:].count("unlink") == 2 * NUM_DELETED_AT_ONCE + 1  # and the marker
+    assert files.steps[published:].count("unlink") == 2 * NUM_DELETED_AT_ONCE + 1  # and one of the marker
 
 
 def remove_and_die(directory: Path, num_deleted: int, *, is_clear: bool) -> None:
-    """Die at an unlink, before the blocks that are put meanwhile get a name."""
+    """Remove a chain, and kill this process after `num_deleted` of its files are deleted."""
     files = FaultyFiles()
     tier = open_tier(directory, files=files)
     blocks = make_chain(6)
@@ -261,7 +252,7 @@ def remove_and_die(directory: Path, num_deleted: int, *, is_clear: bool) -> None
 @pytest.mark.parametrize("is_catalogue_lost", [False, True])
 @pytest.mark.parametrize("is_clear", [True, False])
 @pytest.mark.parametrize("num_deleted", [0, 3])
-def test_process_is_killed_after_a_removal_blocks_stay_removed(
+def test_remove_before_a_kill_stays_removed_after_restart(
     tmp_path: Path, num_deleted: int, is_clear: bool, is_catalogue_lost: bool
 ) -> None:
     import multiprocessing
@@ -273,21 +264,21 @@ def test_process_is_killed_after_a_removal_blocks_stay_removed(
     process.start()
     process.join(60)
     assert process.exitcode == -9
-    assert len(list(directory.rglob("*.safetensors"))) == 6 - num_deleted
+    assert len(block_files(directory)) == 6 - num_deleted
     if is_catalogue_lost:
-        lose_catalogue(directory)
+        delete_catalogue(directory)
     tier = open_tier(directory)
     assert tier.usage().num_blocks == 0
     assert tier.flush(20).is_empty
     assert tier.usage().num_blocks == 0
-    assert not list(directory.rglob("*.safetensors"))
+    assert not block_files(directory)
     assert not list((directory / "cleared").iterdir())
     assert tier.usage().disk_bytes == real_bytes(directory)
     tier.close()
 
 
 def put_again_and_die(directory: Path) -> None:
-    """Clear, put two of four blocks again, and die while the other two still have their files."""
+    """Clear, put two of four blocks again, and kill this process while the files of the other two exist."""
     files = Undeletable()
     tier = open_tier(directory, files=files)
     blocks = make_chain(4)
@@ -313,27 +304,25 @@ def test_block_put_again_after_a_clear_survives_a_kill(tmp_path: Path, is_catalo
     process.start()
     process.join(60)
     assert process.exitcode == -9
-    assert len(list(directory.rglob("*.safetensors"))) == 4
+    assert len(block_files(directory)) == 4
     assert list((directory / "cleared").iterdir())
     if is_catalogue_lost:
-        lose_catalogue(directory)
+        delete_catalogue(directory)
     tier = open_tier(directory)
     assert tier.flush(20).is_empty
     assert [bool(tier.blocks.find(block.key)) for block in blocks] == [True, True, False, False]
     assert all(is_same(read_now(tier, block.id, root=ROOT), block) for block in blocks[:2])
-    assert len(list(directory.rglob("*.safetensors"))) == 2
+    assert len(block_files(directory)) == 2
     assert tier.usage().disk_bytes == real_bytes(directory)
     tier.close()
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"format":"kvstrata.cleared.2","removals":[]}', bytes(range(256))])
-def test_marker_is_unreadable_start_reports_it_and_deletes_it(
+def test_start_unreadable_marker_is_reported_and_deleted(
     tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory, blocks = tmp_path / "cache", make_chain(2)
-    tier = open_tier(directory)
-    put_all(tier, blocks)
-    tier.close()
+    write_blocks(directory, blocks)
     (directory / "cleared" / "3").write_bytes(content)
     (directory / "cleared" / "notes.txt").write_text("not ours")
     tier = open_tier(directory)
@@ -344,7 +333,7 @@ def test_marker_is_unreadable_start_reports_it_and_deletes_it(
     tier.close()
 
 
-def test_clock_goes_back_block_put_after_a_clear_is_newer_than_the_clear(tmp_path: Path) -> None:
+def test_put_after_a_clear_with_the_clock_set_back_keeps_the_block(tmp_path: Path) -> None:
     now, directory, blocks = [1000.0], tmp_path / "cache", make_chain(2)
     tier = open_tier(directory, files=Undeletable(), clock=lambda: now[0])
     put_all(tier, blocks)
@@ -354,26 +343,19 @@ def test_clock_goes_back_block_put_after_a_clear_is_newer_than_the_clear(tmp_pat
     tier.clear(OTHER_ROOT)
     assert tier.flush(20).is_empty
     tier.close()
-    lose_catalogue(directory)
+    delete_catalogue(directory)
     tier = open_tier(directory, clock=lambda: now[0])
     assert tier.flush(20).is_empty
     assert [bool(tier.blocks.find(block.key)) for block in blocks] == [True, False]
     tier.close()
 
 
-def lose_catalogue(directory: Path) -> None:
-    for path in directory.glob("catalogue*"):
-        path.unlink()
-
-
 def test_start_without_a_catalogue_returns_at_once_and_finds_blocks_as_scanned(
     tmp_path: Path, go_on: threading.Event
 ) -> None:
     blocks = [make_block(seed, num_tokens=1, num_values=1) for seed in range(200)]
-    tier = open_tier(tmp_path / "cache")
-    put_all(tier, blocks)
-    tier.close()
-    lose_catalogue(tmp_path / "cache")
+    write_blocks(tmp_path / "cache", blocks)
+    delete_catalogue(tmp_path / "cache")
     num_opened, has_come = 0, threading.Event()
 
     def act() -> None:
@@ -388,12 +370,12 @@ def test_start_without_a_catalogue_returns_at_once_and_finds_blocks_as_scanned(
     found = in_time(lambda: [block for block in blocks if tier.blocks.find(block.key)])
     assert 0 < len(found) <= 150
     assert tier.usage().num_blocks == len(found)
-    # What is cleared before it was met does not come up later.
+    # Blocks that were cleared before the scan found them stay cleared.
     in_time(tier.clear)
     go_on.set()
     assert tier.flush(20).is_empty
     assert tier.usage().num_blocks == 0
-    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    assert not block_files(tmp_path / "cache")
     assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
     tier.put(blocks[0])
     assert tier.flush(20).is_empty

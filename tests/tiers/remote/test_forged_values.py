@@ -1,5 +1,4 @@
-"""Someone who can write to a store, and has not its secret: whatever is done there, no wrong block is read and no reply
-has a wrong token."""
+"""Values forged by a writer without the secret: no forged block is read, and no token of a reply changes."""
 
 from __future__ import annotations
 
@@ -13,15 +12,16 @@ import pytest
 from kvstrata.engine.engine import Engine
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.block import Block, BlockTensor
-from kvstrata.tiers.block_file import Checksum, DamagedBlock, decode_block, encode_block
-from kvstrata.tiers.read_pool import LoadedBlock, MissingBlock
+from kvstrata.tiers.block_file import decode_block
+from kvstrata.tiers.read_pool import MissingBlock
 from kvstrata.tiers.remote.open_store import make_store
-from kvstrata.tiers.remote.sealing import PIECE_BYTES, PLAIN, Keys, is_name, keys_of, seal, unseal
+from kvstrata.tiers.remote.sealing import PLAIN, Keys, is_name, keys_of, seal, unseal
 from kvstrata.tiers.remote.store import PREFIX, KeyValueStore
 from kvstrata.tiers.remote.url import parse_url
-from tests.tiers.remote.chains import ids_of, put_chain, read_all, same
+from tests.tiers.disk.blocks import all_same, content_of
+from tests.tiers.remote.chains import put_chain, random_ids, read_all
 from tests.tiers.remote.stores import SECRET, Valkey, open_remote, private_folder, secret_file
-from tests.tiers.remote.test_engines import counters, engine_on, say, share
+from tests.tiers.remote.test_engine import counters, engine_on, generate, write_to_store
 from tests.tiny import VOCAB, tiny_loaded
 
 NUM_ATTACKS = 1000
@@ -29,10 +29,11 @@ PROMPT = tuple(i * 7 % VOCAB for i in range(530))
 
 
 class Attacker:
-    """Knows all that lies in a store, and all of another one."""
+    """A writer without the secret, who has read every value of this store and of another one."""
 
     def __init__(self, own: Sequence[bytes], strange: Sequence[bytes], bodies: Sequence[bytes]) -> None:
-        """`bodies`: blocks as they were before they were sealed, as one who guessed the tokens could make them."""
+        """Know values of this store (`own`) and of another (`strange`). `bodies`: blocks before they were sealed, as an
+        attacker who guessed the tokens could make them."""
         self._chance = random.Random(6)
         self._own = own
         self._strange = strange
@@ -42,7 +43,7 @@ class Attacker:
         return self._chance.choice(names)
 
     def forge(self, name: str, whole: bytes) -> bytes:
-        """Something else than was there."""
+        """Return a value that differs from `whole`, the value under this name."""
         chance = self._chance
         match chance.randrange(8):
             case 0:
@@ -51,7 +52,7 @@ class Attacker:
             case 1:
                 return whole[: chance.randrange(len(whole))]
             case 2:
-                # Swapped, or replayed under another name.
+                # A value of another name: swapped or replayed.
                 return chance.choice([each for each in self._own if each != whole])
             case 3:
                 return chance.choice(self._strange)
@@ -62,23 +63,8 @@ class Attacker:
             case 6:
                 return PLAIN + chance.randbytes(len(whole))
             case _:
-                # As a store without a secret has them, with a right checksum.
+                # The plain format of a store without a secret, with a correct checksum.
                 return bytes(seal(Keys(b"", None), name, chance.choice(self._bodies)))
-
-
-@pytest.mark.parametrize("num_bytes", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES])
-@pytest.mark.parametrize("keys", [Keys(b"", None), Keys(b"", bytes(32))], ids=["plain", "sealed"])
-def test_what_was_sealed_opens_as_it_was_at_any_length(keys: Keys, num_bytes: int) -> None:
-    body = random.Random(num_bytes).randbytes(num_bytes)
-    sealed = bytes(seal(keys, "name", body))
-    assert unseal(keys, "name", sealed) == body
-    with pytest.raises(DamagedBlock):
-        unseal(keys, "name", sealed[:-1])
-
-
-def content_of(block: Block) -> bytes:
-    """The bytes that are sealed."""
-    return b"".join(encode_block(block, Checksum.BLAKE3).pieces)
 
 
 def put_back(store: KeyValueStore, name: str, content: bytes) -> None:
@@ -92,16 +78,14 @@ def contents_of(store: KeyValueStore) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", ["valkey", "folder"])
-def test_no_attack_on_a_store_gets_a_wrong_block_read(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_read_forged_values_is_always_a_miss(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     url = request.getfixturevalue("redis_url") if kind == "valkey" else private_folder(tmp_path)
     tier = open_remote(url, secret_file(tmp_path))
     foreign_folder = tmp_path / "foreign"
     foreign_folder.mkdir(mode=0o700)
     foreign = open_remote(f"file://{foreign_folder}", secret_file(tmp_path, b"x" * 40, "other"))
-    ids, other_ids = ids_of(4, 4 * 256), ids_of(5, 4 * 256)
+    ids, other_ids = random_ids(4, 4 * 256), random_ids(5, 4 * 256)
     blocks = [*put_chain(tier, ids, (512,)), *put_chain(tier, other_ids, (512,))]
     put_chain(foreign, ids)
     whole, store = contents_of(tier.block_store.store), tier.block_store.store
@@ -120,46 +104,44 @@ def test_no_attack_on_a_store_gets_a_wrong_block_read(
 
     assert sum(tier.usage().counters["missed"].values()) == NUM_ATTACKS
     came = read_all(tier, [block.id for block in blocks])
-    assert all(
-        isinstance(back, LoadedBlock) and same(back.block, block) for back, block in zip(came, blocks, strict=True)
-    )
+    assert all_same(came, blocks)
     for each in (tier, foreign):
         each.close()
 
 
 class Victim:
-    """An engine whose conversation lies in a store, and what it says when a block of that is missing."""
+    """An engine with a conversation in a store. `expected`: by name, the reply while that value is missing."""
 
     def __init__(self, engine: Engine, server: Valkey) -> None:
         self._engine = engine
         self._client = server.client
         self._number = 0
-        say(engine, "first", PROMPT, 4)
-        share(engine)
+        generate(engine, "first", PROMPT, 4)
+        write_to_store(engine)
         store = make_store(parse_url(server.url))
         self.whole = contents_of(store)
         store.close()
-        self.right = {name: self.without(name) for name in self.whole}
+        self.expected = {name: self.reply_without(name) for name in self.whole}
 
-    def without(self, name: str) -> list[int]:
+    def reply_without(self, name: str) -> list[int]:
         self._client.delete(f"{PREFIX}:{name}")
-        ids = self.ids()
-        self.mend(name)
+        ids = self.reply()
+        self.restore(name)
         return ids
 
-    def after(self, name: str, content: bytes) -> list[int]:
+    def reply_with(self, name: str, content: bytes) -> list[int]:
         self._put(name, content)
-        ids = self.ids()
-        self.mend(name)
+        ids = self.reply()
+        self.restore(name)
         return ids
 
-    def ids(self) -> list[int]:
-        """Of the reply, which takes from the store what it can."""
+    def reply(self) -> list[int]:
+        """Return the token ids of a reply. The prompt is loaded from the store, because memory is cleared first."""
         self._engine.ask(lambda core: core.prefix_cache.evictor.clear(tier="hot")).result(60)
         self._number += 1
-        return say(self._engine, f"again {self._number}", PROMPT, 6).ids
+        return generate(self._engine, f"again {self._number}", PROMPT, 6).ids
 
-    def mend(self, name: str) -> None:
+    def restore(self, name: str) -> None:
         def forget(core) -> None:
             tier = core.prefix_cache.shared.tier
             assert tier.flush(10.0).is_empty
@@ -169,7 +151,7 @@ class Victim:
         self._put(name, self.whole[name])
 
     def _put(self, name: str, content: bytes) -> None:
-        """At once: the engine writes what is missing whenever it has time."""
+        """Set a value at once: the engine writes missing values whenever it is idle."""
         self._client.set(f"{PREFIX}:{name}", content)
 
 
@@ -182,11 +164,11 @@ class Victim:
         pytest.param("qwen3_next", 150, marks=pytest.mark.slow),
     ],
 )
-def test_no_attack_on_a_valkey_changes_a_token(
+def test_engine_forged_values_change_no_token(
     architecture: str, num_attacks: int, server: Valkey, tmp_path: Path
 ) -> None:
-    """What is attacked counts as missing: the reply is the one that comes when it is. A block that a server with the
-    secret made wrong does change the reply, so that this would be seen."""
+    """Expect the reply that is given while the value is missing. A wrong block with a valid seal does change the reply,
+    which proves that this test would notice a forged one."""
     pytest.importorskip("cryptography")
     keys = keys_of(SECRET)
     with engine_on(server.url, tiny_loaded(architecture), secret_file(tmp_path)) as engine:
@@ -198,16 +180,18 @@ def test_no_attack_on_a_valkey_changes_a_token(
         num_wrong, seen = 0, counters(engine).get("remote_missed_seal", 0)
         for number in range(num_attacks):
             name = attacker.pick(list(whole))
-            num_wrong += victim.after(name, attacker.forge(name, whole[name])) != victim.right[name]
+            num_wrong += victim.reply_with(name, attacker.forge(name, whole[name])) != victim.expected[name]
             assert counters(engine)["remote_missed_seal"] > seen + number, "it was not even read"
         assert num_wrong == 0
-        made_wrong = [victim.after(name, spoiled(name, bodies[name])) != victim.right[name] for name in whole]
+        made_wrong = [
+            victim.reply_with(name, with_wrong_kv(name, bodies[name])) != victim.expected[name] for name in whole
+        ]
 
     assert any(made_wrong)
 
 
-def spoiled(name: str, body: bytes) -> bytes:
-    """A right block but for its KV, made by someone who has the secret."""
+def with_wrong_kv(name: str, body: bytes) -> bytes:
+    """Return a value with a valid seal and wrong KV, made with the secret."""
     block = decode_block(memoryview(body), None, root=None, chain=chain)
     return bytes(seal(keys_of(SECRET), name, content_of(_with_other_bytes(block))))
 

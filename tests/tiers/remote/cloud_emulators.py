@@ -1,7 +1,7 @@
-"""Google's and Azure's object stores, as far as they can be had on loopback.
+"""Emulators of Google's and Azure's object stores on loopback.
 
-Google: moto's S3 server, whose requests are those of Google's XML API but for tokens and preconditions; a front checks
-and translates these. Azure: Azurite, Microsoft's own emulator, where it is installed.
+Google: moto's S3 server behind a front. Google's XML API differs from S3 in tokens and preconditions; the front checks
+and translates both. Azure: Azurite, Microsoft's emulator, if it is installed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import shutil
 import socket
 import subprocess
 import threading
-import time
 from email.utils import formatdate
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,13 +22,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from tests.tiers.remote.stores import CREDENTIAL, S3
+from tests.tiers.timing import eventually
 
 TOKEN = "a-token-of-google"
 PASSED_ON = ("Content-Type", "ETag", "Last-Modified")
 
 
 class GoogleFront:
-    """Before moto's S3: a request needs the token, and `x-goog-if-generation-match: 0` creates once."""
+    """A front of moto's S3: it requires the token and honours `x-goog-if-generation-match: 0`, which creates once."""
 
     def __init__(self, s3: S3) -> None:
         self._s3 = s3
@@ -47,7 +47,7 @@ class GoogleFront:
                 if self.headers.get("x-goog-if-generation-match") == "0":
                     headers["If-None-Match"] = "*"
                 connection = HTTPConnection("127.0.0.1", port, timeout=10)
-                # obstore escapes more of a bucket's name than moto knows.
+                # obstore escapes characters of a bucket's name that moto does not unescape.
                 connection.request(self.command, self.path.replace("%2D", "-"), content, headers)
                 answer = connection.getresponse()
                 told = {name: value for name in PASSED_ON if (value := answer.getheader(name)) is not None}
@@ -75,7 +75,7 @@ class GoogleFront:
         self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
-    def bucket(self, monkeypatch: pytest.MonkeyPatch) -> str:
+    def use_bucket(self, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setenv("GOOGLE_BEARER_TOKEN", TOKEN)
         monkeypatch.setenv("GOOGLE_BASE_URL", self.endpoint)
         return f"gs://{self._s3.make_bucket()}/some/prefix"
@@ -86,7 +86,7 @@ class GoogleFront:
 
 
 class Azurite:
-    """With an account of its own; all in memory."""
+    """An Azurite process with an account of its own and its data in memory."""
 
     def __init__(self) -> None:
         pytest.importorskip("obstore", reason="obstore is not installed: pip install 'kvstrata[remote]'")
@@ -104,9 +104,9 @@ class Azurite:
             stderr=subprocess.DEVNULL,
         )
         self._numbers = itertools.count()
-        _wait_for(port)
+        eventually(lambda: _accepts_connections(port), 60, interval_s=0.1)
 
-    def bucket(self, monkeypatch: pytest.MonkeyPatch) -> str:
+    def use_bucket(self, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", self._account)
         monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", self._key)
         monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", self.endpoint)
@@ -115,7 +115,7 @@ class Azurite:
         return f"az://{name}/some/prefix"
 
     def _make(self, name: str) -> None:
-        """A container, by a request that is signed with the account's key."""
+        """Create a container by a request that is signed with the account's key."""
         import httpx
 
         told = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
@@ -131,13 +131,9 @@ class Azurite:
         self._process.wait(10)
 
 
-def _wait_for(port: int) -> None:
-    ends_s = time.monotonic() + 60
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port)).close()
-        except OSError:
-            assert time.monotonic() < ends_s, "Azurite does not start"
-            time.sleep(0.1)
-        else:
-            return
+def _accepts_connections(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True

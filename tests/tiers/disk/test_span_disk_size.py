@@ -1,7 +1,7 @@
-"""What spans take on the disk, against the same spans in memory: the default model's shapes, every codec.
+"""Size of spans on the disk against their size in memory, for shapes of the default model and every codec.
 
-`st_blocks * 512` is compared, not the length of the files: it is what the volume really gives up, whole pages included,
-and what the tier's limit counts.
+The size on the disk is `st_blocks * 512`, not the length of the files: the allocated bytes, whole pages included, which
+the tier's limit counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.block import Block
 from kvstrata.tiers.interface import Accepted
 from tests.kv.drive import packed
-from tests.tiers.disk.blocks import ROOT, open_tier
+from tests.tiers.disk.blocks import ROOT, block_files, open_tier
 
 # SmolLM2-135M.
 NUM_LAYERS, KV_HEADS, HEAD_DIM = 30, 3, 64
@@ -36,7 +36,7 @@ CASES = [
 
 
 def random_span(name: str, dtype: mx.Dtype) -> Span:
-    """Every layer has the same values: sizes do not depend on them."""
+    """Return a span with the same values in every layer, because sizes do not depend on values."""
     codec = parse_for(name, HEAD_DIM)
     values = [mx.random.normal((KV_HEADS, NUM_TOKENS, HEAD_DIM), key=mx.random.key(i)).astype(dtype) for i in (0, 1)]
     part = SealedSegment(*(codec.encode(each, 0) for each in values))
@@ -67,7 +67,7 @@ def test_span_on_disk_takes_at_most_2_percent_more_than_in_memory(name: str, dty
     assert all(tier.put(block) == Accepted() for block in blocks)
     assert tier.flush(60).is_empty
     tier.close()
-    files = list((tmp_path / "cache").rglob("*.safetensors"))
+    files = block_files(tmp_path / "cache")
     disk_bytes = sum(path.stat().st_blocks * 512 for path in files)
     assert len(files) == 8
     assert span.kv_bytes < disk_bytes <= 1.02 * span.kv_bytes, disk_bytes / span.kv_bytes

@@ -1,9 +1,9 @@
-"""Kill a process that writes, again and again, and look at what it leaves. Run by test_kill.py in a process of its own:
-it forks, which a process with threads must not do.
+"""Kill a writing process repeatedly and verify the folder that it leaves. test_kill.py runs this in a separate process,
+because it forks, which a process with threads must not do.
 
-    python -m tests.tiers.disk.killing DIRECTORY random|steps COUNT SEED
+    python -m tests.tiers.disk.kill_runs DIRECTORY random|steps COUNT SEED
 
-Prints one JSON object: what was found wrong (nothing should be), and how much was done.
+Prints one JSON object: counts of errors, which should be 0, and of checks.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def blocks_of(seed: int) -> list[Block]:
 
 
 def write_until_killed(directory: Path, files: Filesystem, limit_bytes: int, first_seed: int, report: int) -> None:
-    """Reports a chain once `flush` says that it was written. Removes every third chain again, durably, and the chain
-    BEGUN_TO_REMOVE first of all; reports such a chain once `flush` says that its files are gone."""
+    """Write chains, and report each once a flush has written it. Remove durably the chain BEGUN_TO_REMOVE at first, and
+    every third chain after it is written; report these once a flush has deleted their files."""
     tier = open_tier(directory, limit_bytes, files=files)
     remove(tier, BEGUN_TO_REMOVE, report)
     for seed in range(first_seed, first_seed + 1000):
@@ -68,8 +68,8 @@ def remove(tier: DiskTier, seed: int, report: int) -> None:
 def run_child(
     directory: Path, files: Filesystem, limit_bytes: int, first_seed: int, delay_s: float, *, waits: bool = False
 ) -> list[int]:
-    """The seeds of the chains that the child reported before it died, after `delay_s` or by its own `files`. `waits`:
-    the delay begins with the first report."""
+    """Run a child until it is killed, after `delay_s` or by its own `files`. Return the seeds of the chains that it
+    reported. `waits`: the delay begins with the first report."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -90,7 +90,7 @@ def run_child(
         return [int(line) for line in (first + pipe.read()).decode().split()]
 
 
-def look(
+def check_folder(
     directory: Path, limit_bytes: int, seeds: list[int], found: Counter[str], *, loses_catalogue: bool = False
 ) -> None:
     bytes_left = real_bytes(directory)
@@ -111,7 +111,7 @@ def look(
             found["removed"] += 1
             found["removed and back"] += num_there
         elif is_removed(seed):
-            # The marker is written before the first delete: all of the chain stays removed, or all is back.
+            # The marker is written before the first delete, so all of the chain stays removed, or none.
             found["half removed"] += num_there not in (0, CHAIN_LENGTH)
         else:
             found["reported and lost"] += CHAIN_LENGTH - num_there
@@ -126,25 +126,25 @@ def look(
     found["uncounted files"] += verified.num_blocks != usage.num_blocks
 
 
-def at_random(directory: Path, count: int, seed: int) -> Counter[str]:
+def kill_at_random(directory: Path, count: int, seed: int) -> Counter[str]:
     generator = random.Random(seed)
     found: Counter[str] = Counter()
     for number in range(count):
-        # Every third run under a small limit of its own folder: then killing meets eviction.
+        # Every third run has a folder with a small limit, so that kills interrupt evictions.
         is_small = number % 3 == 2
         place, limit_bytes = (
             (directory / "small", SMALL_LIMIT_BYTES) if is_small else (directory / "large", LIMIT_BYTES)
         )
-        # Every other run has written something, however busy the machine.
+        # Every other run waits for the first report, so that it has written something on a busy machine, too.
         delay_s, waits = generator.uniform(0.01, 0.3), number % 2 == 0
         seeds = run_child(place, Filesystem(), limit_bytes, 1000 * number + 1, delay_s, waits=waits)
-        look(place, limit_bytes, [] if is_small else seeds, found, loses_catalogue=number % 5 == 4)
+        check_folder(place, limit_bytes, [] if is_small else seeds, found, loses_catalogue=number % 5 == 4)
         found["kills"] += 1
     return found
 
 
-def at_every_step(directory: Path, count: int, _seed: int) -> Counter[str]:
-    """Operation 0, 1, 2 ... of the tier never returns; each time in a fresh folder with two chains in it."""
+def kill_at_every_step(directory: Path, count: int, _seed: int) -> Counter[str]:
+    """Kill at operation 0, 1, 2 ... of the tier, each time in a fresh folder with two chains."""
     found: Counter[str] = Counter()
     seeds = [BEGUN, BEGUN_TO_REMOVE]
     tier = open_tier(directory / "begun", LIMIT_BYTES)
@@ -155,7 +155,7 @@ def at_every_step(directory: Path, count: int, _seed: int) -> Counter[str]:
     for step in range(count):
         place = shutil.copytree(directory / "begun", directory / str(step))
         reported = run_child(place, FaultyFiles(at_step={step: kill}), LIMIT_BYTES, 1, 0.0)
-        look(place, LIMIT_BYTES, [*seeds, *reported], found, loses_catalogue=step % 2 == 1)
+        check_folder(place, LIMIT_BYTES, [*seeds, *reported], found, loses_catalogue=step % 2 == 1)
         found["kills"] += 1
     return found
 
@@ -163,7 +163,7 @@ def at_every_step(directory: Path, count: int, _seed: int) -> Counter[str]:
 def main() -> None:
     directory, mode, count, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     directory.mkdir(exist_ok=True)
-    print(json.dumps({"random": at_random, "steps": at_every_step}[mode](directory, count, seed)))
+    print(json.dumps({"random": kill_at_random, "steps": kill_at_every_step}[mode](directory, count, seed)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The file format: bit for bit, golden, and readable by the safetensors library."""
+"""The file format of blocks: the golden file, and files that the safetensors library can read."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from safetensors import safe_open
 
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.block import ITEM_BYTES, Block, BlockId, BlockTensor
-from kvstrata.tiers.block_file import ALIGNMENT_BYTES, Checksum, encode_block, fastest
+from kvstrata.tiers.block_file import ALIGNMENT_BYTES, Checksum, fastest
 from kvstrata.tiers.disk.filesystem import Filesystem
 from kvstrata.tiers.disk.reader import opened, read_block, read_header
-from tests.tiers.disk.blocks import ROOT, make_block, random_tensor, same
+from tests.tiers.disk.blocks import ROOT, are_equal, content_of, make_block, random_tensor
 
 GOLDEN = Path(__file__).parent / "golden" / "block-1.safetensors"
 
 
 def golden_block() -> Block:
-    """Written out, so that no random generator can change it."""
+    """Return a block with literal values, which no change of a random generator affects."""
     ids = np.array([1, 2, 70_000, 2**31 - 1], dtype=np.int32)
     return Block(
         key=chain(ROOT, ids),
@@ -41,7 +41,7 @@ def golden_block() -> Block:
 
 
 def write(path: Path, block: Block, checksum: Checksum = Checksum.BLAKE3) -> Path:
-    path.write_bytes(b"".join(encode_block(block, checksum).pieces))
+    path.write_bytes(content_of(block, checksum))
     return path
 
 
@@ -50,12 +50,12 @@ def read(path: Path, block: Block) -> Block:
 
 
 def test_encode_block_equals_the_golden_file() -> None:
-    """Where this fails the format has changed: raise FORMAT_VERSION, and add a golden file, never replace one."""
-    assert b"".join(encode_block(golden_block(), Checksum.SHA256).pieces) == GOLDEN.read_bytes()
+    """If this fails, the format has changed: raise FORMAT_VERSION and add a golden file; never replace one."""
+    assert content_of(golden_block(), Checksum.SHA256) == GOLDEN.read_bytes()
 
 
 def test_read_golden_file_returns_its_block() -> None:
-    assert same(read(GOLDEN, golden_block()), golden_block())
+    assert are_equal(read(GOLDEN, golden_block()), golden_block())
 
 
 @pytest.mark.parametrize("dtype", ITEM_BYTES)
@@ -67,7 +67,7 @@ def test_read_every_dtype_and_checksum_returns_the_same_bytes(tmp_path: Path, dt
     }
     block = make_block()
     block = Block(block.key, ROOT, ROOT, 0, block.token_ids, tensors, {})
-    assert same(read(write(tmp_path / "block", block, checksum), block), block)
+    assert are_equal(read(write(tmp_path / "block", block, checksum), block), block)
 
 
 tensors = st.builds(
@@ -104,11 +104,11 @@ def test_read_any_block_returns_it_aligned_and_valid_safetensors(
     description = json.loads(json.dumps(description))
     block = Block(chain(ROOT, token_ids), ROOT, ROOT, start, token_ids.tobytes(), named, description)
     path = write(tmp_path_factory.getbasetemp() / "any", block, checksum)
-    assert same(read(path, block), block)
+    assert are_equal(read(path, block), block)
     with opened(Filesystem(), path) as fd:
         header = read_header(Filesystem(), fd)
     assert header.header_bytes % ALIGNMENT_BYTES == 0
-    assert all(place.offset % ITEM_BYTES[place.dtype] == 0 for place in header.places.values())
+    assert all(place.offset % ITEM_BYTES[place.dtype] == 0 for place in header.ranges.values())
     with safe_open(path, "numpy") as file:
         assert set(file.keys()) == set(named)
 
@@ -138,7 +138,7 @@ def test_read_header_of_several_pages_returns_the_block(tmp_path: Path) -> None:
     block = Block(block.key, ROOT, ROOT, 0, block.token_ids, tensors, {"padding": "x" * 9000})
     path = write(tmp_path / "block", block)
     assert path.stat().st_size > 8 * ALIGNMENT_BYTES
-    assert same(read(path, block), block)
+    assert are_equal(read(path, block), block)
 
 
 def test_block_with_invalid_fields_is_refused() -> None:
