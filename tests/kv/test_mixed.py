@@ -179,6 +179,6 @@ def test_keys_of_a_mixed_layer_are_those_that_were_written() -> None:
     keys, _ = first.update_and_fetch(mx.zeros((5, 2, 1, 16)), mx.zeros((5, 2, 1, 16)))
     assert first.keys_and_values() == (keys, keys)
     (chunk,) = keys.chunks
-    assert isinstance(chunk.parts, SegmentedKV)
+    assert isinstance(chunk.kv, SegmentedKV)
     with pytest.raises(ValueError, match="single tokens"):
         first.make_mask(2)

@@ -300,7 +300,7 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
     mlx_forward(text.model, caches, text.ids[:10])
     for bad, num_tokens, match in (
         (caches, 11, "holds 10 tokens, not 11"),
-        (caches, 0, "nothing to go on from"),
+        (caches, 0, "nothing to resume from"),
         (caches[:-1], 10, "another model's"),
         ([RotatingKVCache(8), *caches[1:]], 10, "no RotatingKVCache"),
         ([KVCache(), *caches[1:]], 10, "holds 0 tokens"),
