@@ -102,4 +102,4 @@ def _pair(spec: LayerSpec, k: Codec, v: Codec, at_least: Codec | None) -> CodecP
 def _codec(asked: Codec, at_least: Codec | None, dim: int, turn: RopeRotation | None) -> Codec:
     codecs = [fit(each, dim) for each in (asked, at_least) if each is not None]
     codec = max(codecs, key=lambda codec: codec.bits_per_value(dim))
-    return replace(codec, turn=turn) if isinstance(codec, PlanesCodec) else codec
+    return replace(codec, rotation=turn) if isinstance(codec, PlanesCodec) else codec
