@@ -194,7 +194,7 @@ def _trial(what: What, kind: VectorKind, stock: Any) -> Trial:
 
 def _timed(what: What, kind: VectorKind, stock: Any) -> tuple[Callable[[], object], Callable[[], object]]:
     """Return our work, and the work of MLX that it would replace."""
-    codec = replace(stock, bits=TIMED_BITS, turn=_turn(kind.dim))  # most models rotate keys, which takes longer
+    codec = replace(stock, bits=TIMED_BITS, rotation=_turn(kind.dim))  # most models rotate keys, which takes longer
     x = _normal((TIMED_HEADS, TIMED_TOKENS, kind.dim), 1, kind.dtype)
     if what == "encode":
         return lambda: _encoded(x, 0, codec), lambda: codec.encode_by_mlx(x, 0)
@@ -231,7 +231,7 @@ def _join_error(kind: VectorKind, stock: Any) -> float:
     turn = _turn(kind.dim)
     coded = []
     for number, bits in enumerate((8, 4, 2, 8, 8, 4)):
-        codec = replace(stock, bits=bits, turn=turn if number % 2 else None)
+        codec = replace(stock, bits=bits, rotation=turn if number % 2 else None)
         x = _normal((HEADS, TOKENS, kind.dim), number, kind.dtype)
         planes = _planes(codec, codec.encode_by_mlx(x, POSITION), x, POSITION)
         coded.append(TokenRange(planes, 7 * number, TOKENS - 5 * number))
@@ -249,7 +249,7 @@ def _error(what: What, kind: VectorKind, stock: Any) -> float:
     errors = []
     for bits in BITS:
         for turn in (None, _turn(kind.dim)):
-            codec = replace(stock, bits=bits, turn=turn)
+            codec = replace(stock, bits=bits, rotation=turn)
             x = _normal((HEADS, TOKENS, kind.dim), bits, kind.dtype)
             theirs = _planes(codec, codec.encode_by_mlx(x, POSITION), x, POSITION)
             wanted = codec.decode_by_mlx(theirs, kind.dtype).astype(mx.float32)
