@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvstrata.kv.layout import Layout
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.models.probe import probe
-from tests.kv.test_layers_same_output import steady_module
+from tests.kv.test_batch_cache import steady_module
 from tests.tiny import ARCHITECTURES, VOCAB
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16}

@@ -3,7 +3,7 @@
     KvstrataError
     |-- ConfigError             a setting that makes no sense
     |   |-- UnsupportedCodec    codecs/: a precision that this version or this head_dim has not
-    |   |-- MismatchedPlanes    codecs/: arrays that do not belong together, or not to their codec
+    |   |-- MismatchedArrays    codecs/: arrays that do not belong together, or not to their codec
     |   `-- CacheDirectoryBusy  tiers/: another server uses the disk cache's folder
     |-- ModelError              a model that is missing, damaged or not supported
     `-- RequestError            a request that cannot be served; carries what an HTTP answer needs

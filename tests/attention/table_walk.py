@@ -1,5 +1,5 @@
-"""What the kernel of a decode step does, in a few lines: it reads what its tables say, by numbers that stand for
-addresses. For machines without a GPU."""
+"""The CUDA decode step in a few lines of numpy, for machines without a GPU: it reads the tables of a launch, with
+numbers in place of addresses."""
 
 from __future__ import annotations
 

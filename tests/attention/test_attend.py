@@ -1,4 +1,4 @@
-"""Attention over parts, on every path, against MLX's own over one array."""
+"""Attention over segments, on every path, compared with MLX's own over one array."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def filled(k: mx.array, v: mx.array, pieces: list[int]) -> FullLayer:
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_decoding_over_pieces_equals_one_array(dim: int, sinks: bool) -> None:
+def test_decode_over_several_buffers_equals_one_array(dim: int, sinks: bool) -> None:
     mx.random.seed(dim)
     k, v, q = random_tokens(2, 50, dim), random_tokens(2, 50, dim), random_tokens(6, 1, dim)
     sink = mx.random.normal((6,)) if sinks else None
@@ -54,7 +54,7 @@ def test_decoding_over_pieces_equals_one_array(dim: int, sinks: bool) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 700])
-def test_rows_of_different_lengths_decode_as_alone(tokens: int) -> None:
+def test_decode_of_rows_of_different_lengths_equals_each_alone(tokens: int) -> None:
     mx.random.seed(tokens)
     lengths = [tokens, 2 * tokens, 3 * tokens]
     keys = [random_tokens(2, n, 16) for n in lengths]
@@ -76,7 +76,7 @@ def test_rows_of_different_lengths_decode_as_alone(tokens: int) -> None:
     assert [layer.offset for layer in layers] == [n + 1 for n in lengths]
 
 
-def test_a_step_with_a_mask_goes_by_mlx() -> None:
+def test_decode_with_a_mask_falls_back_to_mlx() -> None:
     k, v, q = random_tokens(2, 9, 16), random_tokens(2, 9, 16), random_tokens(4, 1, 16)
     mask = mx.arange(9)[None] >= 4
     layer = filled(k[:, :, :-1], v[:, :, :-1], [20])
@@ -87,7 +87,7 @@ def test_a_step_with_a_mask_goes_by_mlx() -> None:
 
 
 @pytest.mark.parametrize(("past", "tokens"), [(0, 2), (0, 300), (257, 129), (5, 1000)])
-def test_prefill_over_pieces_equals_one_array(past: int, tokens: int) -> None:
+def test_prefill_over_several_buffers_equals_one_array(past: int, tokens: int) -> None:
     mx.random.seed(past)
     total = past + tokens
     k, v, q = random_tokens(2, total, 32), random_tokens(2, total, 32), random_tokens(6, tokens, 32)
@@ -97,7 +97,7 @@ def test_prefill_over_pieces_equals_one_array(past: int, tokens: int) -> None:
     assert distance(attend(q, parts, parts, None, 0.2, "causal"), wanted) < TOLERANCE
 
 
-def test_extreme_scores_stay_finite() -> None:
+def test_decode_of_extreme_scores_stays_finite() -> None:
     k = mx.concatenate([mx.full((1, 1, 1, 8), 100.0), mx.full((1, 1, 3, 8), -100.0)], axis=2)
     q = mx.full((1, 1, 1, 8), 100.0)
     layer = filled(k[:, :, :-1], k[:, :, :-1], [8])
@@ -106,7 +106,7 @@ def test_extreme_scores_stay_finite() -> None:
     assert distance(attend(q, step, step, None, 1.0, None), mx.full((1, 1, 1, 8), 100.0)) < 1e-3
 
 
-def test_a_piece_is_never_moved_by_growing() -> None:
+def test_growth_moves_no_buffer() -> None:
     layer = filled(random_tokens(2, 10, 16), random_tokens(2, 10, 16), [10])
     before = [id(array) for array in layer.arrays()]
     layer.grow(10)
@@ -116,7 +116,7 @@ def test_a_piece_is_never_moved_by_growing() -> None:
         layer.append(random_tokens(2, 10, 16), random_tokens(2, 10, 16))
 
 
-def test_a_buffer_that_is_filled_at_once_owns_its_memory() -> None:
+def test_buffer_filled_at_once_owns_its_memory() -> None:
     mx.clear_cache()
     before = mx.get_active_memory()
     layer = filled(random_tokens(2, 1 << 16, 16)[:, :, :64], random_tokens(2, 1 << 16, 16)[:, :, 64:128], [64])
@@ -125,7 +125,7 @@ def test_a_buffer_that_is_filled_at_once_owns_its_memory() -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 4])
-def test_a_ring_has_its_full_size_from_the_first_token_on(keep: int) -> None:
+def test_ring_has_its_full_size_from_the_first_token_on(keep: int) -> None:
     layer = WindowLayer(32, keep)
     for i in range(1000):
         layer.append(mx.full((1, 2, 1, 16), float(i)), mx.full((1, 2, 1, 8), float(i)))
@@ -137,7 +137,7 @@ def test_a_ring_has_its_full_size_from_the_first_token_on(keep: int) -> None:
     assert held == [*range(keep), *range(1000 - 32 + keep, 1000)]
 
 
-def test_a_part_is_the_beginning_of_its_buffer() -> None:
+def test_raw_segment_is_the_beginning_of_its_buffer() -> None:
     part = RawSegment(random_tokens(1, 10, 4), random_tokens(1, 10, 6), 3)
     assert part.k.shape == (1, 1, 3, 4)
     assert part.v.shape == (1, 1, 3, 6)

@@ -1,4 +1,4 @@
-"""Attention of a chunk by plain products: as MLX's own, and who takes which shape. Any machine runs the products."""
+"""Attention of a prompt chunk by plain products, on any machine: results compared with MLX's own, and shapes taken."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _made(
     [(5, 5, 2, 2, (64, 64)), (17, 130, 6, 2, (64, 64)), (1, 40, 4, 4, (96, 64)), (33, 34, 8, 1, (128, 128))],
 )
 @pytest.mark.parametrize("kind", ["causal", "all", "window"])
-def test_it_is_what_mlx_gives(
+def test_prefill_equals_mlx(
     tokens: int,
     total: int,
     heads: int,
@@ -57,7 +57,7 @@ def test_it_is_what_mlx_gives(
     assert mx.allclose(found.astype(mx.float32), expected, rtol=0, atol=allowed).item()
 
 
-def test_a_shape_that_comes_often_is_left_to_mlx() -> None:
+def test_takes_leaves_frequent_shapes_to_mlx() -> None:
     q, k, v = _made(3, 19, 2, 1, (64, 64), mx.float32)
 
     taken = [cuda_prefill.takes(q, k, v, "causal", None) for _ in range(CALLS_BEFORE_PLAN + 2)]
@@ -65,7 +65,7 @@ def test_a_shape_that_comes_often_is_left_to_mlx() -> None:
     assert taken == [True] * CALLS_BEFORE_PLAN + [False] * 2
 
 
-def test_what_it_does_not_know_is_left_to_mlx() -> None:
+def test_takes_refuses_unsupported_inputs() -> None:
     q, k, v = _made(4, 20, 2, 1, (64, 64), mx.float32)
     assert not cuda_prefill.takes(q, k, v, mx.zeros((4, 20)), None)  # a mask that is added
     assert not cuda_prefill.takes(q, k, v, "causal", mx.zeros((2,)))
@@ -74,6 +74,6 @@ def test_what_it_does_not_know_is_left_to_mlx() -> None:
     assert not cuda_prefill.takes(mx.zeros((1, 1, 8, 64)), long, long, "causal", None)
 
 
-def test_shapes_that_were_met_long_ago_are_forgotten() -> None:
+def test_seen_lengths_forget_the_oldest_shapes() -> None:
     met = SeenLengths(2)
     assert [met.count((shape,)) for shape in (1, 2, 1, 3, 1, 2)] == [1, 1, 2, 1, 3, 1]

@@ -1,4 +1,4 @@
-"""The gated delta rule against its definition, token by token in float64."""
+"""The gated delta rule, compared with its definition token by token in float64."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ shapes = st.builds(
 
 @settings(max_examples=40, deadline=None)
 @given(shapes, st.integers(0, 1000))
-def test_every_shape_is_right(shape: Shape, seed: int) -> None:
+def test_update_equals_the_definition_for_every_shape(shape: Shape, seed: int) -> None:
     inputs = shape.inputs(seed)
     assert_same(gated_delta.update(*inputs), defined(inputs))
     with backends.without_kernels():
@@ -110,7 +110,7 @@ def test_every_shape_is_right(shape: Shape, seed: int) -> None:
 
 @pytest.mark.parametrize("has_gates", [False, True])
 @pytest.mark.parametrize("tokens", [1, 5, 100])
-def test_masked_tokens_change_nothing_whatever_they_are(tokens: int, has_gates: bool) -> None:
+def test_masked_tokens_do_not_change_the_state(tokens: int, has_gates: bool) -> None:
     inputs = Shape(rows=2, tokens=tokens, has_gates=has_gates).inputs()
     mask = mx.random.uniform(shape=(2, tokens), key=mx.random.key(3)) < 0.7
     k, v = (mx.where(mask[..., None, None], array, mx.nan) for array in (inputs.k, inputs.v))
@@ -124,15 +124,15 @@ def by_both(inputs: Inputs, mask: mx.array | None = None) -> list[tuple[mx.array
         return [ours, gated_delta.update(*inputs, mask)]
 
 
-def test_the_same_token_many_times_is_no_sum_that_loses_what_is_left() -> None:
-    """All keys alike, nothing forgotten: powers of the triangle would grow to 1e18."""
+def test_repeated_equal_keys_stay_accurate() -> None:
+    """With equal keys and no decay, powers of the triangle would grow to 1e18."""
     q, k, v, g, beta, state = Shape(tokens=256, k_dim=64).inputs()
     same = Inputs(q, mx.broadcast_to(k[:, :1], k.shape), v, mx.ones_like(g), mx.full(beta.shape, 0.99), state)
     for reached in by_both(same):
         assert_same(reached, defined(same))
 
 
-def test_a_gate_of_zero_forgets_all() -> None:
+def test_gate_of_zero_clears_the_state() -> None:
     q, k, v, g, beta, state = Shape(tokens=100).inputs()
     g[:, ::9] = 0
     closed = Inputs(q, k, v, g, beta, state)
@@ -142,7 +142,7 @@ def test_a_gate_of_zero_forgets_all() -> None:
 
 @given(st.integers(1, 129))
 @settings(max_examples=20, deadline=None)
-def test_a_prompt_may_be_cut_anywhere(cut: int) -> None:
+def test_chunked_prompt_equals_whole_prompt(cut: int) -> None:
     inputs = Shape(tokens=130, group=2).inputs()
     with backends.without_kernels():
         out, state = gated_delta.update(*inputs)
@@ -152,15 +152,15 @@ def test_a_prompt_may_be_cut_anywhere(cut: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
-def test_the_state_that_is_given_stays(tokens: int) -> None:
+def test_update_does_not_write_the_given_state(tokens: int) -> None:
     inputs = Shape(tokens=tokens).inputs()
     before = np.array(inputs.state)
     mx.eval(by_both(inputs))
     assert np.array_equal(np.array(inputs.state), before)
 
 
-def test_a_state_may_lie_in_any_way() -> None:
-    """One that blocks have made, turned in memory, and one number for all."""
+def test_state_may_have_any_strides() -> None:
+    """A state made by blocks, a transposed one, and a broadcast number."""
     inputs = Shape(tokens=20, v_dim=32).inputs()
     with backends.without_kernels():
         _, made = gated_delta.update(*inputs)
@@ -169,21 +169,21 @@ def test_a_state_may_lie_in_any_way() -> None:
         assert_same(gated_delta.update(*begun), defined(begun))
 
 
-def test_shapes_that_mlx_stretches_are_stretched() -> None:
-    """The loop would read beyond them."""
+def test_broadcast_inputs_are_expanded() -> None:
+    """Without expansion the loop would read beyond the arrays."""
     inputs = Shape(rows=2, tokens=5).inputs()
     one = inputs._replace(state=inputs.state[:1])
     assert not cpu_gated_delta.takes(*one)
     assert_same(gated_delta.update(*one), defined(inputs._replace(state=mx.repeat(one.state, 2, 0))))
 
 
-def test_it_can_be_compiled() -> None:
+def test_update_can_be_compiled() -> None:
     inputs = Shape(tokens=12).inputs()
     assert_same(mx.compile(gated_delta.update)(*inputs), defined(inputs))
 
 
-def test_shares_of_two_are_less_exact_and_not_wrong() -> None:
-    """Some models let a token take away twice what the state knows of its key."""
+def test_beta_of_two_is_within_a_wider_tolerance() -> None:
+    """In some models beta is up to 2: a token removes twice the value that the state has for its key."""
     inputs = Shape(tokens=200).inputs()
     twice = inputs._replace(k=mx.broadcast_to(inputs.k[:, :1], inputs.k.shape), beta=mx.full(inputs.beta.shape, 1.9))
     for reached in by_both(twice):
@@ -191,14 +191,14 @@ def test_shares_of_two_are_less_exact_and_not_wrong() -> None:
             np.testing.assert_allclose(np.asarray(ours), theirs, rtol=0, atol=1e-3 * np.abs(theirs).max())
 
 
-def test_without_a_state_it_begins_with_zeros() -> None:
+def test_missing_state_starts_with_zeros() -> None:
     inputs = Shape().inputs()
     begun = inputs._replace(state=mx.zeros_like(inputs.state))
     assert_same(gated_delta.update(*inputs[:5]), defined(begun))
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-def test_16_bits_go_in_and_out_and_the_state_keeps_its_own(dtype: mx.Dtype) -> None:
+def test_16_bit_inputs_keep_the_dtype_of_the_state(dtype: mx.Dtype) -> None:
     inputs = Shape().inputs()
     q, k, v, beta = (array.astype(dtype) for array in (inputs.q, inputs.k, inputs.v, inputs.beta))
     short = inputs._replace(q=q, k=k, v=v, beta=beta)
@@ -211,7 +211,7 @@ def test_16_bits_go_in_and_out_and_the_state_keeps_its_own(dtype: mx.Dtype) -> N
 
 
 @on_cpu
-def test_a_cpu_runs_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_backend_runs_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     update = cpu_gated_delta.update
     monkeypatch.setattr(cpu_gated_delta, "update", lambda *arrays: taken.append(arrays[0].shape[1]) or update(*arrays))
@@ -221,7 +221,7 @@ def test_a_cpu_runs_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     assert taken == [1, 30]
 
 
-def test_an_outline_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outline_layers_runs_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: mx.array) -> None:
         raise AssertionError("this would read the weights")
 
@@ -236,7 +236,7 @@ def test_an_outline_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_next", "qwen3_5"])
-def test_models_call_it(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_call_the_installed_update(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[int] = []
     update = gated_delta.update
 

@@ -15,7 +15,7 @@ from tests.docs.sources import ROOT, SETTING, Message, error_classes, is_a, mess
 TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 OTHER_PROGRAMS = {"bench", "cli"}  # they say it to the person who has just called them
 # Raised and caught inside: what is said of them is a line of the log that has an entry of its own.
-INSIDE = ("MismatchedPlanes", "UnreadableBlock", "StoreFault", "DamagedBlock")
+INSIDE = ("MismatchedArrays", "UnreadableBlock", "StoreFault", "DamagedBlock")
 NOTHING_TO_SAY = re.compile(r"[… .:]*")
 
 

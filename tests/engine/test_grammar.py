@@ -16,7 +16,7 @@ from kvstrata.engine import runner as runner_module
 from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.request import Failed, Request, Sampling
-from kvstrata.engine.sampling import Sampled
+from kvstrata.engine.sampling import SampledTokens
 from kvstrata.grammar.constraint import Constraint
 from kvstrata.grammar.grammars import Grammar, Grammars
 from kvstrata.grammar.masks import Masks
@@ -286,7 +286,7 @@ def test_batch_without_grammars_makes_no_masks(monkeypatch: pytest.MonkeyPatch) 
     masks: list[object] = []
     sample = runner_module.sample
 
-    def watched(logits: mx.array, samplers: Any, allowed: Any = None) -> Sampled:
+    def watched(logits: mx.array, samplers: Any, allowed: Any = None) -> SampledTokens:
         masks.append(allowed)
         return sample(logits, samplers, allowed)
 
@@ -303,9 +303,9 @@ def test_batch_without_grammars_makes_no_masks(monkeypatch: pytest.MonkeyPatch) 
 def test_constrained_pass_is_started_before_the_pending_step_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device computes the pass while the host makes the masks."""
     done: list[str] = []
-    forward, read, fill = runner_module.ModelRunner._forward, Sampled.read, Masks.fill
+    forward, read, fill = runner_module.ModelRunner._forward, SampledTokens.read, Masks.fill
     monkeypatch.setattr(runner_module.ModelRunner, "_forward", lambda *a: (done.append("forward"), forward(*a))[1])
-    monkeypatch.setattr(Sampled, "read", lambda *a: (done.append("read"), read(*a))[1])
+    monkeypatch.setattr(SampledTokens, "read", lambda *a: (done.append("read"), read(*a))[1])
     monkeypatch.setattr(Masks, "fill", lambda *a: (done.append("mask"), fill(*a))[1])
     drive = Drive(byte_model())
     submit(drive, 1, ENDLESS)

@@ -30,7 +30,7 @@ from kvstrata.prefix_cache.requantize import PrecisionChange
 from kvstrata.tiers.disk.tier import DiskTier
 from kvstrata.tiers.options import DiskOptions
 from tests.engine.drive import Client, Drive
-from tests.kv.test_layers_same_output import steady_module
+from tests.kv.test_batch_cache import steady_module
 from tests.kv.test_sixteen_bits import decoded
 from tests.sixteen import CASES, OFFSET, Error, Sixteen, check, rms, sixteen
 from tests.tiny import VOCAB, tiny_config, tiny_loaded

@@ -1,4 +1,4 @@
-"""What span tests share: forced tokens through a model, spans by hand, and MLX's memory."""
+"""Helpers of the KV tests: forced tokens through a model, spans made by hand, addresses of arrays."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvstrata.kv.span import Span, live_span
 from kvstrata.models.probe import probe
 from kvstrata.prefix_cache.jobs import run_to_end
 from kvstrata.tiers.block import BlockContent
-from tests.kv.test_layers_same_output import steady_module
+from tests.kv.test_batch_cache import steady_module
 from tests.tiny import VOCAB
 
 TOLERANCE = 1e-4
@@ -40,11 +40,11 @@ class Text:
     wanted: mx.array  # [tokens, vocab]
 
     def check(self, logits: mx.array, start: int) -> None:
-        """logits [tokens, vocab] of the tokens from `start` on"""
+        """Check logits [tokens, vocab] of the tokens from `start` on."""
         assert distance(logits, self.wanted[start : start + logits.shape[0]]) <= TOLERANCE
 
     def advance(self, cache: SequenceCache, end: int) -> None:
-        """One pass over all tokens up to `end`, which are compared."""
+        """Run one pass over all tokens up to `end`, and check its logits."""
         start = cache.num_tokens
         self.check(forward(self.model, cache, self.ids[start:end]), start)
 
@@ -62,7 +62,7 @@ def text_for(architecture: str, num_tokens: int = NUM_TOKENS, **overrides: Any) 
 
 
 def forward(model: Any, cache: SequenceCache, tokens: Sequence[int]) -> mx.array:
-    """-> [tokens, vocab]"""
+    """Return logits [tokens, vocab] of one pass."""
     logits = model(mx.array([tokens]), cache=cache.caches())[0]
     cache.end_pass(len(tokens))
     mx.eval(logits, cache.arrays())
@@ -87,20 +87,20 @@ def random_kv(num_tokens: int, seed: int = 0) -> tuple[mx.array, mx.array]:
     return mx.random.normal(shape, key=k), mx.random.normal(shape, key=v)
 
 
-def filled(num_tokens: int, capacity: int, seed: int = 0) -> FullLayer:
+def filled_layer(num_tokens: int, capacity: int, seed: int = 0) -> FullLayer:
     layer = FullLayer(capacity)
     layer.append(*random_kv(num_tokens, seed))
     mx.eval(layer.arrays())
     return layer
 
 
-def live(layer: FullLayer) -> Span:
-    """All that a layer holds, sealed and not stored yet."""
+def live_span_of(layer: FullLayer) -> Span:
+    """Return a live span over all tokens of a layer."""
     return Span(LAYOUT, layer.own.start, layer.own.end - layer.own.start, {0: layer.own})
 
 
 def sealed_span(layout: Layout, cache: SequenceCache) -> Span:
-    """All that a sequence has computed itself."""
+    """Return a live span over all tokens that a sequence has computed, committed."""
     span = live_span(layout, cache)
     span.num_tokens = cache.num_tokens - cache.start
     return span
@@ -110,12 +110,12 @@ def packed(span: Span, start: int, end: int) -> BlockContent:
     return run_to_end(pack(span, start, end))
 
 
-def stored(num_tokens: int, name: str = "raw", *, position: int = 0, seed: int = 0) -> Span:
-    """A span of one layer that owns its memory."""
+def random_span(num_tokens: int, name: str = "raw", *, position: int = 0, seed: int = 0) -> Span:
+    """Return a sealed span of one layer with random values."""
     k, v = (array[0] for array in random_kv(num_tokens, seed))
     codecs = make_plan(LAYOUT, parse(name), parse(name)).pairs[0]
-    part = SealedSegment(codecs[0].encode(k, position), codecs[1].encode(v, position))
-    return Span(LAYOUT, position, num_tokens, {0: (part,)})
+    segment = SealedSegment(codecs[0].encode(k, position), codecs[1].encode(v, position))
+    return Span(LAYOUT, position, num_tokens, {0: (segment,)})
 
 
 def address(array: mx.array) -> int:

@@ -1,6 +1,6 @@
-"""Tiny random models whose key projections have a large bias: what storing their keys as planes does to the logits.
+"""Error of the logits of tiny random models with a large key bias, when their keys are encoded as planes.
 
-`python -m tests.kv.offset_keys` prints the table of docs/quality.md: with plain means, and with means that turn.
+`python -m tests.kv.offset_keys` prints the table of docs/quality.md: with plain means, and with RoPE-aware means.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from kvstrata.kv.span import Span, SpanRange, prefix_of
 from kvstrata.kv.transcode import transcode_checkpoints, transcode_layer
 from kvstrata.models.probe import probe
 from tests.kv.drive import forward, sealed_span
-from tests.kv.test_layers_same_output import steady_module
+from tests.kv.test_batch_cache import steady_module
 from tests.tiny import ARCHITECTURES, VOCAB
 
-# MLA's keys are a latent part, which a norm follows, and a part that turns.
+# MLA's keys have a latent half, which a norm follows, and a half with RoPE.
 KEY_PROJECTIONS = ("k_proj", "qkv_proj", "in_proj_qkv", "kv_a_proj_with_mqa")
 # mamba2 has no keys.
 WITH_KEYS = tuple(name for name in ARCHITECTURES if name != "mamba2")
-BIAS = 10.0  # its spread; what differs between tokens is about 0.6
-NUM_STORED, NUM_SCORED = 600, 32  # two groups of 256 tokens, and a piece of a third
+BIAS = 10.0  # standard deviation; tokens differ by about 0.6
+NUM_CACHED, NUM_SCORED = 600, 32  # two groups of 256 tokens, and some of a third
 NUM_SEEDS = 3
 NAMES = ("planes:8", "planes:4")
 
 
 @dataclass(frozen=True)
 class Errors:
-    """RMS of what the logits of tokens after a stored prefix are off, as a share of their spread."""
+    """RMS error of the logits of tokens after a cached prefix, relative to their standard deviation."""
 
     plain: float
-    turning: float
+    rope_aware: float
 
 
 def errors(architecture: str, name: str, seed: int = 0) -> Errors:
     model = biased(architecture, seed)
     layout = probe(model)
     rng = random.Random(seed)
-    ids = [rng.randrange(VOCAB) for _ in range(NUM_STORED + NUM_SCORED)]
+    ids = [rng.randrange(VOCAB) for _ in range(NUM_CACHED + NUM_SCORED)]
     raw = _logits(model, layout, ids, "raw")
-    plain, turning = (_logits(model, each, ids, name) - raw for each in (_without_turns(layout), layout))
-    return Errors(*(float(np.sqrt(np.mean(off**2)) / raw.std()) for off in (plain, turning)))
+    plain, rope_aware = (_logits(model, each, ids, name) - raw for each in (_without_rotations(layout), layout))
+    return Errors(*(float(np.sqrt(np.mean(off**2)) / raw.std()) for off in (plain, rope_aware)))
 
 
-def _without_turns(layout: Layout) -> Layout:
-    return replace(layout, layers=tuple(map(_still, layout.layers)))
+def _without_rotations(layout: Layout) -> Layout:
+    return replace(layout, layers=tuple(map(_without_rotation, layout.layers)))
 
 
-def _still(spec: LayerSpec) -> LayerSpec:
-    return replace(spec, k_rotation=None, v_rotation=None, children=tuple(map(_still, spec.children)))
+def _without_rotation(spec: LayerSpec) -> LayerSpec:
+    return replace(spec, k_rotation=None, v_rotation=None, children=tuple(map(_without_rotation, spec.children)))
 
 
 def biased(architecture: str, seed: int) -> Any:
@@ -74,14 +74,14 @@ def biased(architecture: str, seed: int) -> Any:
 
 
 def _logits(model: Any, layout: Layout, ids: Sequence[int], name: str) -> np.ndarray:
-    span, mark = _stored(model, layout, ids[:NUM_STORED], name)
-    prefix = prefix_of(layout, [SpanRange(span, 0, NUM_STORED)], mark)
+    span, checkpoint = _cached(model, layout, ids[:NUM_CACHED], name)
+    prefix = prefix_of(layout, [SpanRange(span, 0, NUM_CACHED)], checkpoint)
     cache = SequenceCache(layout, model, NUM_SCORED, prefix)
-    return np.asarray(forward(model, cache, ids[NUM_STORED:])).astype(np.float64)
+    return np.asarray(forward(model, cache, ids[NUM_CACHED:])).astype(np.float64)
 
 
-def _stored(model: Any, layout: Layout, ids: Sequence[int], name: str) -> tuple[Span, Checkpoint | None]:
-    """A span under these codecs, and the mark at its end with its rings under them too."""
+def _cached(model: Any, layout: Layout, ids: Sequence[int], name: str) -> tuple[Span, Checkpoint | None]:
+    """Return a span with these codecs, and the checkpoint at its end with its windows transcoded too."""
     cache = SequenceCache(layout, model, len(ids))
     forward(model, cache, ids)
     span = sealed_span(layout, cache)
@@ -99,8 +99,11 @@ def main() -> None:
         columns = [f"| {architecture}"]
         for name in NAMES:
             found = [errors(architecture, name, seed) for seed in range(NUM_SEEDS)]
-            plain, turning = np.median([each.plain for each in found]), np.median([each.turning for each in found])
-            columns.append(f"{plain:.2%}, {turning:.2%}")
+            plain, rope_aware = (
+                np.median([each.plain for each in found]),
+                np.median([each.rope_aware for each in found]),
+            )
+            columns.append(f"{plain:.2%}, {rope_aware:.2%}")
         print(" | ".join(columns) + " |", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Planes of all layers in few arrays: the same values, views that copy nothing, memory that goes when it should."""
+"""Gathering of planes of all layers into few arrays: equal values, views without copies, memory that is freed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYERS, HEADS, DIM, TOKENS = 6, 2, 64, 300
 LAYOUT = Layout((LayerSpec("full", kv_heads=HEADS, k_dim=DIM, v_dim=DIM),) * LAYERS)
 
 
-def stored(k: str = "planes:8", v: str = "planes:4", **edges: object) -> Span:
+def encoded_span(k: str = "planes:8", v: str = "planes:4", **edges: object) -> Span:
     plan = make_plan(LAYOUT, parse(k), parse(v), **edges)  # pyright: ignore[reportArgumentType]
     held = {}
     for layer, (k_codec, v_codec) in enumerate(plan.pairs):
@@ -29,49 +29,49 @@ def stored(k: str = "planes:8", v: str = "planes:4", **edges: object) -> Span:
     return Span(LAYOUT, 0, TOKENS, held)
 
 
-def gathered(span: Span, apart: frozenset[int] = frozenset()) -> Span:
-    while gather_some(span, apart):
+def gathered(span: Span, separate: frozenset[int] = frozenset()) -> Span:
+    while gather_some(span, separate):
         pass
     return span
 
 
-def all_planes(span: Span) -> list[dict[str, mx.array]]:
-    return [dict(planes.arrays) for part in span.sealed_segments() for planes in (part.k, part.v)]
+def all_arrays(span: Span) -> list[dict[str, mx.array]]:
+    return [dict(side.arrays) for segment in span.sealed_segments() for side in (segment.k, segment.v)]
 
 
 @pytest.mark.parametrize(("k", "v", "arrays"), [("raw", "raw", 2), ("planes:8", "planes:4", 9), ("affine:4", "raw", 4)])
-def test_few_arrays_with_the_same_values(k: str, v: str, arrays: int) -> None:
-    span = stored(k, v)
-    before, nbytes = all_planes(span), span.kv_bytes
+def test_gathered_span_has_few_arrays_of_equal_values(k: str, v: str, arrays: int) -> None:
+    span = encoded_span(k, v)
+    before, nbytes = all_arrays(span), span.kv_bytes
     assert num_arrays(span) == LAYERS * arrays
     gathered(span)
     assert num_arrays(span) == arrays
     assert not has_to_gather(span)
     assert span.kv_bytes == nbytes
-    for old, new in zip(before, all_planes(span), strict=True):
+    for old, new in zip(before, all_arrays(span), strict=True):
         assert all(same_bits(old[name], new[name]) for name in old)
 
 
-def test_layers_of_another_precision_are_gathered_apart() -> None:
-    span = gathered(stored("planes:4", "planes:4", edge_layers=1, edge=parse("planes:8")))
+def test_edge_layers_are_gathered_separately() -> None:
+    span = gathered(encoded_span("planes:4", "planes:4", edge_layers=1, edge=parse("planes:8")))
     assert num_arrays(span) == 2 * (4 + 5)
 
 
 @pytest.mark.usefixtures("exact_buffers")
-def test_it_takes_no_more_memory_and_copies_once() -> None:
+def test_gathered_span_takes_no_more_memory_and_is_read_without_copies() -> None:
     before = active_bytes()
-    span = stored()
+    span = encoded_span()
     held = active_bytes() - before
     gathered(span)
     assert active_bytes() - before <= held
     reading = active_bytes()
-    mx.eval([array[..., :8, :].sum() for planes in all_planes(span) for array in planes.values()])
+    mx.eval([array[..., :8, :].sum() for planes in all_arrays(span) for array in planes.values()])
     assert active_bytes() <= reading
 
 
 @pytest.mark.usefixtures("exact_buffers")
-def test_stepping_down_frees_the_plane_with_its_last_layer() -> None:
-    span = gathered(stored("planes:8", "planes:8"))
+def test_step_down_of_the_last_layer_frees_the_gathered_plane() -> None:
+    span = gathered(encoded_span("planes:8", "planes:8"))
     before, kv_bytes = active_bytes(), span.kv_bytes
     pair = make_plan(LAYOUT, parse("planes:4"), parse("planes:4")).pairs[0]
     for layer in span.layers:
@@ -84,25 +84,25 @@ def test_stepping_down_frees_the_plane_with_its_last_layer() -> None:
 
 
 @pytest.mark.usefixtures("exact_buffers")
-def test_a_span_that_goes_leaves_nothing() -> None:
+def test_deleted_gathered_span_frees_all_memory() -> None:
     before = active_bytes()
-    span = gathered(stored())
+    span = gathered(encoded_span())
     del span
     assert active_bytes() == before
 
 
-def test_large_arrays_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_arrays_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "LARGE_BYTES", 100)
-    span = stored("raw", "raw")
+    span = encoded_span("raw", "raw")
     assert not has_to_gather(span)
     assert num_arrays(gathered(span)) == 2 * LAYERS
 
 
 @pytest.mark.usefixtures("exact_buffers")
-def test_layers_that_keep_more_bits_keep_nothing_of_the_others() -> None:
-    """Of planes:8 all are alike; then all but the edges step down."""
+def test_separate_layers_keep_no_planes_of_layers_that_step_down() -> None:
+    """All layers start with planes:8; then all but the edge layers step down."""
     edges = edges_of(LAYOUT, 1)
-    span = gathered(stored("planes:8", "planes:8", edge_layers=1, edge=parse("planes:8")), edges)
+    span = gathered(encoded_span("planes:8", "planes:8", edge_layers=1, edge=parse("planes:8")), edges)
     assert num_arrays(span) == 2 * 10
     before, kv_bytes = active_bytes(), span.kv_bytes
     for layer, pair in enumerate(
@@ -112,8 +112,8 @@ def test_layers_that_keep_more_bits_keep_nothing_of_the_others() -> None:
     assert before - active_bytes() == pytest.approx(kv_bytes - span.kv_bytes, rel=0.01)
 
 
-def test_a_cut_of_it_has_memory_of_its_own() -> None:
-    span = gathered(stored())
+def test_shrunk_cut_of_a_gathered_span_is_gathered_again() -> None:
+    span = gathered(encoded_span())
     span.cut(10, 200)
     for layer in span.layers:
         shrink(span, layer)

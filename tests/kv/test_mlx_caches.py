@@ -1,4 +1,4 @@
-"""mlx-lm's prompt caches and our spans: either side goes on where the other stopped."""
+"""Conversion between mlx-lm's prompt caches and spans: either side resumes from the other's cache."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def sealed(text: Text, cache: SequenceCache) -> Span:
     ("architecture", "chunks"),
     [*((a, MIXED) for a in ARCHITECTURES), *((a, c) for a in RINGS for c in ([70], [20, *[1] * 50], [1] * 70))],
 )
-def test_we_go_on_from_mlx_lms_cache(architecture: str, chunks: list[int]) -> None:
+def test_sequence_resumes_from_an_adopted_mlx_lm_cache(architecture: str, chunks: list[int]) -> None:
     text = text_for(architecture)
     caches = make_prompt_cache(text.model)
     for start, size in zip(itertools.accumulate(chunks, initial=0), chunks, strict=False):
@@ -64,7 +64,7 @@ def test_we_go_on_from_mlx_lms_cache(architecture: str, chunks: list[int]) -> No
     cache = resumed(text, span)
     text.advance(cache, 71)
     text.advance(cache, 90)
-    # mlx-lm goes on too: neither sees the other.
+    # mlx-lm's cache continues too: neither sees the other's writes.
     text.check(mlx_forward(text.model, caches, text.ids[70:90]), 70)
     text.advance(resumed(text, span), 100)
 
@@ -72,13 +72,13 @@ def test_we_go_on_from_mlx_lms_cache(architecture: str, chunks: list[int]) -> No
 @pytest.mark.parametrize(
     ("architecture", "end"), [*((a, 70) for a in ARCHITECTURES), *((a, n) for a in RINGS for n in (9, 31, 32, 33))]
 )
-def test_mlx_lm_goes_on_from_our_spans(architecture: str, end: int) -> None:
+def test_mlx_lm_resumes_from_a_converted_span(architecture: str, end: int) -> None:
     text = text_for(architecture)
     cache = SequenceCache(text.layout, text.model, end)
     text.advance(cache, end)
     span = sealed(text, cache)
-    for stored in (False, True):
-        if stored:
+    for is_sealed in (False, True):
+        if is_sealed:
             for layer in span.layers:
                 transcode_layer(span, layer, raw_plan(text.layout).pairs[layer])
         caches = to_mlx_lm(text.layout, whole(span), span.checkpoints.get(end))
@@ -88,7 +88,7 @@ def test_mlx_lm_goes_on_from_our_spans(architecture: str, end: int) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_generate_step_goes_on_from_our_spans(architecture: str) -> None:
+def test_generate_step_resumes_from_a_converted_span(architecture: str) -> None:
     text = text_for(architecture)
     cache = SequenceCache(text.layout, text.model, 60)
     text.advance(cache, 60)
@@ -103,16 +103,16 @@ def test_generate_step_goes_on_from_our_spans(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("names", [("raw", "planes:8"), ("planes:4", "planes:8")], ids="-".join)
-def test_spans_cut_and_of_several_precisions_are_decoded(names: tuple[str, str]) -> None:
+def test_span_ranges_of_several_precisions_are_decoded_for_mlx_lm(names: tuple[str, str]) -> None:
     text = text_for("qwen3")
     cache = SequenceCache(text.layout, text.model, 90)
     text.advance(cache, 90)
     span = sealed(text, cache)
     for layer, name in zip(span.layers, names, strict=True):
         transcode_layer(span, layer, make_plan(text.layout, parse(name), parse(name)).pairs[layer])
-    runs = [SpanRange(span, 0, 50), SpanRange(span, 50, 80)]
-    caches = to_mlx_lm(text.layout, runs, None)
-    ours = SequenceCache(text.layout, text.model, 20, prefix_of(text.layout, runs, None))
+    ranges = [SpanRange(span, 0, 50), SpanRange(span, 50, 80)]
+    caches = to_mlx_lm(text.layout, ranges, None)
+    ours = SequenceCache(text.layout, text.model, 20, prefix_of(text.layout, ranges, None))
     tokens = text.ids[80:90]
     assert distance(mlx_forward(text.model, caches, tokens), forward(text.model, ours, tokens)) <= TOLERANCE
 
@@ -140,8 +140,8 @@ def dequantized(caches: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("num_tokens", [70, 256])
-def test_we_go_on_from_a_quantized_cache(bits: int, num_tokens: int) -> None:
-    """Ours adds full-precision tokens to what is quantized, so the other side must too."""
+def test_sequence_resumes_from_an_adopted_quantized_cache(bits: int, num_tokens: int) -> None:
+    """A sequence adds raw tokens to the quantized ones, so the reference does so too."""
     text = text_for("qwen3", num_tokens=280, head_dim=64)
     caches = quantized(text, num_tokens, bits)
     span = adopt_mlx_lm(text.layout, caches, num_tokens)
@@ -154,7 +154,7 @@ def test_we_go_on_from_a_quantized_cache(bits: int, num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_quantized_cache_comes_back_bit_for_bit(bits: int) -> None:
+def test_quantized_cache_round_trip_is_bit_exact(bits: int) -> None:
     text = text_for("qwen3", num_tokens=280, head_dim=64)
     caches = quantized(text, 70, bits)
     back = to_mlx_lm(text.layout, whole(adopt_mlx_lm(text.layout, caches, 70)), None)
@@ -167,12 +167,12 @@ def test_a_quantized_cache_comes_back_bit_for_bit(bits: int) -> None:
 
 
 class Rounded(KVCache):
-    """The values of a part, then new tokens as a quantized cache would have them: all in full precision."""
+    """The raw values of a segment, then new tokens rounded as in a quantized cache."""
 
-    def __init__(self, part: SealedSegment, like: Any, num_tokens: int) -> None:
+    def __init__(self, segment: SealedSegment, like: Any, num_tokens: int) -> None:
         super().__init__()
         self._options = {"group_size": like.group_size, "bits": like.bits}
-        k, v = part.dense(mx.float32)
+        k, v = segment.dense(mx.float32)
         super().update_and_fetch(k[:, :, :num_tokens], v[:, :, :num_tokens])
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
@@ -183,16 +183,16 @@ class Rounded(KVCache):
 
 
 @pytest.mark.parametrize("name", ["affine:8", "affine:4", "affine:4:g32"])
-def test_mlx_lm_goes_on_from_our_affine_spans(name: str) -> None:
+def test_mlx_lm_resumes_from_an_affine_span(name: str) -> None:
     text = text_for("qwen3", num_tokens=280, head_dim=64)
     cache = SequenceCache(text.layout, text.model, 70)
     text.advance(cache, 70)
     span = sealed(text, cache)
     for layer in span.layers:
         transcode_layer(span, layer, make_plan(text.layout, parse(name), parse(name)).pairs[layer])
-    for runs in (whole(span), [SpanRange(span, 0, 30), SpanRange(span, 30, 60)]):
-        end = runs[-1].end
-        caches = to_mlx_lm(text.layout, runs, None)
+    for ranges in (whole(span), [SpanRange(span, 0, 30), SpanRange(span, 30, 60)]):
+        end = ranges[-1].end
+        caches = to_mlx_lm(text.layout, ranges, None)
         reference = [Rounded(span.sealed(layer)[0], caches[0], end) for layer in span.layers]
         for start, stop in ((end, end + 1), (end + 1, end + 9)):
             got = mlx_forward(text.model, caches, text.ids[start:stop])
@@ -202,7 +202,7 @@ def test_mlx_lm_goes_on_from_our_affine_spans(name: str) -> None:
     assert len(list(generate_step(mx.array(text.ids[70:75]), text.model, max_tokens=3, prompt_cache=caches))) == 3
 
 
-def test_k_and_v_under_different_affine_codecs_are_decoded() -> None:
+def test_different_affine_codecs_of_k_and_v_are_decoded() -> None:
     text = text_for("qwen3", num_tokens=280, head_dim=64)
     cache = SequenceCache(text.layout, text.model, 40)
     text.advance(cache, 40)
@@ -215,7 +215,7 @@ def test_k_and_v_under_different_affine_codecs_are_decoded() -> None:
 # Memory.
 
 
-def test_a_full_buffer_is_adopted_as_it_is_and_others_are_trimmed() -> None:
+def test_full_buffer_is_adopted_and_a_larger_one_trimmed() -> None:
     text = text_for("llama", num_tokens=280)
     caches = make_prompt_cache(text.model)
     mlx_forward(text.model, caches, text.ids[:256])
@@ -228,7 +228,7 @@ def test_a_full_buffer_is_adopted_as_it_is_and_others_are_trimmed() -> None:
     assert longer.kv_bytes == 270 * text.layout.token_bytes
 
 
-def test_a_stored_raw_span_is_given_without_a_copy() -> None:
+def test_sealed_raw_span_is_converted_without_a_copy() -> None:
     text = text_for("llama")
     cache = SequenceCache(text.layout, text.model, 60)
     text.advance(cache, 60)
@@ -244,7 +244,7 @@ def test_a_stored_raw_span_is_given_without_a_copy() -> None:
 # Other kinds.
 
 
-def test_composites_keep_their_shape() -> None:
+def test_composite_cache_round_trip_keeps_its_structure() -> None:
     children = (
         LayerSpec("full", kv_heads=1, k_dim=4, v_dim=4),
         LayerSpec("recurrent", num_arrays=2, state_bytes=24),
@@ -275,8 +275,8 @@ def test_composites_keep_their_shape() -> None:
 
 @pytest.mark.parametrize("keep", [0, 4])
 @pytest.mark.parametrize("num_tokens", [3, 20, 24, 25, 60])
-def test_bounded_sequences_go_back_and_forth(keep: int, num_tokens: int) -> None:
-    """Rings with kept tokens, one token at a time: in chunks mlx-lm hides the kept ones."""
+def test_bounded_window_round_trip_has_the_logits_of_mlx_lm(keep: int, num_tokens: int) -> None:
+    """Rings with kept tokens, token by token: in chunks mlx-lm masks the kept ones."""
     text = text_for("llama")
     layout = probe(text.model, max_kv_size=24)
     if keep == 0:
@@ -285,22 +285,22 @@ def test_bounded_sequences_go_back_and_forth(keep: int, num_tokens: int) -> None
     for token in text.ids[:num_tokens]:
         mlx_forward(text.model, theirs, (token,))
     span = adopt_mlx_lm(layout, theirs, num_tokens)
-    mark = span.checkpoints[num_tokens]
-    ours = SequenceCache(layout, text.model, 1, prefix_of(layout, whole(span), mark))
-    back = to_mlx_lm(layout, whole(span), mark)
+    checkpoint = span.checkpoints[num_tokens]
+    ours = SequenceCache(layout, text.model, 1, prefix_of(layout, whole(span), checkpoint))
+    back = to_mlx_lm(layout, whole(span), checkpoint)
     for token in text.ids[num_tokens : num_tokens + 40]:
         wanted = mlx_forward(text.model, theirs, (token,))
         assert distance(forward(text.model, ours, [token]), wanted) <= TOLERANCE
         assert distance(mlx_forward(text.model, back, (token,)), wanted) <= TOLERANCE
 
 
-def test_what_does_not_fit_is_refused_with_the_reason() -> None:
+def test_mismatched_caches_are_refused_with_a_reason() -> None:
     text = text_for("llama")
     caches = make_prompt_cache(text.model)
     mlx_forward(text.model, caches, text.ids[:10])
     for bad, num_tokens, match in (
         (caches, 11, "holds 10 tokens, not 11"),
-        (caches, 0, "nothing to go on from"),
+        (caches, 0, "nothing to resume from"),
         (caches[:-1], 10, "another model's"),
         ([RotatingKVCache(8), *caches[1:]], 10, "no RotatingKVCache"),
         ([KVCache(), *caches[1:]], 10, "holds 0 tokens"),

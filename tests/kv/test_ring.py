@@ -1,4 +1,4 @@
-"""Slots of a window's tokens, beside a loop over their positions."""
+"""Slots and masks of a ring, compared with loops over positions."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ RINGS = st.integers(2, 12).flatmap(lambda size: st.builds(Ring, st.just(size), s
 
 
 @given(RINGS, st.integers(0, 40))
-def test_held_slots_are_those_of_the_held_positions_in_order(ring: Ring, num_tokens: int) -> None:
+def test_held_slots_are_the_slots_of_held_positions_in_order(ring: Ring, num_tokens: int) -> None:
     positions = [*range(min(ring.keep, num_tokens)), *range(ring.oldest(num_tokens), num_tokens)]
     assert ring.held_slots(num_tokens).tolist() == [ring.slot(position) for position in positions]
 
 
 @given(RINGS, st.integers(0, 40))
-def test_held_positions_are_those_whose_slot_no_later_one_took(ring: Ring, num_tokens: int) -> None:
+def test_held_positions_are_those_not_overwritten(ring: Ring, num_tokens: int) -> None:
     by_slot = {ring.slot(position): position for position in range(num_tokens)}
     held = [*range(min(ring.keep, num_tokens)), *range(ring.oldest(num_tokens), num_tokens)]
     assert held == sorted(by_slot.values())
 
 
 @given(RINGS, st.integers(0, 40), st.integers(1, 12))
-def test_a_narrow_mask_shows_the_newest_tokens_of_the_window(ring: Ring, offset: int, window: int) -> None:
+def test_narrow_mask_shows_the_newest_tokens_of_the_window(ring: Ring, offset: int, window: int) -> None:
     positions = {}
     for position in range(max(0, offset + 1 - ring.max_size), offset + 1):
         positions[ring.slot(position)] = position

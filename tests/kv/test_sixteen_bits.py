@@ -1,4 +1,4 @@
-"""16-bit models over parts, as a Mac runs them: as near to float32 as mlx-lm's own 16-bit caches are."""
+"""16-bit models over segments, as on a Mac: their error to float32 is that of mlx-lm's own 16-bit caches."""
 
 from __future__ import annotations
 
@@ -26,59 +26,59 @@ BEFORE = NUM_TOKENS - NUM_SCORED
 Side = tuple[Any, Any]  # a model and its layout
 
 
-def stored(side: Side, ids: tuple[int, ...], num_tokens: int, pairs: tuple[CodecPair, ...] | None = None) -> Any:
-    """A span of the first tokens, and the mark at its end."""
+def sealed_prefix(side: Side, ids: tuple[int, ...], num_tokens: int, pairs: tuple[CodecPair, ...] | None = None) -> Any:
+    """Return a sealed span of the first tokens, and the checkpoint at its end."""
     model, layout = side
     cache = SequenceCache(layout, model, num_tokens)
     run(model, cache, ids[:num_tokens])
-    mark = take_checkpoint(cache) if needs_checkpoints(layout) else None
+    checkpoint = take_checkpoint(cache) if needs_checkpoints(layout) else None
     span = sealed_span(layout, cache)
     for layer in span.layers:
         transcode_layer(span, layer, pairs[layer] if pairs else RAW)
-    return span, mark
+    return span, checkpoint
 
 
-def resumed(side: Side, ranges: list[SpanRange], mark: Any) -> SequenceCache:
+def resumed(side: Side, ranges: list[SpanRange], checkpoint: Any) -> SequenceCache:
     model, layout = side
-    return SequenceCache(layout, model, NUM_TOKENS, prefix_of(layout, ranges, mark))
+    return SequenceCache(layout, model, NUM_TOKENS, prefix_of(layout, ranges, checkpoint))
 
 
 def raw_error(m: Sixteen, at: tuple[int, ...]) -> Error:
-    """A hit on spans that end at these places, each computed over the ones before it."""
-    side, ranges, mark, start = (m.model, m.layout), [], None, 0
+    """Return the error after a hit on spans that end at these positions, each computed over the ones before it."""
+    side, ranges, checkpoint, start = (m.model, m.layout), [], None, 0
     for end in at:
-        cache = resumed(side, ranges, mark) if ranges else SequenceCache(m.layout, m.model, NUM_TOKENS)
+        cache = resumed(side, ranges, checkpoint) if ranges else SequenceCache(m.layout, m.model, NUM_TOKENS)
         run(m.model, cache, m.ids[start:end])
-        mark = take_checkpoint(cache) if needs_checkpoints(m.layout) else None
+        checkpoint = take_checkpoint(cache) if needs_checkpoints(m.layout) else None
         span = sealed_span(m.layout, cache)
         for layer in span.layers:
             transcode_layer(span, layer, RAW)
         ranges.append(SpanRange(span, start, end))
         start = end
-    return m.error(scored(m.model, resumed(side, ranges, mark), m.ids))
+    return m.error(scored(m.model, resumed(side, ranges, checkpoint), m.ids))
 
 
 @pytest.mark.parametrize(("case", "dtype"), WITH_DTYPES)
 @pytest.mark.parametrize("at", [(BEFORE,), (17, 40, 51, BEFORE - 3)], ids=["hit", "several"])
-def test_raw_parts(case: str, dtype: str, at: tuple[int, ...]) -> None:
+def test_16_bit_raw_segments_have_the_error_of_mlx_lm(case: str, dtype: str, at: tuple[int, ...]) -> None:
     check(case, dtype, lambda m: raw_error(m, at))
 
 
 def cut_error(m: Sixteen) -> Error:
-    """A hit on the middle of a longer span."""
+    """Return the error after a hit that ends in the middle of a span."""
     side = (m.model, m.layout)
-    span, mark = stored(side, m.ids, BEFORE - 10)
-    cut = 40 if mark is None else BEFORE - 10
-    return m.error(scored(m.model, resumed(side, [SpanRange(span, 0, cut)], mark), m.ids))
+    span, checkpoint = sealed_prefix(side, m.ids, BEFORE - 10)
+    cut = 40 if checkpoint is None else BEFORE - 10
+    return m.error(scored(m.model, resumed(side, [SpanRange(span, 0, cut)], checkpoint), m.ids))
 
 
 @pytest.mark.parametrize(("case", "dtype"), WITH_DTYPES)
-def test_a_cut(case: str, dtype: str) -> None:
+def test_16_bit_cut_span_has_the_error_of_mlx_lm(case: str, dtype: str) -> None:
     check(case, dtype, cut_error)
 
 
-def pieces_error(m: Sixteen) -> Error:
-    """A reply that outgrows its first buffers."""
+def grown_error(m: Sixteen) -> Error:
+    """Return the error of a reply that outgrows its first buffers."""
     cache = SequenceCache(m.layout, m.model, BEFORE + 2)
 
     def grow() -> None:
@@ -89,19 +89,23 @@ def pieces_error(m: Sixteen) -> Error:
 
 
 @pytest.mark.parametrize(("case", "dtype"), WITH_DTYPES)
-def test_a_reply_past_its_first_buffer(case: str, dtype: str) -> None:
-    check(case, dtype, pieces_error)
+def test_16_bit_reply_past_its_first_buffer_has_the_error_of_mlx_lm(case: str, dtype: str) -> None:
+    check(case, dtype, grown_error)
 
 
-def decoded(layout: Layout, span: Span, mark: Checkpoint | None, dtype: mx.Dtype) -> tuple[Span, Checkpoint | None]:
-    """What is stored, as plain arrays."""
+def decoded(
+    layout: Layout, span: Span, checkpoint: Checkpoint | None, dtype: mx.Dtype
+) -> tuple[Span, Checkpoint | None]:
+    """Return the span and the checkpoint decoded to raw values."""
     held = {}
     for layer in span.layers:
-        parts = [part.dense(dtype) for part in span.segments(layer, span.position, span.end)]
-        k, v = (mx.concatenate([pair[i].squeeze(0) for pair in parts], axis=1) for i in range(2))
+        pairs = [segment.dense(dtype) for segment in span.segments(layer, span.position, span.end)]
+        k, v = (mx.concatenate([pair[i].squeeze(0) for pair in pairs], axis=1) for i in range(2))
         held[layer] = (_raw(k, v, span.position),)
     plain = Span(layout, span.position, span.num_tokens, held)
-    return plain, mark and replace(mark, states=tuple(_decoded_state(state, dtype) for state in mark.states))
+    return plain, checkpoint and replace(
+        checkpoint, states=tuple(_decoded_state(state, dtype) for state in checkpoint.states)
+    )
 
 
 def _raw(k: mx.array, v: mx.array, position: int) -> SealedSegment:
@@ -123,25 +127,27 @@ def _is_float(array: mx.array) -> bool:
 
 
 def encoded_error(m: Sixteen, names: tuple[str, str], num_tokens: int = NUM_TOKENS) -> Error:
-    """Against the same planes decoded to float32; theirs are the same planes decoded to 16 bits."""
+    """Return the error relative to the same codes decoded to float32, and that of the codes decoded to 16 bits."""
     ids, before = (m.ids * 20)[:num_tokens], num_tokens - NUM_SCORED
     side, wide_side = (m.model, m.layout), (m.wide, m.wide_layout)
-    span, mark = stored(side, ids, before, make_plan(m.layout, *map(parse, names)).pairs)
-    found = scored(m.model, resumed(side, [SpanRange(span, 0, before)], mark), ids)
-    wide, wide_mark = decoded(m.wide_layout, span, mark, mx.float32)
-    expected = scored(m.wide, resumed(wide_side, [SpanRange(wide, 0, before)], wide_mark), ids)
-    narrow, narrow_mark = decoded(m.layout, span, mark, m.dtype)
-    theirs = scored(m.model, resumed(side, [SpanRange(narrow, 0, before)], narrow_mark), ids)
+    span, checkpoint = sealed_prefix(side, ids, before, make_plan(m.layout, *map(parse, names)).pairs)
+    found = scored(m.model, resumed(side, [SpanRange(span, 0, before)], checkpoint), ids)
+    wide, wide_checkpoint = decoded(m.wide_layout, span, checkpoint, mx.float32)
+    expected = scored(m.wide, resumed(wide_side, [SpanRange(wide, 0, before)], wide_checkpoint), ids)
+    narrow, narrow_checkpoint = decoded(m.layout, span, checkpoint, m.dtype)
+    theirs = scored(m.model, resumed(side, [SpanRange(narrow, 0, before)], narrow_checkpoint), ids)
     return Error(rms(found - expected), rms(theirs - expected))
 
 
 @pytest.mark.parametrize("case", ["llama", OFFSET])
 @pytest.mark.parametrize("name", ["raw", "planes:8", "affine:8:g32"])
-def test_more_tokens_than_a_group_has(case: str, name: str) -> None:
+def test_16_bit_span_of_several_groups_has_the_error_of_decoded_ones(case: str, name: str) -> None:
     check(case, "bfloat16", lambda m: encoded_error(m, (name, name), 700), num_seeds=2)
 
 
 @pytest.mark.parametrize(("case", "dtype"), WITH_DTYPES)
 @pytest.mark.parametrize("names", [("planes:8", "planes:8"), ("planes:4", "planes:2")], ids="-".join)
-def test_encoded_parts(case: str, dtype: str, names: tuple[str, str]) -> None:
+def test_16_bit_encoded_segments_have_the_error_of_decoded_arrays(
+    case: str, dtype: str, names: tuple[str, str]
+) -> None:
     check(case, dtype, lambda m: encoded_error(m, names))

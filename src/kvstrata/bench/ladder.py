@@ -77,7 +77,7 @@ class LadderRun(Figure):
         return {**super().as_json(), "hit_rate": self.hit_rate}
 
 
-class Sampler:
+class PeakMemorySampler:
     """Looks at the allocator's active memory at a steady rate, on a thread of its own."""
 
     def __init__(self, others_bytes: int) -> None:
@@ -170,7 +170,7 @@ def _run(loaded: LoadedModel, load: Load, policy: str, limit_bytes: int, needed_
     with running(Engine(loaded, limits, Metrics(), KvConfig(dynamic=policy == "ladder"))) as engine:
         mx.clear_cache()
         mx.reset_peak_memory()
-        sampler, began_s = Sampler(others_bytes), time.perf_counter()
+        sampler, began_s = PeakMemorySampler(others_bytes), time.perf_counter()
         with sampler.running():
             streams = _talk(engine, loaded, load)
         seconds = time.perf_counter() - began_s

@@ -49,6 +49,10 @@ class AffineCodec:
     def name(self) -> str:
         return f"affine:{self.bits}" + (f":g{self.group}" if self.group != DEFAULT_GROUP else "")
 
+    @property
+    def rotation(self) -> None:
+        return None
+
     def spec(self) -> dict[str, Any]:
         return {"codec": "affine", "version": 1, "bits": self.bits, "group": self.group}
 

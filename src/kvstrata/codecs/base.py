@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from kvstrata.codecs import backends
 from kvstrata.codecs.mean_runs import GROUP_TOKENS, MeanRuns, cut_runs
+from kvstrata.codecs.rope import RopeRotation
 from kvstrata.errors import ConfigError
 
 # More tiles save little memory: input and output then take more than the scratch of a tile.
@@ -183,6 +184,11 @@ class Codec(Protocol):
     @property
     def name(self) -> str:
         """Name as in the settings, such as `planes:8`. Defaults are left out."""
+        ...
+
+    @property
+    def rotation(self) -> RopeRotation | None:
+        """RoPE rotation of the means; None: the codec has no means, or they are not rotated."""
         ...
 
     def spec(self) -> dict[str, Any]:

@@ -30,6 +30,10 @@ class RawCodec:
     def name(self) -> str:
         return "raw"
 
+    @property
+    def rotation(self) -> None:
+        return None
+
     def spec(self) -> dict[str, Any]:
         return {"codec": "raw", "version": 1}
 

@@ -39,11 +39,11 @@ from kvstrata.kv.mlx_prompt_files import (
     full_layer,
     layers_in,
     layers_out,
+    make_segment,
     metadata_of,
     num_tokens_in,
     other_layer,
     scalar_kinds,
-    sealed_piece,
     tensors_of,
     trees_of,
 )
@@ -308,9 +308,9 @@ class PromptCacheReader:
 
     def _read_segments(self, run_task: RunTask, layer: FullLayerIn, num_tokens: int) -> Iterator[SealedSegment]:
         octets = {path: self._read_bytes(path) for side in layer.sides for path in side}
-        for start, end in layer.pieces(num_tokens):
+        for start, end in layer.segment_ranges(num_tokens):
             k, v = ([cut_tensor(octets[p], self._tensors[p], start, end) for p in side] for side in layer.sides)
-            yield run_task(lambda _, k=k, v=v, start=start: _in_one_step(lambda: sealed_piece(layer, k, v, start)))
+            yield run_task(lambda _, k=k, v=v, start=start: _in_one_step(lambda: make_segment(layer, k, v, start)))
 
     def _read_state(self, index: int, file: LayerFile, num_tokens: int) -> Steps[LayerState]:
         yield

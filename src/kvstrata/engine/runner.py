@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.engine.sampling import Sampled, Sampler, sample
+from kvstrata.engine.sampling import SampledTokens, Sampler, sample
 from kvstrata.grammar.masks import Allowed, Masks
 from kvstrata.grammar.matcher import Matcher, shortened
 from kvstrata.kv.batch_cache import BatchCache
@@ -50,7 +50,7 @@ class PendingStep:
     """A launched step that the host has not read. `ids`: sequences of its rows that decode."""
 
     ids: tuple[int, ...]
-    sampled: Sampled
+    sampled: SampledTokens
     began_s: float
     num_prompt_tokens: int = 0  # of chunks in the same pass
     failures: dict[int, str] = field(default_factory=dict)  # reasons why tokens are invalid, by id of the sequence

@@ -70,7 +70,7 @@ class Sampler:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledTokens:
     """Sampled tokens of a step. The device may still compute them."""
 
     tokens: mx.array  # int32 [rows]
@@ -103,7 +103,7 @@ def sample(
     logits: mx.array,  # [rows, vocab]
     samplers: Sequence[Sampler],
     allowed: np.ndarray | None = None,  # [rows, vocab], bool, at least one in each row; None: all
-) -> Sampled:
+) -> SampledTokens:
     """Sample a token for each row. `allowed`: tokens that the grammars allow."""
     logits = logits.astype(mx.float32)
     adjusted = logits
@@ -117,7 +117,7 @@ def sample(
         tokens = mx.where(greedy, tokens, _draw_tokens(adjusted, samplers))
     for row, sampler in enumerate(samplers):
         sampler.record(_row(tokens, row))
-    return Sampled(tokens, _row_logprobs(logits, tokens, samplers))
+    return SampledTokens(tokens, _row_logprobs(logits, tokens, samplers))
 
 
 def _draw_tokens(logits: mx.array, samplers: Sequence[Sampler]) -> mx.array:

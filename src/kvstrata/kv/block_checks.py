@@ -1,7 +1,7 @@
-"""Checks that imported arrays have the form that this model's own passes would have given them.
+"""Checks that imported KV has exactly the form that this model's own forward passes produce.
 
-They are stricter than `unpack`: this server wrote what its disk tier reads, but anyone may have written an import.
-Kernels do not check what they read, so every shape, dtype and mean run must be this model's. Nothing here reads files.
+They are stricter than `unpack`: anyone may have written an import, while this server wrote the blocks of its disk tier.
+Kernels do not check their input, so every shape, dtype and mean run must be this model's. Nothing here reads files.
 
 Descriptions are checked first, without arrays and on any thread (`check_description`): afterwards no loop of `unpack`
 is longer than the number of layers of the model, or of tokens that a block may have.
@@ -128,9 +128,9 @@ def _check_state(spec: LayerSpec, state: LayerState, ours: LayerState, position:
     else:
         _check_segment(spec, state, layer)
         wanted = held_tokens(spec, position)
-        for planes in (state.k, state.v):
-            if (planes.num_tokens, planes.end) != (wanted, position):
-                raise UnreadableBlock(f"A checkpoint has {planes.num_tokens} tokens in layer {layer}, not {wanted}.")
+        for encoded in (state.k, state.v):
+            if (encoded.num_tokens, encoded.end) != (wanted, position):
+                raise UnreadableBlock(f"A checkpoint has {encoded.num_tokens} tokens in layer {layer}, not {wanted}.")
 
 
 def held_tokens(spec: LayerSpec, position: int) -> int:
@@ -142,18 +142,18 @@ def held_tokens(spec: LayerSpec, position: int) -> int:
 
 
 def _check_segment(spec: LayerSpec, segment: SealedSegment, layer: int) -> None:
-    for planes, dim in ((segment.k, spec.k_dim), (segment.v, spec.v_dim)):
-        if planes.leading != (spec.kv_heads,) or planes.dim != dim or planes.num_tokens != segment.num_tokens:
+    for encoded, dim in ((segment.k, spec.k_dim), (segment.v, spec.v_dim)):
+        if encoded.leading != (spec.kv_heads,) or encoded.dim != dim or encoded.num_tokens != segment.num_tokens:
             raise UnreadableBlock(f"Layer {layer} of the file does not have this model's shapes.")
-        if isinstance(planes.codec, RawCodec) and planes.arrays["values"].dtype != spec.dtype:
+        if isinstance(encoded.codec, RawCodec) and encoded.arrays["values"].dtype != spec.dtype:
             raise UnreadableBlock(f"Layer {layer} of the file is not in {spec.dtype}, which this model computes in.")
-        _check_mean_runs(planes, layer)
+        _check_mean_runs(encoded, layer)
 
 
-def _check_mean_runs(planes: EncodedArray, layer: int) -> None:
-    """Raise UnreadableBlock where a mean covers tokens of two groups."""
-    start = planes.position
-    for size in planes.mean_runs:
+def _check_mean_runs(encoded: EncodedArray, layer: int) -> None:
+    """Raise UnreadableBlock where a mean run has tokens of two groups."""
+    start = encoded.position
+    for size in encoded.mean_runs:
         if start // GROUP_TOKENS != (start + size - 1) // GROUP_TOKENS:
             raise UnreadableBlock(f"Layer {layer} of the file has a mean of tokens that share none.")
         start += size

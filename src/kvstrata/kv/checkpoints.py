@@ -1,8 +1,8 @@
 """Checkpoints: positions where a sequence can be resumed in a model that has more than full attention.
 
 A window layer holds a ring, a chunked layer its newest chunk, a recurrent layer a state: none can step back. A
-checkpoint is a copy of the state of all such layers at one position, which later tokens of the sequence do not change.
-On disk a checkpoint is called a mark.
+checkpoint is a copy of the state of all such layers at one position, which later tokens do not change. The block format
+of tiers calls it a mark.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RecurrentState:
         return sum(array.nbytes for array in self.arrays if array is not None)
 
 
-# Window or chunked layer: its tokens, kept ones first. Recurrent layer: its state. None: full attention.
+# Window or chunked layer: its tokens, never overwritten ones first. Recurrent layer: its state. None: full attention.
 LayerState = SealedSegment | RecurrentState | None
 
 
@@ -52,7 +52,7 @@ def needs_checkpoints(layout: Layout) -> bool:
 
 
 def take_checkpoint(cache: SequenceCache) -> Checkpoint:
-    """Copy a checkpoint at the sequence's present position."""
+    """Copy the state of a sequence at its present position."""
     return Checkpoint(cache.num_tokens, tuple(_state(layer, cache.num_tokens) for layer in cache.flat))
 
 
@@ -70,13 +70,13 @@ def _reaches_in(spec: LayerSpec, position: int, num_tokens: int) -> bool:
         # A ring that is not full yet holds every token so far.
         return position <= spec.max_size
     if spec.kind == "chunked":
-        # The first token of a chunk sees nothing before it; others need the chunk that the checkpoint holds.
+        # The first token of a chunk attends to nothing before it; others need the chunk that the checkpoint holds.
         return num_tokens % spec.max_size == 0 or num_tokens // spec.max_size == (position - 1) // spec.max_size
     return spec.kind != "recurrent"
 
 
 def states_at(layout: Layout, checkpoint: Checkpoint | None, num_tokens: int) -> tuple[Any, ...]:
-    """Return what layers resume from after `num_tokens`, by flat layer; None for layers with full attention."""
+    """Return the states from which layers resume after `num_tokens`, by flat layer; None for full attention."""
     specs = layout.flat()
     if checkpoint is None:
         if needs_checkpoints(layout):

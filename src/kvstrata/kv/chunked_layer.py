@@ -1,7 +1,7 @@
 """Chunked attention layer of one sequence: a token sees only its own chunk of positions, up to itself.
 
-Decoding therefore needs a buffer of one chunk, which the first write allocates whole and the next chunk overwrites.
-The model makes the mask, from `start_position` and `offset` as whole numbers: one sequence at a time.
+A buffer of one chunk is therefore enough: the first write allocates it whole, and the next chunk overwrites it. The
+model makes the mask from the integers `start_position` and `offset`, so sequences decode one at a time.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ class ChunkedLayer:
         return k, v
 
     def resume(self, k: mx.array, v: mx.array, offset: int) -> None:
-        """Resume at `offset`, in the chunk that another layer of this size `held`, or at the start of any chunk."""
+        """Resume at `offset` from K and V of a `copy_state`: in that chunk, or at the start of any chunk."""
         self.offset = offset
         past = offset % self.chunk_size
         if past:
             self._chunk.put(0, k[:, :, :past], v[:, :, :past])
             mx.eval(self.arrays())
 
-    # The interface that mlx-lm's models call.
+    # The interface for mlx-lm's models.
 
     def maybe_trim_front(self) -> None:
-        """Do nothing: the next chunk overwrites one that has ended."""
+        """Do nothing: the next chunk overwrites the present one."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write tokens, and return K and V from `start_position` on."""

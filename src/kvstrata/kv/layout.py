@@ -1,4 +1,4 @@
-"""The layers of a model by kind, read off the caches that mlx-lm would make for it, and the bytes that each takes."""
+"""Layout of a model: kinds of its layers, read from the caches that mlx-lm would make, and bytes of each."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class LayerSpec:
     k_dim: int = 0
     v_dim: int = 0
     dtype: mx.Dtype = mx.float32
-    k_rotation: RopeRotation | None = None  # RoPE rotation of its keys; None: they have none, or it is not known
-    v_rotation: RopeRotation | None = None  # RoPE rotation of its values, in a model that puts keys where values go
+    k_rotation: RopeRotation | None = None  # RoPE rotation of its keys; None: none, or not known
+    v_rotation: RopeRotation | None = None  # RoPE rotation of its values, in models that pass keys as values
     rotation_reason: str = ""  # why the rotation is not known
 
     @property
@@ -52,7 +52,7 @@ class LayerSpec:
 
     @property
     def signature(self) -> str:
-        """A text that states the shape of the layer's cached state."""
+        """Kind and shape of the layer's cached state as text, for the identity of the model's KV."""
         if self.kind in ("window", "chunked"):
             return f"{self.kind}:{self.max_size}:{self.keep}:{self.kv_heads}:{self.k_dim}:{self.v_dim}"
         if self.kind == "recurrent":
@@ -88,7 +88,7 @@ class Layout:
         return sum(layer.growing_bytes() for layer in self.layers)
 
     def flat(self) -> tuple[LayerSpec, ...]:
-        """Return the layers with the children of composites in their place, as spans and plans number layers."""
+        """Return the layers with composites replaced by their children: the flat layers that spans and plans number."""
         return self._flat
 
     @cached_property
@@ -96,7 +96,7 @@ class Layout:
         return tuple(spec for layer in self.layers for spec in (layer.children or (layer,)))
 
     def head_kinds(self) -> set[tuple[mx.Dtype, int, int]]:
-        """Return dtype, key size and value size of the layers that attend to segments."""
+        """Return dtype, key dim and value dim of the layers that attend to segments."""
         return {(spec.dtype, spec.k_dim, spec.v_dim) for spec in self.flat() if spec.kind in ("full", "window")}
 
     def describe_rope(self) -> dict[str, Any]:
@@ -118,13 +118,12 @@ class Layout:
         return dict(Counter(layer.kind for layer in self.layers))
 
 
-# First tokens that a bounded sequence never drops: attention sinks, whatever their content.
+# First tokens that a bounded sequence never drops, because they are attention sinks.
 KEPT_TOKENS = 4
 
 
 def read_layer_specs(model: Any, max_kv_size: int | None = None) -> tuple[LayerSpec, ...]:
-    """Return the kind of each layer. `max_kv_size`: full attention becomes a ring of that many tokens, whatever caches
-    the model would make."""
+    """Return the kind of each layer. `max_kv_size`: full attention becomes a window of that many tokens."""
     specs = tuple(_spec_of(cache) for cache in make_prompt_cache(model))
     return specs if max_kv_size is None else tuple(_bounded(spec, max_kv_size) for spec in specs)
 
@@ -193,7 +192,7 @@ def _measured_foreign(spec: LayerSpec, arrays: Sequence[mx.array], tokens: int) 
 
 
 def arrays_in(value: Any) -> list[mx.array]:
-    """Return every array inside an object of mlx-lm's, however the object keeps its arrays."""
+    """Return every array inside a cache of mlx-lm, at any depth."""
     if isinstance(value, mx.array):
         return [value]
     if isinstance(value, _BaseCache):

@@ -17,16 +17,16 @@ from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.window_layer import WindowLayer
 
 
-class KeptCaches(list[Any]):
-    """A cache for each layer, and the hidden states for which the output layer runs."""
+class PassCaches(list[Any]):
+    """The caches of a forward pass, one for each layer, and the choice of tokens for which the output layer runs."""
 
     def keep(self, hidden: mx.array) -> mx.array:
-        """Return the hidden states, out of [rows, tokens, dim], for which the output layer runs."""
+        """Return the hidden states of [rows, tokens, dim] for which the output layer runs."""
         raise NotImplementedError
 
 
-class PromptCaches(KeptCaches):
-    """The caches of a prompt chunk, of which no logits are read."""
+class PromptCaches(PassCaches):
+    """The caches of a prompt chunk, which needs no logits."""
 
     def keep(self, hidden: mx.array) -> mx.array:
         return hidden[:, :0]
@@ -37,8 +37,8 @@ def can_mix(layout: Layout) -> bool:
     return layout.batching == "batched" and all(spec.kind in ("full", "window") for spec in layout.layers)
 
 
-class StreamLayer(Protocol):
-    """An attention layer of the decode rows."""
+class DecodeRows(Protocol):
+    """An attention layer of the decode rows of a batch."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Keys, Keys]: ...
 
@@ -46,10 +46,10 @@ class StreamLayer(Protocol):
 
 
 class MixedLayer:
-    """An attention layer of a mixed pass: of the chunks' sequences, each with a token count, and of the decode rows."""
+    """An attention layer of a mixed pass: a layer and a token count for each chunk, and the decode rows."""
 
     def __init__(
-        self, chunks: Sequence[tuple[AttentionLayer, int]], rows: StreamLayer | None, offsets: mx.array
+        self, chunks: Sequence[tuple[AttentionLayer, int]], rows: DecodeRows | None, offsets: mx.array
     ) -> None:
         self._chunks = chunks
         self._rows = rows
@@ -58,7 +58,8 @@ class MixedLayer:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[MixedKeys, MixedKeys]:
         masks = [layer.make_mask(count) for layer, count in self._chunks]  # before the writes, which move the offset
-        # All write before any reads: a sequence may read another's tokens, and a view would make MLX copy the buffer.
+        # All chunks are written before any is read: one sequence may read another's tokens, and a view would make MLX
+        # copy the buffer at the next write.
         start = 0
         for layer, count in self._chunks:
             end = start + count
@@ -86,7 +87,7 @@ class MixedLayer:
             raise NotImplementedError("a window over a layer that keeps everything needs a mask for each row")
 
 
-class MixedCaches(KeptCaches):
+class MixedCaches(PassCaches):
     """The caches of a mixed pass. The output layer runs for the last `num_kept` tokens."""
 
     def __init__(self, layers: Sequence[MixedLayer], num_kept: int) -> None:
@@ -98,8 +99,9 @@ class MixedCaches(KeptCaches):
 
 
 class MixedPass:
-    """A forward pass over chunks, each a sequence and its number of tokens, and the next token of each row of `batch`;
-    None: no decode rows. `is_planned`: the rows' launches may be prepared, as for a compiled step."""
+    """A forward pass over chunks, each a sequence and a number of tokens, and the next token of each row of `batch`.
+
+    `batch` None: no decode rows. `is_planned`: the rows' launches may be prepared, as for a compiled step."""
 
     def __init__(
         self, chunks: Sequence[tuple[SequenceCache, int]], batch: BatchCache | None, *, is_planned: bool = False
@@ -116,18 +118,18 @@ class MixedPass:
         return self._plan is not None
 
     def begin(self) -> MixedCaches:
-        streams = self._batch.sequences if self._batch is not None else ()
-        offsets = [place for s, count in self._chunks for place in range(s.num_tokens, s.num_tokens + count)]
-        array = mx.array([*offsets, *(stream.num_tokens for stream in streams)])
+        decoding = self._batch.sequences if self._batch is not None else ()
+        offsets = [at for chunk, count in self._chunks for at in range(chunk.num_tokens, chunk.num_tokens + count)]
+        array = mx.array([*offsets, *(sequence.num_tokens for sequence in decoding)])
         by_layer: Any = zip(*(sequence.layers for sequence, _ in self._chunks), strict=True)
         counts = [count for _, count in self._chunks]
         layers = [
             MixedLayer(list(zip(chunk_layers, counts, strict=True)), rows, array)
-            for chunk_layers, rows in zip(by_layer, self._stream_layers(), strict=True)
+            for chunk_layers, rows in zip(by_layer, self._decode_rows(), strict=True)
         ]
-        return MixedCaches(layers, len(streams))
+        return MixedCaches(layers, len(decoding))
 
-    def _stream_layers(self) -> Sequence[StreamLayer | None]:
+    def _decode_rows(self) -> Sequence[DecodeRows | None]:
         if self._batch is None:
             return [None] * len(self._chunks[0][0].layers)
         if self._plan is None:
@@ -137,7 +139,7 @@ class MixedPass:
         return [PlannedLayer(offsets, launch, rows) for launch, rows in pairs]
 
     def end(self) -> None:
-        """Count the tokens. The caller has the result computed, needed or not: the rows' launches write new tokens."""
+        """Count the tokens. The caller always evaluates the result, because the rows' launches write new tokens."""
         if self._plan is not None:
             self._plan.count()
         elif self._batch is not None:

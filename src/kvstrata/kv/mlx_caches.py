@@ -1,4 +1,4 @@
-"""Convert mlx-lm's prompt caches to spans, and spans to prompt caches, so that either side can resume from the other.
+"""Conversion of mlx-lm's prompt caches to spans and back, so that either side can resume from the other's cache.
 
 Exactly filled buffers and packed values of a quantized cache are taken as they are. Other arrays are copied once, so
 that neither side keeps the other's memory alive or sees its writes.
@@ -35,46 +35,46 @@ _CACHES: dict[str, tuple[type, ...]] = {
 
 
 def adopt_mlx_lm(layout: Layout, caches: Sequence[Any], num_tokens: int) -> Span:
-    """Return a prompt cache of `num_tokens` as a span, whose checkpoint at its end has window and recurrent layers.
+    """Return a prompt cache of `num_tokens` as a span, with a checkpoint of window and recurrent layers at its end.
 
-    Raises MismatchedPlanes where the caches are not those of this model and this many tokens.
+    Raises MismatchedArrays where the caches are not those of this model and this many tokens.
     """
     if num_tokens < 1:
-        raise MismatchedArrays(f"A prompt cache of {num_tokens} tokens has nothing to go on from.")
+        raise MismatchedArrays(f"A prompt cache of {num_tokens} tokens has nothing to resume from.")
     flat = [child for cache in caches for child in (cache.caches if isinstance(cache, CacheList) else (cache,))]
     specs = layout.flat()
     if len(flat) != len(specs):
         raise MismatchedArrays(f"The prompt cache is another model's: it has {len(flat)} layers, not {len(specs)}.")
-    held: dict[int, LayerContent] = {}
+    contents: dict[int, LayerContent] = {}
     states: list[LayerState] = []
     for i, (spec, cache) in enumerate(zip(specs, flat, strict=True)):
-        state = adopted(spec, cache, num_tokens, i)
+        state = adopt_layer(spec, cache, num_tokens, i)
         if spec.kind == "full":
             assert isinstance(state, SealedSegment)
-            held[i] = (state,)
+            contents[i] = (state,)
         states.append(None if spec.kind == "full" else state)
-    span = Span(layout, 0, num_tokens, held)
+    span = Span(layout, 0, num_tokens, contents)
     if needs_checkpoints(layout):
         span.checkpoints[num_tokens] = Checkpoint(num_tokens, tuple(states))
     return span
 
 
-def to_mlx_lm(layout: Layout, runs: Sequence[SpanRange], checkpoint: Checkpoint | None) -> list[Any]:
-    """Return a prompt cache for `mlx_lm.generate`, after `runs`, which start at 0 and are consecutive.
+def to_mlx_lm(layout: Layout, ranges: Sequence[SpanRange], checkpoint: Checkpoint | None) -> list[Any]:
+    """Return a prompt cache for `mlx_lm.generate`, after `ranges`, which start at 0 and are consecutive.
 
     A layer whose tokens all have one affine codec becomes a QuantizedKVCache; other codecs are decoded.
     """
-    num_tokens = runs[-1].end
+    num_tokens = ranges[-1].end
     states = states_at(layout, checkpoint, num_tokens)
-    made = iter([_made(spec, i, runs, states[i], num_tokens) for i, spec in enumerate(layout.flat())])
+    made = iter([_to_layer(spec, i, ranges, states[i], num_tokens) for i, spec in enumerate(layout.flat())])
     return [CacheList(*(next(made) for _ in spec.children)) if spec.children else next(made) for spec in layout.layers]
 
 
 # From mlx-lm.
 
 
-def adopted(spec: LayerSpec, cache: Any, num_tokens: int, index: int) -> LayerState:
-    """Return the content of one layer. Raises MismatchedPlanes."""
+def adopt_layer(spec: LayerSpec, cache: Any, num_tokens: int, index: int) -> LayerState:
+    """Return the content of one layer. Raises MismatchedArrays."""
     if type(cache) not in _CACHES.get(spec.kind, ()):
         raise MismatchedArrays(f"Layer {index} is of kind {spec.kind}: no {type(cache).__name__} can be adopted there.")
     if spec.kind == "recurrent":
@@ -82,16 +82,16 @@ def adopted(spec: LayerSpec, cache: Any, num_tokens: int, index: int) -> LayerSt
     if cache.offset != num_tokens:
         raise MismatchedArrays(f"Layer {index} holds {cache.offset} tokens, not {num_tokens}.")
     if spec.kind == "window":
-        part = _from_rotating(spec, cache, index)
+        segment = _from_rotating(spec, cache, index)
     elif spec.kind == "chunked":
-        part = _from_chunked(spec, cache, index)
+        segment = _from_chunked(spec, cache, index)
     elif hasattr(cache, "bits"):
         codec = AffineCodec(cache.bits, cache.group_size)
-        part = SealedSegment(*(_from_packed(codec, arrays, num_tokens) for arrays in (cache.keys, cache.values)))
+        segment = SealedSegment(*(_from_packed(codec, arrays, num_tokens) for arrays in (cache.keys, cache.values)))
     else:
-        part = SealedSegment(_from_buffer(cache.keys, num_tokens), _from_buffer(cache.values, num_tokens))
-    _check_shape(spec, part, index)
-    return part
+        segment = SealedSegment(_from_buffer(cache.keys, num_tokens), _from_buffer(cache.values, num_tokens))
+    _check_shape(spec, segment, index)
+    return segment
 
 
 def _from_buffer(buffer: mx.array, num_tokens: int) -> EncodedArray:
@@ -116,15 +116,15 @@ def _from_rotating(spec: LayerSpec, cache: Any, index: int) -> SealedSegment:
             f"Layer {index} is a window of {spec.max_size} tokens that keeps {spec.keep}, "
             f"not one of {cache.max_size} that keeps {cache.keep}."
         )
-    # Kept tokens, then the newest. After a long chunk mlx-lm's buffer has older ones too.
+    # First tokens that are never overwritten, then the newest. After a long chunk mlx-lm's buffer has older ones too.
     kept = min(spec.keep, cache.offset)
     newest = min(cache.offset, spec.max_size) - kept
     sides = []
     for buffer in (cache.keys, cache.values):
         ordered = _only_row(cache._temporal_order(buffer))
         last = ordered.shape[1]
-        pieces = [ordered[:, a:b] for a, b in ((0, kept), (last - newest, last)) if a < b]
-        values = mx.concatenate(pieces, axis=1) if len(pieces) > 1 else owned(pieces[0])
+        parts = [ordered[:, a:b] for a, b in ((0, kept), (last - newest, last)) if a < b]
+        values = mx.concatenate(parts, axis=1) if len(parts) > 1 else owned(parts[0])
         sides.append(RawCodec().adopt(values, cache.offset - kept - newest))
     return SealedSegment(*sides)
 
@@ -156,14 +156,15 @@ def _only_row(array: mx.array) -> mx.array:
     return array.squeeze(0)
 
 
-def _check_shape(spec: LayerSpec, part: SealedSegment, index: int) -> None:
-    got = (part.num_heads, part.k.dim, part.v.dim)
+def _check_shape(spec: LayerSpec, segment: SealedSegment, index: int) -> None:
+    got = (segment.num_heads, segment.k.dim, segment.v.dim)
     if got != (spec.kv_heads, spec.k_dim, spec.v_dim):
         raise MismatchedArrays(
             f"Layer {index} has {spec.kv_heads} heads of {spec.k_dim} and {spec.v_dim} values, not {got}: "
             "the prompt cache is another model's."
         )
-    dtypes = {planes.arrays["values"].dtype for planes in (part.k, part.v) if isinstance(planes.codec, RawCodec)}
+    sides = (segment.k, segment.v)
+    dtypes = {side.arrays["values"].dtype for side in sides if isinstance(side.codec, RawCodec)}
     if dtypes - {spec.dtype}:
         raise MismatchedArrays(
             f"Layer {index} computes in {spec.dtype}, not in {', '.join(sorted(map(str, dtypes)))}: make the prompt "
@@ -174,15 +175,14 @@ def _check_shape(spec: LayerSpec, part: SealedSegment, index: int) -> None:
 # To mlx-lm.
 
 
-def _made(spec: LayerSpec, index: int, runs: Sequence[SpanRange], state: Any, num_tokens: int) -> Any:
+def _to_layer(spec: LayerSpec, index: int, ranges: Sequence[SpanRange], state: Any, num_tokens: int) -> Any:
     if spec.kind != "full":
-        return given(spec, index, state, num_tokens)
-    return _to_kv_cache(
-        spec, [part for run in runs for part in run.span.segments(index, run.start, run.end)], num_tokens
-    )
+        return to_mlx_cache(spec, index, state, num_tokens)
+    segments = [segment for each in ranges for segment in each.span.segments(index, each.start, each.end)]
+    return _to_kv_cache(spec, segments, num_tokens)
 
 
-def given(spec: LayerSpec, index: int, state: Any, num_tokens: int) -> Any:
+def to_mlx_cache(spec: LayerSpec, index: int, state: Any, num_tokens: int) -> Any:
     """Return mlx-lm's cache of a window, chunked or recurrent layer, from the state that `states_at` returned."""
     if spec.kind == "recurrent":
         arrays = ArraysCache(spec.num_arrays)
@@ -208,36 +208,36 @@ def _to_chunked(spec: LayerSpec, k: mx.array, v: mx.array, num_tokens: int) -> A
     return chunked
 
 
-def _to_kv_cache(spec: LayerSpec, parts: Sequence[Segment], num_tokens: int) -> Any:
-    codec = common_affine(parts)
+def _to_kv_cache(spec: LayerSpec, segments: Sequence[Segment], num_tokens: int) -> Any:
+    codec = common_affine(segments)
     if codec is not None:
-        whole = join_segments([compact_segment(part) for part in parts])
+        whole = join_segments([compact_segment(segment) for segment in segments])
         cache: Any = QuantizedKVCache(codec.group, codec.bits)
-        cache.keys, cache.values = (_to_packed(codec, planes, spec.dtype) for planes in (whole.k, whole.v))
+        cache.keys, cache.values = (_to_packed(codec, side, spec.dtype) for side in (whole.k, whole.v))
     else:
         cache = KVCache()
-        k, v = segments_to_arrays(parts, spec.dtype)
-        # A range of a buffer that a sequence writes, or a cut: mlx-lm must keep neither alive.
-        is_whole = len(parts) > 1 or isinstance(parts[0], SealedSegment)
+        k, v = segments_to_arrays(segments, spec.dtype)
+        # A view of a buffer or of a slice must not keep the whole alive, so it is copied.
+        is_whole = len(segments) > 1 or isinstance(segments[0], SealedSegment)
         cache.keys, cache.values = (k, v) if is_whole else (owned(k), owned(v))
         mx.eval(cache.keys, cache.values)
     cache.offset = num_tokens
     return cache
 
 
-def common_affine(parts: Sequence[Segment]) -> AffineCodec | None:
-    """Return the codec of all K and V if there is only one, as in a QuantizedKVCache, and it is affine."""
-    wholes = [part.whole if isinstance(part, SegmentSlice) else part for part in parts]
-    if any(isinstance(part, RawSegment) for part in wholes):
+def common_affine(segments: Sequence[Segment]) -> AffineCodec | None:
+    """Return the affine codec that all K and V have, as in a QuantizedKVCache; None: there is no such codec."""
+    wholes = [segment.whole if isinstance(segment, SegmentSlice) else segment for segment in segments]
+    if any(isinstance(segment, RawSegment) for segment in wholes):
         return None
-    codecs = {planes.codec for part in wholes if isinstance(part, SealedSegment) for planes in (part.k, part.v)}
+    codecs = {side.codec for whole in wholes if isinstance(whole, SealedSegment) for side in (whole.k, whole.v)}
     only = next(iter(codecs))
     return only if len(codecs) == 1 and isinstance(only, AffineCodec) else None
 
 
-def _to_packed(codec: AffineCodec, planes: EncodedArray, dtype: mx.Dtype) -> QuantizedArrays:
-    """Return planes in mlx-lm's form, which has scales in the dtype that the model computes in."""
-    packed, scales, biases = codec.yield_tuple(planes)
+def _to_packed(codec: AffineCodec, encoded: EncodedArray, dtype: mx.Dtype) -> QuantizedArrays:
+    """Return the arrays in mlx-lm's form, which has scales in the dtype that the model computes in."""
+    packed, scales, biases = codec.yield_tuple(encoded)
     made = packed[None], scales.astype(dtype)[None], biases.astype(dtype)[None]
     mx.eval(made)
     return made

@@ -20,7 +20,7 @@ from kvstrata.codecs.raw import RawCodec
 from kvstrata.errors import UnusableFile
 from kvstrata.kv.checkpoints import Checkpoint, LayerState, states_at
 from kvstrata.kv.layout import LayerSpec, Layout
-from kvstrata.kv.mlx_caches import adopted, common_affine, given
+from kvstrata.kv.mlx_caches import adopt_layer, common_affine, to_mlx_cache
 from kvstrata.kv.packing import DTYPES, array_of, copy_octets, octets_of
 from kvstrata.kv.span import SpanRange, compact_segment
 from kvstrata.kv.work_sizes import slices, work_sizes_of
@@ -222,7 +222,7 @@ def scalar_kinds(metadata: Mapping[str, str]) -> dict[str, str]:
 
 
 def layers_in(layout: Layout, metadata: Mapping[str, str], scalars: Scalars) -> list[LayerFile]:
-    """Return the layers of a file by flat layer. Raises MismatchedPlanes where the file is not of this model."""
+    """Return the layers of a file by flat layer. Raises MismatchedArrays where the file is not of this model."""
     num_layers = sum(1 for i in range(len(layout.layers) + 1) if f"1.{i}" in metadata)
     if num_layers != len(layout.layers):
         words = "no layers that can be read" if not num_layers else f"{num_layers} layers or more"
@@ -261,17 +261,17 @@ class FullLayerIn:
     codec: AffineCodec | None  # None: raw
 
     @property
-    def pieces(self) -> Callable[[int], list[tuple[int, int]]]:
+    def segment_ranges(self) -> Callable[[int], list[tuple[int, int]]]:
         return lambda num_tokens: list(slices(0, num_tokens, work_sizes_of(self.spec).segment_tokens))
 
 
 def num_tokens_in(layers: list[tuple[LayerSpec, LayerFile]], scalars: Scalars) -> int | None:
-    """Return the number of tokens that layers state; None: no layer does. Raises MismatchedPlanes if layers differ."""
+    """Return the number of tokens that layers state; None: no layer does. Raises MismatchedArrays if layers differ."""
     places = {"KVCache": 2, "QuantizedKVCache": 2, "RotatingKVCache": 2, "ChunkedKVCache": 2}
-    told = {scalars.int_at(f"{file.path}.{places[file.cache]}") for _, file in layers if file.cache in places}
-    if len(told) > 1 or any(number < 1 for number in told):
-        raise MismatchedArrays(f"The layers of the file hold different numbers of tokens: {sorted(told)[:4]}.")
-    return next(iter(told), None)
+    stated = {scalars.int_at(f"{file.path}.{places[file.cache]}") for _, file in layers if file.cache in places}
+    if len(stated) > 1 or any(number < 1 for number in stated):
+        raise MismatchedArrays(f"The layers of the file hold different numbers of tokens: {sorted(stated)[:4]}.")
+    return next(iter(stated), None)
 
 
 def full_layer(
@@ -307,20 +307,20 @@ def _require(
         raise MismatchedArrays(f"Tensor {path} of the file is {list(shape)}, not {list(wanted)}: another model's.")
 
 
-def cut_tensor(octets: np.ndarray, stored: FileArray, start: int, end: int) -> BlockTensor:
+def cut_tensor(octets: np.ndarray, tensor: FileArray, start: int, end: int) -> BlockTensor:
     """Copy tokens [start, end) of a tensor [1, kv_heads, tokens, width]."""
-    rows = octets.reshape(stored.shape[1], stored.shape[2], -1)[:, start:end]
+    rows = octets.reshape(tensor.shape[1], tensor.shape[2], -1)[:, start:end]
     return BlockTensor(
-        stored.dtype, (stored.shape[1], end - start, stored.shape[3]), np.ascontiguousarray(rows).reshape(-1)
+        tensor.dtype, (tensor.shape[1], end - start, tensor.shape[3]), np.ascontiguousarray(rows).reshape(-1)
     )
 
 
-def sealed_piece(layer: FullLayerIn, k: list[BlockTensor], v: list[BlockTensor], position: int) -> SealedSegment:
+def make_segment(layer: FullLayerIn, k: list[BlockTensor], v: list[BlockTensor], position: int) -> SealedSegment:
     """Make a segment of the tokens from `position` on. Runs on the thread that owns MLX."""
-    return SealedSegment(*(_planes(layer, arrays, position) for arrays in (k, v)))
+    return SealedSegment(*(_encoded(layer, arrays, position) for arrays in (k, v)))
 
 
-def _planes(layer: FullLayerIn, arrays: list[BlockTensor], position: int) -> EncodedArray:
+def _encoded(layer: FullLayerIn, arrays: list[BlockTensor], position: int) -> EncodedArray:
     made = [array_of(array) for array in arrays]
     if layer.codec is None:
         return RawCodec().adopt(made[0], position)
@@ -333,10 +333,10 @@ def other_layer(
     """Read a window, chunk or recurrent state at the end of the tokens. Runs on the thread that owns MLX."""
 
     def array(path: str) -> Any:
-        stored = tensors.get(path)
-        if stored is None:
+        tensor = tensors.get(path)
+        if tensor is None:
             raise MismatchedArrays(f"The file has no tensor {path[:40]}.")
-        return array_of(BlockTensor(stored.dtype, stored.shape, read(path)))
+        return array_of(BlockTensor(tensor.dtype, tensor.shape, read(path)))
 
     at = file.path
     cache: Any
@@ -344,7 +344,7 @@ def other_layer(
         cache = ArraysCache(spec.num_arrays)
         paths = [f"{at}.0.{i}" for i in range(spec.num_arrays)]
         cache.cache = [None if scalars.is_none(path) else array(path) for path in paths]
-        return adopted(spec, cache, num_tokens, 0)
+        return adopt_layer(spec, cache, num_tokens, 0)
     numbers = [scalars.int_at(f"{at}.{i}") for i in range(2, 6 if spec.kind == "window" else 5)]
     k, v = (None if scalars.is_none(f"{at}.{side}") else array(f"{at}.{side}") for side in (0, 1))
     if k is None or v is None or any(side.ndim != 4 or side.shape[1] != spec.kv_heads for side in (k, v)):
@@ -358,7 +358,7 @@ def other_layer(
         cache = ChunkedKVCache(numbers[1])
         cache.offset, cache.start_position = numbers[0], numbers[2]
     cache.keys, cache.values = k, v
-    return adopted(spec, cache, num_tokens, 0)
+    return adopt_layer(spec, cache, num_tokens, 0)
 
 
 Octets = np.ndarray  # uint8, contiguous
@@ -371,23 +371,23 @@ class LayerOut:
     spec: LayerSpec
     cache: str
     tree: Tree
-    parts: tuple[Segment, ...] = ()  # full attention: as they are now, whatever becomes of the span
-    codec: AffineCodec | None = None  # of all parts; None: they are decoded
+    segments: tuple[Segment, ...] = ()  # full attention: as they are now, even if the span changes later
+    codec: AffineCodec | None = None  # of all segments; None: they are decoded
     state: Any = None  # other layers: an mlx-lm cache
 
 
-def layers_out(layout: Layout, runs: Sequence[SpanRange], checkpoint: Checkpoint | None) -> list[LayerOut]:
-    """Return the layers to be written of consecutive `runs` from 0 on. Copies nothing of full attention."""
-    num_tokens = runs[-1].end
+def layers_out(layout: Layout, ranges: Sequence[SpanRange], checkpoint: Checkpoint | None) -> list[LayerOut]:
+    """Return the layers to be written of consecutive `ranges` from 0 on. Copies nothing of full attention."""
+    num_tokens = ranges[-1].end
     states = states_at(layout, checkpoint, num_tokens)
     made: list[LayerOut] = []
     for i, spec in enumerate(layout.flat()):
         if spec.kind == "full":
-            parts = tuple(part for run in runs for part in run.span.segments(i, run.start, run.end))
-            made.append(_full(spec, parts, num_tokens))
+            segments = tuple(segment for each in ranges for segment in each.span.segments(i, each.start, each.end))
+            made.append(_full(spec, segments, num_tokens))
         else:
-            cache = given(spec, i, states[i], num_tokens)
-            tree = _stored(cache.state)
+            cache = to_mlx_cache(spec, i, states[i], num_tokens)
+            tree = _without_contents(cache.state)
             made.append(LayerOut(spec, type(cache).__name__, tree, state=cache))
     return made
 
@@ -418,8 +418,8 @@ def tensors_of(layer: LayerOut) -> Generator[None, None, list[Octets]]:
     shapes = [leaf.shape for leaf in _leaves(layer.tree) if isinstance(leaf, FileArray)]
     made: list[np.ndarray] = []
     at = 0
-    for part in _pieces(layer):
-        arrays = _piece(layer, part)
+    for segment in _sliced(layer):
+        arrays = _slice_arrays(layer, segment)
         mx.eval(arrays)
         if not made:
             made = [
@@ -427,19 +427,19 @@ def tensors_of(layer: LayerOut) -> Generator[None, None, list[Octets]]:
                 for shape, a in zip(shapes, arrays, strict=True)
             ]
         for out, array in zip(made, arrays, strict=True):
-            out[:, at : at + part.num_tokens] = octets_of(array).reshape(*array.shape[:-1], -1)
-        at += part.num_tokens
+            out[:, at : at + segment.num_tokens] = octets_of(array).reshape(*array.shape[:-1], -1)
+        at += segment.num_tokens
         yield
     return [out.reshape(-1) for out in made]
 
 
-def _full(spec: LayerSpec, parts: tuple[Segment, ...], num_tokens: int) -> LayerOut:
-    codec, dtype = common_affine(parts), DTYPES[spec.dtype]
+def _full(spec: LayerSpec, segments: tuple[Segment, ...], num_tokens: int) -> LayerOut:
+    codec, dtype = common_affine(segments), DTYPES[spec.dtype]
     sides = (spec.k_dim, spec.v_dim)
     before = (1, spec.kv_heads, num_tokens)
     if codec is None:
         k, v = (FileArray(dtype, (*before, dim)) for dim in sides)
-        return LayerOut(spec, "KVCache", (k, v, num_tokens), parts)
+        return LayerOut(spec, "KVCache", (k, v, num_tokens), segments)
     packed = [
         (
             FileArray("U32", (*before, dim * codec.bits // 32)),
@@ -448,40 +448,38 @@ def _full(spec: LayerSpec, parts: tuple[Segment, ...], num_tokens: int) -> Layer
         )
         for dim in sides
     ]
-    return LayerOut(spec, "QuantizedKVCache", (*packed, num_tokens, codec.group, codec.bits), parts, codec)
+    return LayerOut(spec, "QuantizedKVCache", (*packed, num_tokens, codec.group, codec.bits), segments, codec)
 
 
-def _pieces(layer: LayerOut) -> list[Segment]:
-    """Cut a layer's segments into pieces that are decoded in some milliseconds."""
+def _sliced(layer: LayerOut) -> list[Segment]:
+    """Cut a layer's segments into slices that are decoded in some milliseconds."""
     size = work_sizes_of(layer.spec).slice_tokens
-    pieces: list[Segment] = []
-    for part in layer.parts:
-        pieces += [
-            piece for at in range(0, part.num_tokens, size)
-            for piece in cut_segments([part], at, min(at + size, part.num_tokens))
-        ]  # fmt: skip
-    return pieces
+    cut: list[Segment] = []
+    for segment in layer.segments:
+        for at in range(0, segment.num_tokens, size):
+            cut += cut_segments([segment], at, min(at + size, segment.num_tokens))
+    return cut
 
 
-def _piece(layer: LayerOut, part: Segment) -> list[mx.array]:
-    """Return the arrays of a piece, [kv_heads, tokens, width] each."""
+def _slice_arrays(layer: LayerOut, segment: Segment) -> list[mx.array]:
+    """Return the arrays of a slice, [kv_heads, tokens, width] each."""
     dtype = layer.spec.dtype
     if layer.codec is None:
-        k, v = segments_to_arrays((part,), dtype)
+        k, v = segments_to_arrays((segment,), dtype)
         return [k.squeeze(0).astype(dtype), v.squeeze(0).astype(dtype)]
-    whole = compact_segment(part) if isinstance(part, SegmentSlice) else part
+    whole = compact_segment(segment) if isinstance(segment, SegmentSlice) else segment
     assert isinstance(whole, SealedSegment)
     arrays: list[mx.array] = []
-    for planes in (whole.k, whole.v):
-        packed, scales, biases = layer.codec.yield_tuple(planes)
+    for side in (whole.k, whole.v):
+        packed, scales, biases = layer.codec.yield_tuple(side)
         arrays += [packed, scales.astype(dtype), biases.astype(dtype)]
     return arrays
 
 
-def _stored(tree: Tree) -> Tree:
+def _without_contents(tree: Tree) -> Tree:
     """Return a cache's state, with dtype and shape in place of each array."""
     if isinstance(tree, list | tuple):
-        return [_stored(child) for child in tree]
+        return [_without_contents(child) for child in tree]
     if isinstance(tree, mx.array):
         return FileArray(DTYPES[tree.dtype], tuple(tree.shape))
     return tree

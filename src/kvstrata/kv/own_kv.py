@@ -19,11 +19,13 @@ from kvstrata.kv.work_sizes import WorkSizes, join_segments, slices, work_sizes_
 
 
 class OwnKV:
+    """KV of one sequence in one layer. Sealed segments cover the oldest tokens, buffers all later ones."""
+
     def __init__(self, start: int, buffers: KvBufferList) -> None:
         self.start = start  # position of the first token
         self.buffers = buffers  # raw tokens; the sequence's layer writes there
         self.sealed: tuple[SealedSegment, ...] = ()
-        self.sealed_tokens = 0  # kept, because every plan of a step asks for it
+        self.sealed_tokens = 0  # a sum, kept because each step plan reads it
         self.sealed_bytes = 0
 
     @property
@@ -39,13 +41,16 @@ class OwnKV:
         return tuple(cut_segments((*self.sealed, *self.buffers.segments()), start - self.start, end - self.start))
 
     def whole_arrays(self) -> tuple[mx.array, mx.array] | None:
-        """Return K and V if they fill one buffer exactly: it can be kept as it is, if it is not written again."""
+        """Return K and V if they fill one buffer exactly. The caller may keep the buffer if nobody writes it again."""
         return None if self.sealed else self.buffers.whole_arrays()
 
     def replace_segment(self, segment: SealedSegment, by: SealedSegment) -> None:
         """Replace a sealed segment by another of the same tokens."""
         if (segment.k.position, segment.k.end) != (by.k.position, by.k.end):
-            raise ValueError(f"tokens {segment.k.position} to {segment.k.end} cannot become others")
+            raise ValueError(
+                f"a segment of tokens {segment.k.position} to {segment.k.end} cannot be replaced by one of tokens "
+                f"{by.k.position} to {by.k.end}"
+            )
         at = self.sealed.index(segment)
         self._set_sealed((*self.sealed[:at], by, *self.sealed[at + 1 :]))
 
@@ -63,11 +68,11 @@ class OwnKV:
         return num_tokens
 
     def encode_past(self, k: Codec, v: Codec, window: RawWindow) -> Iterator[None]:
-        """Encode, in small steps, the raw tokens that are present now, except for the sequence's first and newest ones.
-        Readers see no change until all are encoded.
+        """Encode the raw tokens that are present now, in small steps, except for those of the raw window. Readers see
+        the raw tokens until all are encoded.
 
-        The newest tokens move to a new buffer with some free slots. All other buffers are freed; the remaining free
-        slots get a buffer later.
+        The newest tokens move to a new buffer with some free slots. All other buffers are freed; their free slots are
+        allocated again when they are needed.
         """
         num_tokens = self.num_to_encode(window)
         if not num_tokens:
@@ -106,8 +111,8 @@ class OwnKV:
         return k.squeeze(0), v.squeeze(0)  # an index would copy
 
     def _move_newest(self, first_end: int, start: int) -> list[SealedSegment]:
-        """Move raw tokens from position `start` on to a buffer of their own. Return tokens before `first_end`, sealed
-        raw."""
+        """Move raw tokens from position `start` on to a buffer of their own. Return the tokens before `first_end`
+        as a raw sealed segment."""
         end, first_start = self.end, self._raw_start
         size = self.buffers.size_for(end - start)
         recent = self._raw_arrays(start, end) if start < end else ()
@@ -126,12 +131,12 @@ class OwnKV:
 
 
 def _join_last(segments: list[SealedSegment], sizes: WorkSizes) -> None:
-    """Join neighbours of like size and the same codecs, up to the most tokens of a segment: segments stay few,
-    and a token is copied seldom."""
+    """Join the last segments while they have similar sizes and the same codecs, up to `segment_tokens`: there are few
+    segments, and each token is copied a few times only."""
     while len(segments) > 1:
         a, b = segments[-2:]
-        is_like = a.num_tokens <= 2 * b.num_tokens or b.k.end % sizes.segment_tokens == 0
-        if not is_like or not sizes.may_join(a, b):
+        is_similar = a.num_tokens <= 2 * b.num_tokens or b.k.end % sizes.segment_tokens == 0
+        if not is_similar or not sizes.may_join(a, b):
             return
         segments[-2:] = [join_segments((a, b))]
 

@@ -45,19 +45,19 @@ BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class UnreadableBlock(ConfigError):
-    """A block whose bytes do not make a span of this model."""
+    """A block whose content is not KV of this model."""
 
 
 def block_ends(span: Span, start: int, end: int) -> list[int]:
     """Return where blocks of tokens [start, end) end: multiples of 256, resume points, changes of precision."""
-    places = {end}
-    places.update(range(start - start % BLOCK_TOKENS + BLOCK_TOKENS, end, BLOCK_TOKENS))
-    places.update(at for at in (*span.checkpoints, *span.prompt_ends) if start < at < end)
+    ends = {end}
+    ends.update(range(start - start % BLOCK_TOKENS + BLOCK_TOKENS, end, BLOCK_TOKENS))
+    ends.update(at for at in (*span.checkpoints, *span.prompt_ends) if start < at < end)
     for layer in span.layers:
         # After a cut the first and the last segment may be longer than the span.
-        ends = (segment.k.position + segment.num_tokens for segment in span.sealed(layer))
-        places.update(at for at in ends if start < at < end)
-    return sorted(places)
+        segment_ends = (segment.k.end for segment in span.sealed(layer))
+        ends.update(at for at in segment_ends if start < at < end)
+    return sorted(ends)
 
 
 def block_bytes(layout: Layout) -> int:
@@ -71,15 +71,15 @@ def block_bytes(layout: Layout) -> int:
 
 
 def pack(span: Span, start: int, end: int) -> Generator[None, None, BlockContent]:
-    """Pack tokens [start, end) of a sealed span, which are in one segment of each layer, in small steps. The result has
-    what the span held at the first step."""
+    """Pack tokens [start, end) of a sealed span in small steps. The tokens are in one segment of each layer. The result
+    has the contents that the span had at the first step."""
     missing = set(_full_layers(span.layout)).difference(span.layers)
     if missing:
         raise ValueError(f"tokens {start} to {end} cannot be packed: their span does not have layers {missing}")
     found = [(layer, span.segments(layer, start, end)) for layer in span.layers]
     segments: dict[int, SealedSegment] = {}
-    for number, (layer, parts) in enumerate(found, 1):
-        (segments[layer],) = [compact_segment(part) for part in parts]
+    for number, (layer, held) in enumerate(found, 1):
+        (segments[layer],) = [compact_segment(segment) for segment in held]
         if number % LAYERS_AT_ONCE == 0:
             yield
     return (yield from _pack_segments(segments))
@@ -91,12 +91,12 @@ def pack_checkpoint(checkpoint: Checkpoint) -> BlockContent:
     for i, state in enumerate(checkpoint.states):
         if isinstance(state, RecurrentState):
             held = [j for j, array in enumerate(state.arrays) if array is not None]
-            tensors |= {f"{i}.{j}": _pack_alone(array) for j, array in enumerate(state.arrays) if array is not None}
+            tensors |= {f"{i}.{j}": _pack_array(array) for j, array in enumerate(state.arrays) if array is not None}
             states.append({"recurrent": len(state.arrays), "held": held})
         elif isinstance(state, SealedSegment):
             for side in ("k", "v"):
-                planes = getattr(state, side)
-                tensors |= {f"{i}.{side}.{name}": _pack_alone(array) for name, array in planes.arrays.items()}
+                encoded = getattr(state, side)
+                tensors |= {f"{i}.{side}.{name}": _pack_array(array) for name, array in encoded.arrays.items()}
             states.append({"k": _describe(state.k), "v": _describe(state.v)})
         else:
             states.append(None)
@@ -108,16 +108,16 @@ class FewerBits(Exception):
 
 
 def pack_shared(ranges: Sequence[SpanRange], plan: PrecisionPlan) -> Generator[None, None, BlockContent]:
-    """Pack tokens of consecutive sealed spans with the plan's codecs, a layer in each step. The result has what the
-    spans held at the first step. Raises FewerBits."""
+    """Pack tokens of consecutive sealed spans with the plan's codecs, a layer in each step. The result has the contents
+    that the spans had at the first step. Raises FewerBits."""
     layout = ranges[0].span.layout
     found = {
-        layer: [part for each in ranges for part in each.span.segments(layer, each.start, each.end)]
+        layer: [segment for each in ranges for segment in each.span.segments(layer, each.start, each.end)]
         for layer in ranges[0].span.layers
     }
     segments: dict[int, SealedSegment] = {}
-    for layer, parts in found.items():
-        segments[layer] = _shared_segment(parts, plan.pairs[layer], layout.flat()[layer].dtype)
+    for layer, held in found.items():
+        segments[layer] = _shared_segment(held, plan.pairs[layer], layout.flat()[layer].dtype)
         mx.eval(segments[layer].arrays())
         yield
     return (yield from _pack_segments(segments))
@@ -132,24 +132,27 @@ def pack_shared_checkpoint(checkpoint: Checkpoint, plan: PrecisionPlan, dtypes: 
     return pack_checkpoint(replace(checkpoint, states=tuple(states)))
 
 
-def _shared_segment(parts: Sequence[Segment], pair: CodecPair, dtype: mx.Dtype) -> SealedSegment:
-    """Make one segment. Raw neighbours are joined before they are encoded, so that a run of 256 tokens has one mean."""
-    if any(isinstance(part, RawSegment) for part in parts):
-        raise ValueError("what its owner still writes cannot be packed")
-    sealed = [compact_segment(part) if isinstance(part, SegmentSlice) else part for part in parts]
+def _shared_segment(segments: Sequence[Segment], pair: CodecPair, dtype: mx.Dtype) -> SealedSegment:
+    """Transcode and join consecutive segments to one.
+
+    Raw neighbours are joined before they are encoded, so that a group of 256 tokens has one mean.
+    """
+    if any(isinstance(segment, RawSegment) for segment in segments):
+        raise ValueError("buffers that their owner still writes cannot be packed")
+    sealed = [compact_segment(each) if isinstance(each, SegmentSlice) else each for each in segments]
     joined = [
-        part
-        for is_raw, group in groupby(sealed, key=lambda part: isinstance(part, SealedSegment) and part.is_raw)
-        for part in ([join_segments(list(group))] if is_raw else list(group))  # pyright: ignore[reportArgumentType]
+        segment
+        for is_raw, group in groupby(sealed, key=lambda each: isinstance(each, SealedSegment) and each.is_raw)
+        for segment in ([join_segments(list(group))] if is_raw else list(group))  # pyright: ignore[reportArgumentType]
     ]
-    segments = [
-        _require_codecs(transcode_segment(part, pair, dtype), pair)
-        for part in joined
-        if isinstance(part, SealedSegment)
+    transcoded = [
+        _require_codecs(transcode_segment(segment, pair, dtype), pair)
+        for segment in joined
+        if isinstance(segment, SealedSegment)
     ]
-    if len({(segment.k.codec, segment.v.codec) for segment in segments}) > 1:
-        raise FewerBits  # their family and precision are the same, their means differ
-    return join_segments(segments)
+    if len({(segment.k.codec, segment.v.codec) for segment in transcoded}) > 1:
+        raise FewerBits  # codecs of the same name whose means differ
+    return join_segments(transcoded)
 
 
 def _require_codecs(segment: SealedSegment, pair: CodecPair) -> SealedSegment:
@@ -177,16 +180,16 @@ def _pack_segments(segments: Mapping[int, SealedSegment]) -> Generator[None, Non
 
 def _group_key(segment: SealedSegment) -> tuple[Any, ...]:
     return tuple(
-        (planes.codec, planes.mean_runs, tuple((name, a.shape, a.dtype) for name, a in planes.arrays.items()))
-        for planes in (segment.k, segment.v)
+        (each.codec, each.mean_runs, tuple((name, a.shape, a.dtype) for name, a in each.arrays.items()))
+        for each in (segment.k, segment.v)
     )
 
 
-def _describe(planes: EncodedArray) -> dict[str, Any]:
-    return {"spec": planes.spec, "where": planes.where()}
+def _describe(encoded: EncodedArray) -> dict[str, Any]:
+    return {"spec": encoded.spec, "where": encoded.where()}
 
 
-def _pack_alone(array: mx.array) -> BlockTensor:
+def _pack_array(array: mx.array) -> BlockTensor:
     """Pack one array as [1, ...], copied."""
     return BlockTensor(DTYPES[array.dtype], (1, *array.shape), own_octets(array))
 
@@ -206,7 +209,7 @@ def _pack_stacked(arrays: Sequence[mx.array]) -> Generator[None, None, BlockTens
 
 
 def unpack(layout: Layout, content: BlockContent, start: int, end: int) -> dict[int, SealedSegment]:
-    """Return tokens [start, end) by layer. Raises UnreadableBlock, or ConfigError where the codec is unknown."""
+    """Return segments of tokens [start, end) by layer. Raises UnreadableBlock, or ConfigError for an unknown codec."""
     segments: dict[int, SealedSegment] = {}
     try:
         stacks_of: dict[str, dict[str, mx.array]] = defaultdict(dict)  # by group
@@ -217,7 +220,7 @@ def unpack(layout: Layout, content: BlockContent, start: int, end: int) -> dict[
             _require_rows(stacks, len(group["layers"]))
             for i, layer in enumerate(group["layers"]):
                 segments[layer] = SealedSegment(
-                    *(_unpack_planes(stacks, g, side, i, group[side]) for side in ("k", "v"))
+                    *(_unpack_array(stacks, g, side, i, group[side]) for side in ("k", "v"))
                 )
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise UnreadableBlock(f"A block's description does not fit its arrays: {error!r}") from error
@@ -265,7 +268,7 @@ def _require_layout(layout: Layout, segments: Mapping[int, SealedSegment], start
             or (segment.k.dim, segment.v.dim) != (spec.k_dim, spec.v_dim)
         ):
             raise UnreadableBlock(f"A block does not fit layer {layer} of this model.")
-        if any((planes.position, planes.end) != (start, end) for planes in (segment.k, segment.v)):
+        if any((each.position, each.end) != (start, end) for each in (segment.k, segment.v)):
             raise UnreadableBlock(f"A block of tokens {start} to {end} has others in layer {layer}.")
 
 
@@ -273,7 +276,7 @@ def _full_layers(layout: Layout) -> list[int]:
     return [layer for layer, spec in enumerate(layout.flat()) if spec.kind == "full"]
 
 
-def _unpack_planes(
+def _unpack_array(
     stacks: Mapping[str, mx.array], g: int, side: str, i: int, described: Mapping[str, Any]
 ) -> EncodedArray:
     prefix = f"{g}.{side}."
@@ -290,7 +293,7 @@ def _unpack_state(stacks: Mapping[str, mx.array], i: int, described: Mapping[str
         return RecurrentState(
             tuple(stacks[f"{i}.{j}"][0] if j in held else None for j in range(described["recurrent"]))
         )
-    return SealedSegment(*(_unpack_planes(stacks, i, side, 0, described[side]) for side in ("k", "v")))
+    return SealedSegment(*(_unpack_array(stacks, i, side, 0, described[side]) for side in ("k", "v")))
 
 
 # Arrays and their bytes.
@@ -371,10 +374,10 @@ def _bytes_by(prefix: str, labels: Mapping[str, int]) -> dict[str, int]:
 def _labels_of(description: Mapping[str, Any], name: str) -> tuple[str, str]:
     """Return the precision and the kind of one array, from its name in a block."""
     try:
-        place, side, *_ = name.split(".")
+        index, side, *_ = name.split(".")
         if "groups" in description:
-            return _precision_of(description["groups"][int(place)][side]), "full"
-        state = description["states"][int(place)]
+            return _precision_of(description["groups"][int(index)][side]), "full"
+        state = description["states"][int(index)]
         return ("raw", "recurrent") if "recurrent" in state else (_precision_of(state[side]), "window")
     except (AttributeError, KeyError, TypeError, ValueError, IndexError):
         return UNKNOWN, UNKNOWN

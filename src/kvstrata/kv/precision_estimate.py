@@ -1,4 +1,4 @@
-"""Estimate the bytes that a change of precision would free and its cost in accuracy, without making the change."""
+"""Estimates of a change of precision, without making it: bytes that it would free, and accuracy that it would cost."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from kvstrata.kv.raw_window import RawWindow
 from kvstrata.kv.span import Span
 from kvstrata.kv.transcode import ENCODE_TOKENS, becomes, codecs_after, live_codecs
 
-# Reasons for which bytes are left alone.
-STORED_SO = "stored so already"
+# Reasons why bytes would not change.
+SAME_PRECISION = "stored so already"
 
 LOWER = "lower already, with nothing put away"
 
@@ -47,7 +47,7 @@ class Estimate:
 
 
 def estimate(span: Span, plan: PrecisionPlan, *, upward: bool, window: RawWindow | None) -> Estimate:
-    """Estimate all that a change transcodes. `window` stays raw; None: the owner has ended, and all may be encoded."""
+    """Estimate a change of a span. `window` stays raw; None: the owner has ended, and all tokens may be encoded."""
     result = Estimate()
     specs = span.layout.flat()
     for layer in span.layers:
@@ -78,26 +78,26 @@ def _rings(
 @lru_cache(maxsize=4096)  # the layers of a span are alike, and a change may concern hundreds of spans
 def encoded_bytes(codec: Codec, heads: int, dim: int, position: int, num_tokens: int, dtype: mx.Dtype) -> int:
     """Return the bytes that `codec` allocates for `num_tokens` tokens."""
-    num_segments = len(runs_of(position, num_tokens)) if isinstance(codec, PlanesCodec) else 0
-    planes = codec.layout(Extent(dim, num_tokens, num_segments)).values()
+    num_mean_runs = len(runs_of(position, num_tokens)) if isinstance(codec, PlanesCodec) else 0
+    planes = codec.layout(Extent(dim, num_tokens, num_mean_runs)).values()
     sizes = [dtype.size if isinstance(codec, RawCodec) else plane.dtypes[0].size for plane in planes]
     return heads * sum(plane.rows * plane.width * size for plane, size in zip(planes, sizes, strict=True))
 
 
 def _add_segment(result: Estimate, segment: SealedSegment, pair: CodecPair, dtype: mx.Dtype, upward: bool) -> None:
-    _add_planes(result, segment.k, pair[0], dtype, upward)
-    _add_planes(result, segment.v, pair[1], dtype, upward)
+    _add_array(result, segment.k, pair[0], dtype, upward)
+    _add_array(result, segment.v, pair[1], dtype, upward)
 
 
-def _add_planes(result: Estimate, planes: EncodedArray, wanted: Codec, dtype: mx.Dtype, upward: bool) -> None:
-    codec = becomes(planes.codec, wanted, planes.dim, dtype, upward=upward)
-    result.bytes_before += planes.nbytes
-    if codec == planes.codec:
-        result.bytes_after += planes.nbytes
-        result.left_alone[STORED_SO if codec.name == wanted.name else LOWER] += planes.nbytes
+def _add_array(result: Estimate, encoded: EncodedArray, wanted: Codec, dtype: mx.Dtype, upward: bool) -> None:
+    codec = becomes(encoded.codec, wanted, encoded.dim, dtype, upward=upward)
+    result.bytes_before += encoded.nbytes
+    if codec == encoded.codec:
+        result.bytes_after += encoded.nbytes
+        result.left_alone[SAME_PRECISION if codec.name == wanted.name else LOWER] += encoded.nbytes
         return
-    (heads,) = planes.leading
-    result.bytes_after += encoded_bytes(codec, heads, planes.dim, planes.position, planes.num_tokens, dtype)
+    (heads,) = encoded.leading
+    result.bytes_after += encoded_bytes(codec, heads, encoded.dim, encoded.position, encoded.num_tokens, dtype)
 
 
 def _add_live(result: Estimate, own: OwnKV, pair: CodecPair, dtype: mx.Dtype, window: RawWindow) -> None:
@@ -121,7 +121,7 @@ def _add_live(result: Estimate, own: OwnKV, pair: CodecPair, dtype: mx.Dtype, wi
 
 
 def _add_ended(result: Estimate, own: OwnKV, span: Span, pair: CodecPair, dtype: mx.Dtype) -> None:
-    """Add buffers that wait to be trimmed to the committed tokens: other tokens and free slots go."""
+    """Add the KV of an owner that has ended. Transcoding keeps the committed tokens only, without free slots."""
     sealed = Estimate()
     for segment in own.sealed:
         _add_segment(sealed, segment, pair, dtype, upward=False)
@@ -140,9 +140,9 @@ def _encoded_pair(own: OwnKV, pair: CodecPair, position: int, num_tokens: int, d
 
 
 def score_error(span: Span, plan: PrecisionPlan, *, upward: bool) -> float | None:
-    """Return how far scores move, relative to their spread between tokens; None: nothing of the span would change.
+    """Return the error of attention scores relative to their spread over tokens; None: no sampled layer would change.
 
-    Measured on the first, middle and last layer, over some of the newest tokens, with keys in place of queries.
+    Measured in the first, middle and last layer, over some of the newest tokens, with keys in place of queries.
     """
     layers = span.layers
     errors = [_layer_error(span, i, plan.pairs[i], upward) for i in {layers[0], layers[len(layers) // 2], layers[-1]}]

@@ -25,7 +25,7 @@ EDGE = PlanesCodec(8)  # codec of layers that keep more bits than the others
 class PrecisionPlan:
     """The codecs of K and V by flat layer. Layers without K and V have RAW, which has no effect."""
 
-    k: Codec  # as asked for
+    k: Codec  # as configured, before it was fitted to a layer
     v: Codec
     pairs: tuple[CodecPair, ...]
 
@@ -44,7 +44,7 @@ class PrecisionPlan:
 
 
 def bits_of(codec: Codec, dim: int, dtype: mx.Dtype) -> float:
-    """Return the bits of a value as allocated in memory, where raw is the dtype that the model computes in."""
+    """Return the bits of a value as allocated in memory. A raw value has the dtype that the model computes in."""
     return 8.0 * dtype.size if isinstance(codec, RawCodec) else codec.bits_per_value(dim)
 
 
@@ -56,7 +56,7 @@ def choose_codecs(
     v: str | None = None,
     group_size: int | None = None,
 ) -> CodecPair:
-    """Return the codecs of K and V that these settings ask for together. Raises ConfigError if settings contradict."""
+    """Return the codecs of K and V that these settings give together. Raises ConfigError if settings contradict."""
     general = f"planes:{bits}" if bits is not None else "planes:8" if quantization else "raw"
     names = (_with_group(k or general, group_size), _with_group(v or general, group_size))
     if group_size is not None and not any(name.startswith("affine") for name in names):
@@ -86,7 +86,7 @@ def edges_of(layout: Layout, edge_layers: int) -> frozenset[int]:
 def make_plan(layout: Layout, k: Codec, v: Codec, *, edge_layers: int = 0, edge: Codec = EDGE) -> PrecisionPlan:
     """Make a plan with at least `edge` for K and V of the first and the last `edge_layers` layers that have any.
 
-    Refuses a codec that a layer cannot use.
+    Raises ConfigError where a layer cannot use a codec.
     """
     specs, edges = layout.flat(), edges_of(layout, edge_layers)
     pairs = [_pair(spec, k, v, edge if i in edges else None) for i, spec in enumerate(specs)]
@@ -96,10 +96,10 @@ def make_plan(layout: Layout, k: Codec, v: Codec, *, edge_layers: int = 0, edge:
 def _pair(spec: LayerSpec, k: Codec, v: Codec, at_least: Codec | None) -> CodecPair:
     if spec.kind not in ("full", "window", "chunked"):
         return RAW
-    return _codec(k, at_least, spec.k_dim, spec.k_rotation), _codec(v, at_least, spec.v_dim, spec.v_rotation)
+    return _fit_codec(k, at_least, spec.k_dim, spec.k_rotation), _fit_codec(v, at_least, spec.v_dim, spec.v_rotation)
 
 
-def _codec(asked: Codec, at_least: Codec | None, dim: int, turn: RopeRotation | None) -> Codec:
-    codecs = [fit(each, dim) for each in (asked, at_least) if each is not None]
+def _fit_codec(wanted: Codec, at_least: Codec | None, dim: int, rotation: RopeRotation | None) -> Codec:
+    codecs = [fit(each, dim) for each in (wanted, at_least) if each is not None]
     codec = max(codecs, key=lambda codec: codec.bits_per_value(dim))
-    return replace(codec, rotation=turn) if isinstance(codec, PlanesCodec) else codec
+    return replace(codec, rotation=rotation) if isinstance(codec, PlanesCodec) else codec

@@ -1,4 +1,7 @@
-"""The raw window: tokens of a running sequence that are never encoded. No imports: settings take defaults from here."""
+"""Raw window: tokens of a running sequence that are never encoded.
+
+A module of its own without MLX, because settings take their defaults from it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RawWindow:
-    """The first tokens of a sequence and its newest tokens, which stay raw."""
+    """The first and the newest tokens of a sequence, which stay raw while it runs."""
 
     first_tokens: int = 4
     recent_tokens: int = 128

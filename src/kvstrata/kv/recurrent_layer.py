@@ -1,7 +1,7 @@
 """Recurrent layers: gated delta net, Mamba, short convolutions. Their state does not grow.
 
 A sequence owns its state. While sequences decode in a batch, one array holds the states of all rows: states are
-gathered when the membership changes, not at each step.
+gathered when a batch is formed, not at each step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvstrata.kv.buffers import owned
 
 
 class RecurrentLayer(ArraysCache):
-    """The recurrent state of one sequence. A subclass of mlx-lm's own class, for which models ask by type."""
+    """The recurrent state of one sequence. A subclass of mlx-lm's class, because models check the type."""
 
     cache: list[Any]
 
@@ -34,7 +34,7 @@ class RecurrentLayer(ArraysCache):
         return state
 
     def resume(self, state: Sequence[mx.array | None], offset: int) -> None:
-        """Resume from a state. The state may be shared: models replace its arrays and write into none."""
+        """Resume from a state, which other sequences may share: models replace the arrays and never write into them."""
         self.cache = list(state)
         self.offset = offset
 
@@ -50,7 +50,7 @@ class RecurrentLayer(ArraysCache):
 
 
 class RecurrentRows(ArraysCache):
-    """The recurrent states of several sequences, a row each."""
+    """The recurrent states of the sequences of a batch, a row each."""
 
     def __init__(self, layers: Sequence[RecurrentLayer]) -> None:
         super().__init__(len(layers[0].cache))

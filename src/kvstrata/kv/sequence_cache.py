@@ -1,4 +1,4 @@
-"""The KV cache of one sequence: all of its layers, with which a model is called when the sequence runs alone."""
+"""The KV cache of one sequence: all of its layers. A model is called with them when the sequence runs alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvstrata.kv.window_layer import WindowLayer
 
 
 class LayerCache(Protocol):
-    """A layer of one sequence: what the sequence needs of it, beside the calls that mlx-lm's models make."""
+    """A layer of one sequence: the interface for `SequenceCache`. mlx-lm's models call further methods."""
 
     @property
     def nbytes(self) -> int: ...
@@ -36,7 +36,7 @@ class LayerCache(Protocol):
         """Reserve memory for more tokens."""
 
     def end_pass(self) -> list[mx.array]:
-        """Release what only the pass needed. Return the arrays that have to be issued before the next pass."""
+        """Release objects that only the pass needed. Return the arrays that have to be issued before the next pass."""
         ...
 
 
@@ -65,7 +65,7 @@ class CompositeLayer:
 
 
 class ForeignLayer:
-    """A cache of mlx-lm's of unknown kind: the model gets it as it is, one sequence at a time."""
+    """A cache class that only mlx-lm knows: the model gets it as it is, one sequence at a time."""
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
@@ -117,9 +117,10 @@ class Prefix:
 
 
 class SequenceCache:
-    """The live cache of one sequence: `capacity` tokens of its own, more with `grow`.
+    """The live cache of one sequence: `capacity` tokens after its prefix, more with `grow`.
 
-    `raw_tokens`: most of them that have buffers at once; the engine encodes older tokens in time. None: no limit.
+    `raw_tokens`: largest number of tokens that have buffers at once; the engine encodes older tokens in time. None: no
+    limit.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class SequenceCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the sequence's own tokens: other objects hold its prefix."""
+        """Bytes of the sequence's own tokens, without its prefix, which spans own."""
         return sum(layer.nbytes for layer in self.layers)
 
     @property
@@ -166,7 +167,7 @@ class SequenceCache:
 
     @property
     def unallocated_tokens(self) -> int:
-        """Tokens that get a buffer only after earlier tokens are encoded and leave theirs."""
+        """Tokens that get a buffer only after earlier tokens were encoded and their buffers freed."""
         return max(0, self.capacity - self._sealed_tokens - self.raw_capacity)
 
     @property
@@ -187,9 +188,10 @@ class SequenceCache:
         return [array for layer in self.layers for array in layer.arrays()]
 
     def states(self) -> list[mx.array]:
-        """Return changed arrays that a pass's logits do not depend on: left lazy, they would pile up step by step."""
-        beside = (layer for layer in self.flat if isinstance(layer, RecurrentLayer | ForeignLayer))
-        return [array for layer in beside for array in layer.arrays()]
+        """Return arrays that a pass changes and its logits may not depend on: the caller evaluates them, because lazy
+        graphs would grow from step to step."""
+        stateful = (layer for layer in self.flat if isinstance(layer, RecurrentLayer | ForeignLayer))
+        return [array for layer in stateful for array in layer.arrays()]
 
     def grow(self, tokens: int) -> None:
         self.capacity += tokens
@@ -213,7 +215,7 @@ class SequenceCache:
         return [_as_called(layer, self._batching) for layer in self.layers]
 
     def end_pass(self, num_tokens: int) -> None:
-        """Count the tokens of a forward pass that was built, and release what only the pass needed."""
+        """Count the tokens of a forward pass, issue its launches, and release objects that only the pass needed."""
         self.num_tokens += num_tokens
         mx.async_eval([array for layer in self.layers for array in layer.end_pass()])
 

@@ -46,17 +46,17 @@ class Span:
 
     @property
     def kv_bytes(self) -> int:
-        """Allocated bytes without checkpoints; a live span counts its buffers whole."""
+        """Allocated bytes without checkpoints. The buffers of a live span count whole."""
         return sum(segment.nbytes for segment in self.sealed_segments()) + self.live_bytes
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of the owner of a live span: buffers and sealed segments."""
+        """Bytes of the owner's KV in a live span: buffers and sealed segments."""
         return sum(own.nbytes for own in self.live_layers())
 
     @property
     def owned_bytes(self) -> int:
-        """Bytes in the span's own memory: not the KV of a running owner."""
+        """Bytes that the span itself owns: without the KV of a running owner."""
         return sum(segment.nbytes for segment in self.sealed_segments()) + self.checkpoint_bytes
 
     @property
@@ -69,7 +69,7 @@ class Span:
 
     @property
     def written_end(self) -> int:
-        """Position that the owner of a live span has reached; the end of any other span."""
+        """Position that the owner of a live span has written up to; the end of any other span."""
         return next((own.end for own in self.live_layers()), self.end)
 
     def codec_pairs(self, layer: int) -> tuple[CodecPair, ...]:
@@ -80,7 +80,7 @@ class Span:
         return tuple(dict.fromkeys((segment.k.codec, segment.v.codec) for segment in content))
 
     def segments(self, layer: int, start: int, end: int) -> tuple[Segment, ...]:
-        """Return tokens [start, end) of a layer, positions in the sequence."""
+        """Return the segments of tokens [start, end) of a layer; both are positions in the sequence."""
         content = self._contents[layer]
         if isinstance(content, OwnKV):
             return content.segments(start, end)
@@ -88,7 +88,7 @@ class Span:
         return tuple(cut_segments(content, start - first, end - first))
 
     def content(self, layer: int) -> LayerContent:
-        """Return the content of a layer: the same object until it is replaced."""
+        """Return the content of a layer: the same object until the layer is transcoded or sealed."""
         return self._contents[layer]
 
     def sealed(self, layer: int) -> tuple[SealedSegment, ...]:
@@ -120,7 +120,7 @@ class Span:
         self.replace(layer, (*map(compact_segment, before), *segments, *map(compact_segment, after)))
 
     def cut(self, start: int, end: int) -> None:
-        """Keep only tokens [start, end), positions in the sequence. `shrink` frees the memory."""
+        """Keep only tokens [start, end), positions in the sequence. `transcode.shrink` frees the memory."""
         if not self.position <= start < end <= self.end:
             raise ValueError(f"tokens {start} to {end} cannot be cut out of {self.position} to {self.end}")
         self.position, self.num_tokens = start, end - start
@@ -131,14 +131,14 @@ class Span:
     def append(self, after: Span) -> None:
         """Take over the tokens of the next span. A layer may then hold several segments, until it is transcoded.
 
-        Only segments that a cut left untrimmed are copied, because segments must be consecutive.
+        Copies only segments that a cut left longer than their span, because segments must be consecutive.
         """
         if after.position != self.end or self.is_live or after.is_live:
             raise ValueError(f"a span from {after.position} on cannot be joined to one that ends at {self.end}")
         for layer in self._contents:
-            ours = self.segments(layer, self.position, self.end)
-            theirs = after.segments(layer, after.position, after.end)
-            self.replace(layer, [compact_segment(segment) for segment in (*ours, *theirs)])
+            before = self.segments(layer, self.position, self.end)
+            added = after.segments(layer, after.position, after.end)
+            self.replace(layer, [compact_segment(segment) for segment in (*before, *added)])
         self.num_tokens += after.num_tokens
         self.checkpoints |= after.checkpoints
         self.prompt_ends |= after.prompt_ends
@@ -149,7 +149,7 @@ def compact_segment(segment: Segment) -> SealedSegment:
     if isinstance(segment, SegmentSlice):
         whole, start, end = segment.whole, segment.start, segment.end
         return SealedSegment(whole.k.cut(start, end), whole.v.cut(start, end))
-    assert isinstance(segment, SealedSegment), "what its owner still writes is not sealed"
+    assert isinstance(segment, SealedSegment), "a segment of a buffer is not sealed: its owner still writes it"
     return segment
 
 
@@ -163,12 +163,12 @@ class SpanRange:
 
 
 class SpanSource:
-    """A layer of a span range, as read by a sequence that resumes after the range."""
+    """A layer of a span range, read by a sequence that resumes after the range."""
 
     def __init__(self, span_range: SpanRange, layer: int) -> None:
         self._range = span_range
         self._layer = layer
-        self._content: object = None  # that `_segments` were cut from
+        self._content: object = None  # of the layer, when `_segments` were cut from it
         self._segments: tuple[Segment, ...] = ()
 
     @property
@@ -197,7 +197,7 @@ def empty_span(layout: Layout) -> Span:
 
 
 def live_span(layout: Layout, cache: SequenceCache) -> Span:
-    """Return the span of the tokens that a sequence computes itself; none is committed yet."""
+    """Return a span over the KV that a running sequence computes itself; no token is committed yet."""
     own = {i: layer.own for i, layer in enumerate(cache.flat) if isinstance(layer, FullLayer)}
     return Span(layout, cache.start, 0, dict(own))
 

@@ -1,7 +1,7 @@
 """Transcode layers of a span in small steps: trim, encode, step down and join.
 
-Within a family of codecs transcoding changes as little as possible: planes step down by dropping planes, and segments
-of the same codecs are joined as they are. Everything else is decoded and encoded, which never gains precision.
+Codes are kept where possible: a planes codec steps down by dropping planes, and segments of the same codecs are joined
+as they are. Everything else is decoded and encoded again, which never restores precision.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from kvstrata.kv.raw_window import RawWindow
 from kvstrata.kv.span import Span, compact_segment
 from kvstrata.kv.work_sizes import WorkSizes, slices, work_sizes_of
 
-# Tokens that a running sequence adds before they are encoded.
+# Tokens of a running sequence that are encoded together, at least.
 ENCODE_TOKENS = 256
 
 
 class LayerTranscoder:
-    """The transcoding of one layer to a pair of codecs, in memory of its own, trimmed to the span's tokens.
+    """Transcoding of one layer to a pair of codecs, into new memory that holds exactly the span's tokens.
 
-    Readers see the old form or the new one, and between two steps the layer is whole. The caller passes the span to
+    Readers see the old or the new segments, and between two steps the layer is whole. The caller passes the span to
     each step, and no reference is kept: the memory of a span that is evicted meanwhile is freed at once.
     """
 
@@ -67,7 +67,7 @@ class LayerTranscoder:
         return self._at < span.end
 
     def _put(self, span: Span) -> None:
-        """Put new segments in place if they replace whole ones. A buffer goes when all of its tokens are replaced."""
+        """Replace segments that the finished ones cover whole. Buffers are replaced together, at the end."""
         content = span.content(self._layer)
         after: tuple[SealedSegment, ...] = ()
         if self._at < span.end:
@@ -99,7 +99,7 @@ def is_transcoded(span: Span, layer: int, pair: CodecPair, *, upward: bool = Fal
 
 
 def shrink(span: Span, layer: int) -> None:
-    """Free what a cut left over, and the buffers of a live layer, which no sequence may write any more."""
+    """Free the memory of tokens that a cut removed, and a live layer's buffers, which nobody may write any more."""
     if isinstance(span.content(layer), OwnKV):
         transcode_layer(span, layer, RAW)
     else:
@@ -124,7 +124,7 @@ def transcode_checkpoints(span: Span, plan: PrecisionPlan) -> Iterator[None]:
     """Transcode the checkpoints, a ring in each step. Steps are short: no ring is longer than its window."""
     for at in list(span.checkpoints):
         for i, (pair, spec) in enumerate(zip(plan.pairs, span.layout.flat(), strict=True)):
-            checkpoint = span.checkpoints.get(at)  # None: dropped meanwhile
+            checkpoint = span.checkpoints.get(at)  # None: removed meanwhile
             ring = checkpoint.states[i] if checkpoint is not None else None
             if checkpoint is not None and isinstance(ring, SealedSegment) and not keeps_codecs(ring, pair, spec.dtype):
                 transcoded = transcode_segment(ring, pair, spec.dtype)
@@ -145,11 +145,11 @@ def _is_checkpoint_transcoded(span: Span, checkpoint: Checkpoint, plan: Precisio
     )
 
 
-# Live layers: their owner still writes them.
+# Live layers, which their owner still writes.
 
 
 def has_to_encode(span: Span, layer: int, pair: CodecPair, window: RawWindow) -> bool:
-    """Whether a live layer has enough raw tokens to encode, or sealed tokens in more bits than `pair` has."""
+    """Whether a live layer has enough raw tokens to encode, or sealed tokens with more bits than `pair` has."""
     own, dtype = span.content(layer), span.layout.flat()[layer].dtype
     if not isinstance(own, OwnKV):
         return False
@@ -167,7 +167,7 @@ def encodable_tokens(span: Span, window: RawWindow) -> int:
 
 
 def encode_live(span: Span, layer: int, pair: CodecPair, window: RawWindow, *, up_to: int) -> Iterator[None]:
-    """Encode, in small steps, what the owner of a live layer had written at `up_to`, except for the raw window."""
+    """Encode the tokens of a live layer before position `up_to` in small steps, except for the raw window."""
     own, dtype = span.content(layer), span.layout.flat()[layer].dtype
     if not isinstance(own, OwnKV):
         return
@@ -182,7 +182,7 @@ def encode_live(span: Span, layer: int, pair: CodecPair, window: RawWindow, *, u
 
 
 def live_codecs(segment: SealedSegment, pair: CodecPair) -> CodecPair:
-    """Return the codecs for a sealed segment of a running sequence: first tokens, which were sealed raw, stay raw."""
+    """Return the codecs for a sealed segment of a running sequence: the raw first tokens stay raw."""
     return RAW if _codecs_of(segment) == RAW else pair
 
 
@@ -190,8 +190,8 @@ def live_codecs(segment: SealedSegment, pair: CodecPair) -> CodecPair:
 
 
 def becomes(held: Codec, wanted: Codec, dim: int, dtype: mx.Dtype, *, upward: bool = False) -> Codec:
-    """Return the codec that `held` becomes where `wanted` is asked for: never more bits than `held`, unless `upward`.
-    Planes keep their means: only tokens that are encoded anew get the means of `wanted`."""
+    """Return the codec that `held` is transcoded to where `wanted` is the target: never more bits than `held`, unless
+    `upward`. A planes codec keeps its means: only tokens that are encoded again get the means of `wanted`."""
     if isinstance(held, PlanesCodec) and isinstance(wanted, PlanesCodec) and wanted.bits <= held.bits:
         return dataclasses.replace(held, bits=wanted.bits)
     return wanted if upward or bits_of(wanted, dim, dtype) < bits_of(held, dim, dtype) else held
@@ -214,16 +214,16 @@ def keeps_codecs(segment: SealedSegment, pair: CodecPair, dtype: mx.Dtype, *, up
 def transcode_segment(segment: SealedSegment, pair: CodecPair, dtype: mx.Dtype) -> SealedSegment:
     """Transcode a whole segment at once, never to more bits than it has."""
     k, v = codecs_after(segment, pair, dtype)
-    return SealedSegment(_transcode_planes(segment.k, k, dtype), _transcode_planes(segment.v, v, dtype))
+    return SealedSegment(_transcode_array(segment.k, k, dtype), _transcode_array(segment.v, v, dtype))
 
 
 def _transcode_first(
     segments: Sequence[Segment], start: int, pair: CodecPair, dtype: mx.Dtype, sizes: WorkSizes, *, upward: bool
 ) -> SealedSegment:
-    """Transcode the first tokens of consecutive segments, in memory of their own: as many tokens as one step handles.
-    The first token is at position `start`.
+    """Transcode the first tokens of consecutive segments, as many as one step handles, into new memory. `start` is the
+    position of the first token.
 
-    Tokens in fewer bits than `pair` keep their codec, unless `upward`: more bits would restore nothing.
+    Tokens with fewer bits than `pair` keep their codec, unless `upward`: more bits would restore nothing.
     """
     segment = segments[0]
     if isinstance(segment, RawSegment):
@@ -239,7 +239,7 @@ def _transcode_first(
     if segment is whole and not encodes:
         if codecs == _codecs_of(whole):
             return whole
-        return SealedSegment(_transcode_planes(whole.k, k, dtype), _transcode_planes(whole.v, v, dtype))
+        return SealedSegment(_transcode_array(whole.k, k, dtype), _transcode_array(whole.v, v, dtype))
     end = first + _step_tokens(start, segment.num_tokens, sizes, encodes=encodes)
     return SealedSegment(
         _transcode_range(whole.k, first, end, k, dtype), _transcode_range(whole.v, first, end, v, dtype)
@@ -255,29 +255,29 @@ def _codecs_of(segment: SealedSegment) -> CodecPair:
     return segment.k.codec, segment.v.codec
 
 
-def _transcode_range(planes: EncodedArray, start: int, end: int, codec: Codec, dtype: mx.Dtype) -> EncodedArray:
-    """Transcode tokens [start, end) of planes, counted from the first one of the planes."""
-    if (start, end) == (0, planes.num_tokens):
-        return _transcode_planes(planes, codec, dtype)
-    if isinstance(planes.codec, RawCodec) and codec != planes.codec:
-        return codec.encode(planes.arrays["values"][:, start:end], planes.position + start)
-    return _transcode_planes(planes.cut(start, end), codec, dtype)
+def _transcode_range(encoded: EncodedArray, start: int, end: int, codec: Codec, dtype: mx.Dtype) -> EncodedArray:
+    """Transcode tokens [start, end) of an encoded array, counted from its first token."""
+    if (start, end) == (0, encoded.num_tokens):
+        return _transcode_array(encoded, codec, dtype)
+    if isinstance(encoded.codec, RawCodec) and codec != encoded.codec:
+        return codec.encode(encoded.arrays["values"][:, start:end], encoded.position + start)
+    return _transcode_array(encoded.cut(start, end), codec, dtype)
 
 
-def _transcode_planes(planes: EncodedArray, codec: Codec, dtype: mx.Dtype) -> EncodedArray:
-    if planes.codec == codec:
-        return planes
-    if _encodes_nothing(planes, codec):
+def _transcode_array(encoded: EncodedArray, codec: Codec, dtype: mx.Dtype) -> EncodedArray:
+    if encoded.codec == codec:
+        return encoded
+    if _encodes_nothing(encoded, codec):
         assert isinstance(codec, PlanesCodec)
-        return step_down(planes, codec.bits)
-    values = planes.codec.decode(planes, dtype)
+        return step_down(encoded, codec.bits)
+    values = encoded.codec.decode(encoded, dtype)
     is_raw = isinstance(codec, RawCodec)
-    return codec.adopt(values, planes.position) if is_raw else codec.encode(values, planes.position)
+    return codec.adopt(values, encoded.position) if is_raw else codec.encode(values, encoded.position)
 
 
-def _encodes_nothing(planes: EncodedArray, codec: Codec) -> bool:
-    """Whether the planes become those of `codec` without encoding anything anew."""
-    held = planes.codec
+def _encodes_nothing(encoded: EncodedArray, codec: Codec) -> bool:
+    """Whether the array becomes one of `codec` without encoding anything again."""
+    held = encoded.codec
     if isinstance(held, PlanesCodec) and isinstance(codec, PlanesCodec):
         return held.rotation == codec.rotation and codec.bits <= held.bits
     return held == codec

@@ -1,7 +1,7 @@
-"""Work sizes: cut the tokens of a layer so that no step of work takes long, however many tokens there are.
+"""Work sizes: bounds on the tokens of one step of work, so that no step takes long, however long a sequence is.
 
-Tokens are cached in segments and encoded in slices. Both end at positions that are the same in every sequence and at
-the ends of codecs' groups, so cutting changes no code.
+Tokens are cached in segments and encoded in slices. Both end at multiples of powers of two
+that are also ends of the codecs' groups, so the codes do not depend on the cuts.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class WorkSizes:
     slice_tokens: int  # tokens that are encoded or decoded at once
 
     def may_join(self, a: SealedSegment, b: SealedSegment) -> bool:
-        """Whether neighbours have the same codecs and make one segment."""
+        """Whether neighbours have the same codecs and fit one segment."""
         is_alike = (a.k.codec, a.v.codec) == (b.k.codec, b.v.codec)
         return is_alike and a.k.position // self.segment_tokens == (b.k.end - 1) // self.segment_tokens
 
     def join_neighbours(self, segments: Sequence[SealedSegment]) -> list[SealedSegment]:
-        """Join neighbours that make one segment."""
+        """Join neighbours that fit one segment."""
         groups: list[list[SealedSegment]] = []
         for segment in segments:
             if groups and self.may_join(groups[-1][0], segment):
@@ -75,6 +75,6 @@ def work_sizes_for(token_values: int) -> WorkSizes:
 
 
 def _tokens(num_values: int, token_values: int) -> int:
-    """Return the largest power of two that fits, and at least one group."""
+    """Return the largest power of two of tokens that fits `num_values`, and at least one group."""
     fits = num_values // max(1, token_values)
     return max(GROUP_TOKENS, 1 << max(0, fits.bit_length() - 1))

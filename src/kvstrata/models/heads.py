@@ -1,7 +1,7 @@
 """The output layer runs for tokens that are drawn from, not for those of a prompt.
 
 mlx-lm's models are an inner model that gives hidden states and an outer one that puts the output layer on top. The
-inner one is made to hand on only the tokens that a `KeptCaches` keeps. Where a model is built in another way, logits
+inner one is made to hand on only the tokens that a `PassCaches` keeps. Where a model is built in another way, logits
 are computed for all rows: slower by that, and as right.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from kvstrata.kv.mixed_pass import KeptCaches
+from kvstrata.kv.mixed_pass import PassCaches
 
 
 def trim_rows(model: Any) -> bool:
@@ -34,7 +34,7 @@ def _trimmed(inner: type[Any]) -> type[Any]:
 
     def call(self: Any, *args: Any, **options: Any) -> Any:
         out = inner.__call__(self, *args, **options)
-        passed = next((value for value in (*args, *options.values()) if isinstance(value, KeptCaches)), None)
+        passed = next((value for value in (*args, *options.values()) if isinstance(value, PassCaches)), None)
         return passed.keep(out) if passed is not None and isinstance(out, mx.array) else out
 
     # The name stays: messages, and models that look at it, see what they know.

@@ -259,7 +259,7 @@ class UseRecords:
 HISTORY_FACTOR = 8
 
 
-class Seen(NamedTuple):
+class LastUse(NamedTuple):
     """Last use of a node of the history, and the observation of its next use."""
 
     awaited: AwaitedUse
@@ -281,8 +281,8 @@ class RequestHistory:
     def __init__(self, reuse: Reuse, cache_tokens: Callable[[], int]) -> None:
         self._reuse = reuse
         self._cache_tokens = cache_tokens
-        self._tree: RadixTree[Seen | None] = RadixTree()
-        self._leaves: TimeQueue[Node[Seen | None]] = TimeQueue()
+        self._tree: RadixTree[LastUse | None] = RadixTree()
+        self._leaves: TimeQueue[Node[LastUse | None]] = TimeQueue()
 
     @property
     def num_tokens(self) -> int:
@@ -308,7 +308,7 @@ class RequestHistory:
             self._forget_oldest(now_s)
         return reuse_class
 
-    def _record_split(self, inserted: Inserted[Seen | None]) -> None:
+    def _record_split(self, inserted: Inserted[LastUse | None]) -> None:
         """Let the upper half keep the observation, and begin one of another class for the unused lower half."""
         if not inserted.halves:
             return
@@ -317,16 +317,16 @@ class RequestHistory:
         assert seen is not None
         reuse_class = seen.reuse_class.left
         awaited = self._reuse.opened(reuse_class, lower.num_tokens, seen.used_s)
-        lower.payload = Seen(awaited, reuse_class, seen.used_s)
+        lower.payload = LastUse(awaited, reuse_class, seen.used_s)
         if lower.is_leaf:
             self._queue_leaf(lower)
 
-    def _record_use(self, node: Node[Seen | None], num_tokens: int, reuse_class: ReuseClass, now_s: float) -> None:
+    def _record_use(self, node: Node[LastUse | None], num_tokens: int, reuse_class: ReuseClass, now_s: float) -> None:
         if node.payload is not None:
             self._reuse.reused(node.payload.awaited, num_tokens, now_s)
-        node.payload = Seen(self._reuse.opened(reuse_class, node.num_tokens, now_s), reuse_class, now_s)
+        node.payload = LastUse(self._reuse.opened(reuse_class, node.num_tokens, now_s), reuse_class, now_s)
 
-    def _queue_leaf(self, leaf: Node[Seen | None]) -> None:
+    def _queue_leaf(self, leaf: Node[LastUse | None]) -> None:
         assert leaf.payload is not None
         self._leaves.put(leaf, leaf.payload.used_s, leaf.start)
 

@@ -19,7 +19,7 @@ from anyio import to_thread
 
 from kvstrata.server.app import front
 from kvstrata.server.forgetting import expire_regularly
-from kvstrata.server.journal.sampling import Sampler
+from kvstrata.server.journal.sampling import JournalSampler
 from kvstrata.server.service import Service
 from kvstrata.server.wire.connection import Connection
 
@@ -52,7 +52,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
-        self._sampling = self._loop.create_task(Sampler(self.service).run())
+        self._sampling = self._loop.create_task(JournalSampler(self.service).run())
         if self.service.cache_ttl_s is not None:
             self._expiring = self._loop.create_task(expire_regularly(self.service, self.service.cache_ttl_s))
         self._on_ready()

@@ -12,7 +12,7 @@ import pytest
 
 from kvstrata.engine.cache_api import CacheApi
 from kvstrata.server.journal.journal import MAX_REQUESTS
-from kvstrata.server.journal.sampling import SETTLED_AFTER, Sampler
+from kvstrata.server.journal.sampling import SETTLED_AFTER, JournalSampler
 from tests.server.conftest import Served, running
 from tests.server.journal.conftest import Lines
 from tests.server.test_cache import LONG, complete, get, post
@@ -31,7 +31,7 @@ def history(served: Served, query: str = "") -> dict[str, Any]:
     return get(served, f"/cache/history{query}")
 
 
-def look(sampler: Sampler, served: Served) -> None:
+def look(sampler: JournalSampler, served: Served) -> None:
     """As at the end of a slot, without waiting for it."""
     loop = served.server._loop
     assert loop is not None
@@ -76,7 +76,7 @@ def test_counting_tokens_is_no_recent_request_unless_it_fails(served: Served) ->
 
 
 def test_slots_count_and_sample(fresh: Served) -> None:
-    sampler = Sampler(fresh.server.service)
+    sampler = JournalSampler(fresh.server.service)
     look(sampler, fresh)
     before = sums(history(fresh))
     complete(fresh, LONG)
@@ -105,7 +105,7 @@ def sums(told: dict[str, Any]) -> dict[str, int]:
 
 
 def test_events_are_sentences(fresh: Served) -> None:
-    sampler = Sampler(fresh.server.service)
+    sampler = JournalSampler(fresh.server.service)
     look(sampler, fresh)
     complete(fresh, LONG)
     post(fresh, "/cache/requantize", k="planes:8", v="planes:8")
@@ -138,7 +138,7 @@ def test_an_idle_engine_is_left_asleep(fresh: Served, monkeypatch: pytest.Monkey
     asked: list[int] = []
     engine = type(fresh.server.service.engine)
     ask = engine.ask_cache
-    sampler = Sampler(fresh.server.service)
+    sampler = JournalSampler(fresh.server.service)
     look(sampler, fresh)
     monkeypatch.setattr(engine, "ask_cache", lambda self, question: asked.append(1) or ask(self, question))
     for _ in range(3 * SETTLED_AFTER):

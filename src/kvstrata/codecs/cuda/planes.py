@@ -51,7 +51,7 @@ def pays(num_queries: int, dim: int) -> bool:
 
 
 def rotation_of(planes: EncodedArray) -> RopeRotation | None:
-    return getattr(planes.codec, "rotation", None)  # by name: the module with its class imports this one
+    return planes.codec.rotation
 
 
 def rotation_constants(turn: RopeRotation | None, prefix: str = "", suffix: str = "") -> list[Constant]:

@@ -16,7 +16,7 @@ from kvstrata.fleet.asgi import answer
 from kvstrata.fleet.ray.folders import take_folder
 from kvstrata.fleet.summary import Summary
 from kvstrata.prefix_cache.entry_table import CacheListener
-from kvstrata.server.journal.sampling import Sampler
+from kvstrata.server.journal.sampling import JournalSampler
 from kvstrata.server.service import Service
 
 GONE = "replica_gone"  # instead of an answer
@@ -45,7 +45,7 @@ class Replica:
             yield {"type": GONE}
             return
         if self._sampling is None:
-            self._sampling = asyncio.create_task(Sampler(self._service).run())
+            self._sampling = asyncio.create_task(JournalSampler(self._service).run())
         async for message in answer(self._app, request, body):
             yield message
 

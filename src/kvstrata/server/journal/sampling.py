@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SETTLED_AFTER = 6
 
 
-class Sampler:
+class JournalSampler:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._journal = service.journal

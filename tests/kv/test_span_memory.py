@@ -1,4 +1,4 @@
-"""What spans hold is what MLX has allocated, and no step copies a buffer that somebody else writes."""
+"""Memory of spans: their byte counts equal MLX's allocations, and no step copies a buffer that a sequence writes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.kv.drive import (
     TOKEN_BYTES,
     address,
     distance,
-    filled,
+    filled_layer,
     forward,
-    live,
+    live_span_of,
     random_kv,
+    random_span,
     sealed_span,
-    stored,
     text_for,
 )
 from tests.tiny import VOCAB, tiny_module
@@ -41,7 +41,7 @@ OWNED_TOKENS = 6000
 NUM_STEPS = 4
 
 
-# A span shared while its first owner writes.
+# A span that is shared while its owner writes.
 
 
 def model_of_wide_heads() -> Any:
@@ -77,7 +77,7 @@ def owner_and_reader(model: Any) -> tuple[SequenceCache, SequenceCache]:
 
 @pytest.mark.usefixtures("attention_path")
 @pytest.mark.parametrize("together", [True, False])
-def test_owner_and_reader_of_a_live_span_copy_no_buffer(together: bool) -> None:
+def test_live_span_is_read_and_written_without_copying_buffers(together: bool) -> None:
     model = model_of_wide_heads()
     owner, reader = owner_and_reader(model)
     batch = BatchCache([owner, reader])
@@ -94,7 +94,7 @@ def test_owner_and_reader_of_a_live_span_copy_no_buffer(together: bool) -> None:
 
 
 @pytest.mark.usefixtures("attention_path")
-def test_a_reader_of_a_live_span_says_what_its_owner_would() -> None:
+def test_reader_of_a_live_span_has_the_logits_of_a_full_sequence() -> None:
     model = model_of_wide_heads()
     owner, reader = owner_and_reader(model)
     alone = SequenceCache(probe(model), model, OWNED_TOKENS)
@@ -110,8 +110,8 @@ def test_a_reader_of_a_live_span_says_what_its_owner_would() -> None:
 
 
 @pytest.mark.parametrize("names", [("planes:8", "planes:2"), ("affine:8", "affine:4")])
-def test_eight_sequences_over_spans_of_different_precisions(names: tuple[str, str]) -> None:
-    """One owner that writes, seven that read it behind two stored spans; together as alone, without a copy."""
+def test_batch_over_spans_of_different_precisions_has_the_logits_alone(names: tuple[str, str]) -> None:
+    """One owner that writes and seven readers, after two sealed spans: no buffer is copied."""
     model = model_of_wide_heads()
     layout = probe(model)
     spans = [span_of(model, at, name) for at, name in zip((0, 600), names, strict=True)]
@@ -131,14 +131,14 @@ def test_eight_sequences_over_spans_of_different_precisions(names: tuple[str, st
     for _ in range(NUM_STEPS):
         tokens = [rng.randrange(VOCAB) for _ in together]
         assert distance(step_together(model, batch, tokens), step_in_turn(model, alone, tokens)) < 1e-4
-    # Scratch apart (affine is decoded for the step): a copy would lie elsewhere.
+    # A copy would have another address. Scratch is ignored, because affine KV is decoded for the step.
     before = [address(array) for array in together[0].arrays()]
     step_together(model, batch, [1] * 8)
     assert [address(array) for array in together[0].arrays()] == before
 
 
 def span_of(model: Any, position: int, name: str) -> Span:
-    """600 random tokens from `position` on, stored."""
+    """Return a sealed span of 600 random tokens from `position` on."""
     layout = probe(model)
     plan = make_plan(layout, parse(name), parse(name))
     held: dict[int, Any] = {}
@@ -151,49 +151,49 @@ def span_of(model: Any, position: int, name: str) -> Span:
 # A sequence ends.
 
 
-def test_a_buffer_of_exactly_the_right_size_is_kept_as_it_is() -> None:
-    layer = filled(100, capacity=100)
+def test_exactly_filled_buffer_is_adopted_by_the_span() -> None:
+    layer = filled_layer(100, capacity=100)
     before = [address(array) for array in layer.arrays()]
-    span = live(layer)
+    span = live_span_of(layer)
     transcode_layer(span, 0, RAW)
-    part = span.sealed(0)[0]
-    assert [address(array) for array in part.arrays()] == before
+    segment = span.sealed(0)[0]
+    assert [address(array) for array in segment.arrays()] == before
     assert span.kv_bytes == 100 * TOKEN_BYTES
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_a_larger_buffer_is_trimmed_and_really_gone(name: str) -> None:
+def test_larger_buffer_is_trimmed_and_freed(name: str) -> None:
     before = active_bytes()
-    span = live(filled(5000, capacity=20_000))
+    span = live_span_of(filled_layer(5000, capacity=20_000))
     transcode_layer(span, 0, make_plan(LAYOUT, parse(name), parse(name)).pairs[0])
     assert active_bytes() - before == pytest.approx(span.kv_bytes, rel=0.02)
     assert span.kv_bytes <= 5000 * TOKEN_BYTES
 
 
-def test_pieces_become_one_part() -> None:
-    layer = filled(100, capacity=100)
+def test_transcode_joins_buffers_to_one_segment() -> None:
+    layer = filled_layer(100, capacity=100)
     layer.grow(200)
     layer.append(*random_kv(50, seed=1))
-    before = [array for part in layer.segments() for array in (part.dense(random_kv(1)[0].dtype))]
-    span = live(layer)
+    before = [array for segment in layer.segments() for array in (segment.dense(random_kv(1)[0].dtype))]
+    span = live_span_of(layer)
     transcode_layer(span, 0, RAW)
     k, v = span.sealed(0)[0].dense(random_kv(1)[0].dtype)
     assert distance(k, mx.concatenate(before[::2], axis=2)) == 0
     assert distance(v, mx.concatenate(before[1::2], axis=2)) == 0
 
 
-def test_nothing_sealed_is_nothing_to_store() -> None:
-    layer = filled(10, capacity=10)
+def test_transcode_of_an_empty_span_is_refused() -> None:
+    layer = filled_layer(10, capacity=10)
     span = Span(LAYOUT, 0, 0, {0: layer.own})
     with pytest.raises(ValueError, match="0 tokens"):
         transcode_layer(span, 0, RAW)
 
 
-def test_a_thousand_seal_and_drop_cycles_leave_memory_where_it_was() -> None:
+def test_thousand_transcode_and_cut_cycles_leak_no_memory() -> None:
     pairs = [make_plan(LAYOUT, parse(name), parse(name)).pairs[0] for name in CODECS]
 
     def cycle(i: int) -> None:
-        span = live(filled(70, capacity=70 + i % 2))
+        span = live_span_of(filled_layer(70, capacity=70 + i % 2))
         transcode_layer(span, 0, pairs[i % len(CODECS)])
         span.cut(0, 40)
         shrink(span, 0)
@@ -206,17 +206,17 @@ def test_a_thousand_seal_and_drop_cycles_leave_memory_where_it_was() -> None:
     assert active_bytes() == before
 
 
-def test_sequences_that_resume_and_end_leave_memory_where_it_was() -> None:
+def test_sequences_that_resume_and_end_leak_no_memory() -> None:
     text = text_for("gemma3_text", num_tokens=20)
     layout = text.layout
     plans = [make_plan(layout, parse(name), parse(name)) for name in ("raw", "planes:8")]
     base = SequenceCache(layout, text.model, 12)
     text.advance(base, 12)
-    mark = take_checkpoint(base)
+    checkpoint = take_checkpoint(base)
     root = sealed_span(layout, base)
 
     def cycle(i: int) -> None:
-        cache = SequenceCache(layout, text.model, 4, prefix_of(layout, [SpanRange(root, 0, 12)], mark))
+        cache = SequenceCache(layout, text.model, 4, prefix_of(layout, [SpanRange(root, 0, 12)], checkpoint))
         forward(text.model, cache, text.ids[12:14])
         span = sealed_span(layout, cache)
         span.checkpoints[14] = take_checkpoint(cache)
@@ -232,14 +232,14 @@ def test_sequences_that_resume_and_end_leave_memory_where_it_was() -> None:
     assert active_bytes() == before
 
 
-# Slices never keep a parent alive.
+# Cut spans never keep the memory of the whole alive.
 
 
 @pytest.mark.parametrize("name", ["raw", "affine:4", "planes:8"])
 @pytest.mark.parametrize(("start", "end"), [(7, 19_990), (19_000, 20_000)])
-def test_a_cut_owns_its_memory(name: str, start: int, end: int) -> None:
+def test_shrunk_cut_owns_its_memory(name: str, start: int, end: int) -> None:
     before = active_bytes()
-    span = stored(20_000, name)
+    span = random_span(20_000, name)
     span.cut(start, end)
     shrink(span, 0)
     # A small array may get a freed buffer that is up to two pages larger.
@@ -248,9 +248,9 @@ def test_a_cut_owns_its_memory(name: str, start: int, end: int) -> None:
     assert span.kv_bytes < (end - start) * TOKEN_BYTES * 1.01
 
 
-def test_a_join_frees_what_it_was_made_of() -> None:
+def test_joined_span_frees_the_memory_of_its_sources() -> None:
     before = active_bytes()
-    first, second = stored(3000, "planes:4"), stored(2000, "planes:4", position=3000)
+    first, second = random_span(3000, "planes:4"), random_span(2000, "planes:4", position=3000)
     first.append(second)
     del second
     held = first.kv_bytes
@@ -262,9 +262,9 @@ def test_a_join_frees_what_it_was_made_of() -> None:
 
 
 @pytest.mark.parametrize("act", [FullLayer.segments, lambda layer: layer.own.segments(10, 20)])
-def test_a_reader_that_lets_go_leaves_the_buffer_to_its_owner(act: Callable[[FullLayer], object]) -> None:
-    """A view that were kept would make the owner's next write a copy of everything."""
-    layer = filled(10_000, capacity=10_010)
+def test_write_after_a_released_view_copies_no_buffer(act: Callable[[FullLayer], object]) -> None:
+    """A kept view would make MLX copy the whole buffer at the owner's next write."""
+    layer = filled_layer(10_000, capacity=10_010)
     act(layer)
 
     def write() -> None:
@@ -274,10 +274,10 @@ def test_a_reader_that_lets_go_leaves_the_buffer_to_its_owner(act: Callable[[Ful
     assert peak_bytes(write) < layer.nbytes / 20
 
 
-def test_marks_own_what_they_hold() -> None:
+def test_checkpoint_owns_its_memory() -> None:
     text = text_for("qwen3_next", num_tokens=60)
     cache = SequenceCache(text.layout, text.model, 60)
     text.advance(cache, 50)
     before = active_bytes()
-    mark = take_checkpoint(cache)
-    assert active_bytes() - before == pytest.approx(mark.nbytes, rel=0.02)
+    checkpoint = take_checkpoint(cache)
+    assert active_bytes() - before == pytest.approx(checkpoint.nbytes, rel=0.02)

@@ -1,4 +1,4 @@
-"""Chunks of a prompt over parts as a Mac runs them: one launch for keys and one for values."""
+"""Prompt chunks over segments on Metal: one launch joins the keys and one the values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstrata.codecs.metal import planes as metal_planes
 from kvstrata.codecs.metal.planes import TokenRange
 from kvstrata.codecs.trials import VectorKind, What
 from tests.attention.plain_kernels import Plain
-from tests.attention.test_portable import KV_HEADS, needs_compiler, raw, sealed
+from tests.attention.test_metal_decode import KV_HEADS, needs_compiler, raw, sealed
 from tests.codecs.arrays import keys
 
 DIM, GROUP, CHUNK = 64, 2, 9
@@ -29,7 +29,7 @@ def as_on_metal() -> Iterator[None]:
 
 
 def chat() -> tuple[Segment, ...]:
-    """Turns that were stored at several times, one of them cut, and what the sequence has computed itself."""
+    """Return cached segments of several turns, one of them a slice, and the sequence's own raw tokens."""
     turns = [
         SegmentSlice(sealed("planes:8 halves", "planes:4", 300, DIM), 0, 280),
         sealed("planes:4 halves", "planes:2", 120, DIM, seed=2, position=280),
@@ -45,7 +45,7 @@ def attended(parts: tuple[Segment, ...]) -> mx.array:
 
 
 @needs_compiler
-def test_a_chunk_decodes_all_parts_by_one_launch_for_keys_and_one_for_values() -> None:
+def test_chunk_joins_all_segments_in_one_launch_for_keys_and_one_for_values() -> None:
     parts, run = chat(), Plain()
     wanted = attended(parts)
     with trials.as_if_tried("plain", run):
@@ -55,7 +55,7 @@ def test_a_chunk_decodes_all_parts_by_one_launch_for_keys_and_one_for_values() -
 
 
 @needs_compiler
-def test_what_is_raw_or_of_another_codec_is_left_to_mlx() -> None:
+def test_raw_segments_and_other_codecs_are_left_to_mlx() -> None:
     run = Plain()
     own, values = raw(20 + CHUNK, DIM, 7, start=0), sealed("raw", "planes:8", 40, DIM)
     with trials.as_if_tried("plain", run):
@@ -67,8 +67,8 @@ def test_what_is_raw_or_of_another_codec_is_left_to_mlx() -> None:
 
 
 @needs_compiler
-def test_what_was_tried_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine on which the kernel is right and faster, and one on which it is not."""
+def test_join_is_used_only_after_an_accepting_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one machine the kernel is right and faster, on the other it is not."""
     parts, asked = chat(), []
     wanted = attended(parts)
     kind = VectorKind(mx.float32, DIM)

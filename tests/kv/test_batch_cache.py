@@ -1,4 +1,4 @@
-"""Sequences of different lengths that join and leave a batch: every row's logits are those that it has alone."""
+"""Batches that sequences of different lengths join and leave, compared with each sequence alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_SEQUENCES = 8
 
 TOLERANCE = 1e-4
 
-# One of each kind of layer over so many steps as fill a ring nine times and three pieces of a buffer; all over more.
+# A model of each kind of layer, over steps that fill a ring nine times and three buffers. Slow: all models, longer.
 QUICK_STEPS = 300
 
 QUICK = [(name, QUICK_STEPS) for name in ("llama", "gemma3_text", "qwen3_next")]
@@ -30,8 +30,8 @@ RUNS = [*QUICK, *(pytest.param(name, 1000, marks=pytest.mark.slow) for name in A
 def steady_module(architecture: str, **overrides: Any) -> Any:
     """A tiny model whose rounding errors stay far below the tolerance.
 
-    gemma4 attends without a scale: trained norms have it in them. With random ones attention is so sharp that mlx-lm
-    differs from itself in float64 by more than 1e-4.
+    gemma4 attends without a scale, because trained norms contain it. With random norms attention is so sharp that
+    mlx-lm differs from itself in float64 by more than 1e-4.
     """
     model = tiny_module(architecture, **overrides)
     if architecture == "gemma4_text":
@@ -40,12 +40,12 @@ def steady_module(architecture: str, **overrides: Any) -> Any:
     return model
 
 
-class Forced:
-    """One sequence: a prompt and a reply that are given, and the step in which it joins."""
+class ForcedSequence:
+    """A sequence with a fixed prompt and reply, and the step at which it joins the batch."""
 
     def __init__(self, rng: random.Random, index: int, num_steps: int, prompt_tokens: int | None = None) -> None:
         self.prompt = [rng.randrange(VOCAB) for _ in range(prompt_tokens or rng.randint(2, 90))]
-        # One runs all the way; the others come and go, and for a while all are there.
+        # The first runs in all steps; the others join and leave, and for a while all run.
         all_from = num_steps // 3
         self.join = 0 if index == 0 else rng.randrange(all_from)
         self.num_steps = num_steps if index == 0 else rng.randint(all_from + 20, num_steps) - self.join
@@ -56,8 +56,8 @@ class Forced:
         return self.prompt + self.reply
 
 
-def expected_logits(model: Any, sequence: Forced) -> mx.array:  # [steps, vocab]
-    """Alone, with mlx-lm's own caches."""
+def expected_logits(model: Any, sequence: ForcedSequence) -> mx.array:  # [steps, vocab]
+    """Return the logits of the sequence alone with mlx-lm's own caches."""
     cache = make_prompt_cache(model)
     rows = []
     for start in range(0, len(sequence.ids), 64):
@@ -66,9 +66,9 @@ def expected_logits(model: Any, sequence: Forced) -> mx.array:  # [steps, vocab]
     return mx.concatenate(rows)[len(sequence.prompt) - 1 : len(sequence.prompt) - 1 + sequence.num_steps]
 
 
-def prefilled(model: Any, layout: Layout, sequence: Forced, piece: int) -> SequenceCache:
-    """A cache with all but the prompt's last token, its buffers in small pieces."""
-    cache = SequenceCache(layout, model, len(sequence.prompt) + piece)
+def prefilled(model: Any, layout: Layout, sequence: ForcedSequence, buffer_tokens: int) -> SequenceCache:
+    """Return a cache with all but the prompt's last token and a buffer for `buffer_tokens` more."""
+    cache = SequenceCache(layout, model, len(sequence.prompt) + buffer_tokens)
     tokens = sequence.prompt[:-1]
     model(mx.array([tokens]), cache=cache.caches())
     cache.end_pass(len(tokens))
@@ -95,11 +95,11 @@ def forward(
 
 
 @pytest.mark.parametrize(("architecture", "num_steps"), RUNS)
-def test_each_of_eight_has_the_output_it_has_alone(architecture: str, num_steps: int) -> None:
+def test_batched_sequences_have_the_logits_of_mlx_lm_alone(architecture: str, num_steps: int) -> None:
     model = steady_module(architecture)
     layout = probe(model)
     rng = random.Random(architecture)
-    sequences = [Forced(rng, i, num_steps) for i in range(NUM_SEQUENCES)]
+    sequences = [ForcedSequence(rng, i, num_steps) for i in range(NUM_SEQUENCES)]
     expected = [expected_logits(model, sequence) for sequence in sequences]
     caches: dict[int, SequenceCache] = {}
     batch: BatchCache | None = None
@@ -110,7 +110,7 @@ def test_each_of_eight_has_the_output_it_has_alone(architecture: str, num_steps:
         if active != list(caches):
             if batch is not None:
                 batch.release()
-            caches = {i: caches.get(i) or prefilled(model, layout, sequences[i], piece=100) for i in active}
+            caches = {i: caches.get(i) or prefilled(model, layout, sequences[i], buffer_tokens=100) for i in active}
             batch = BatchCache(list(caches.values())) if layout.batching == "batched" and len(caches) > 1 else None
         for cache in caches.values():
             if not cache.free_tokens:
@@ -125,13 +125,13 @@ def test_each_of_eight_has_the_output_it_has_alone(architecture: str, num_steps:
 
 
 @pytest.mark.parametrize(("architecture", "num_steps"), RUNS)
-def test_one_alone_has_mlx_lms_output(architecture: str, num_steps: int) -> None:
-    """Over pieces that are added."""
+def test_single_sequence_has_the_logits_of_mlx_lm(architecture: str, num_steps: int) -> None:
+    """The sequence grows by further buffers."""
     model = steady_module(architecture)
     layout = probe(model)
-    sequence = Forced(random.Random(7), 0, num_steps, prompt_tokens=200)
+    sequence = ForcedSequence(random.Random(7), 0, num_steps, prompt_tokens=200)
     wanted = expected_logits(model, sequence)
-    cache = prefilled(model, layout, sequence, piece=num_steps // 2)
+    cache = prefilled(model, layout, sequence, buffer_tokens=num_steps // 2)
     rows = []
     for token in sequence.ids[len(sequence.prompt) - 1 : -1]:
         if not cache.free_tokens:
@@ -143,19 +143,19 @@ def test_one_alone_has_mlx_lms_output(architecture: str, num_steps: int) -> None
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next"])
 @pytest.mark.parametrize("chunk", [1, 7, 50])
-def test_a_bounded_sequence_sees_what_mlx_lms_rotating_cache_sees(architecture: str, chunk: int) -> None:
+def test_bounded_sequence_has_the_logits_of_mlx_lms_rotating_cache(architecture: str, chunk: int) -> None:
     model = tiny_module(architecture)
     layout = probe(model, max_kv_size=24)
     rng = random.Random(1)
     ids = [rng.randrange(VOCAB) for _ in range(150)]
-    theirs = [RotatingKVCache(24, keep=4) if type(c) is KVCache else c for c in make_prompt_cache(model)]
-    # One by one: in chunks mlx-lm hides the kept tokens from all but the first query.
-    wanted = [model(mx.array([[id_]]), cache=theirs)[0, -1] for id_ in ids]
-    ours = SequenceCache(layout, model, 1)
+    mlx_caches = [RotatingKVCache(24, keep=4) if type(c) is KVCache else c for c in make_prompt_cache(model)]
+    # Token by token: in chunks mlx-lm masks the kept tokens for all but the first query.
+    wanted = [model(mx.array([[id_]]), cache=mlx_caches)[0, -1] for id_ in ids]
+    cache = SequenceCache(layout, model, 1)
     for start in range(0, len(ids), chunk):
         tokens = ids[start : start + chunk]
-        logits = model(mx.array([tokens]), cache=ours.caches())[0]
-        ours.end_pass(len(tokens))
-        mx.eval(logits, ours.arrays())
+        logits = model(mx.array([tokens]), cache=cache.caches())[0]
+        cache.end_pass(len(tokens))
+        mx.eval(logits, cache.arrays())
         for place, row in enumerate(logits):
             assert mx.abs(row - wanted[start + place]).max().item() <= TOLERANCE  # pyright: ignore[reportOperatorIssue]

@@ -1,4 +1,4 @@
-"""The portable kernel, run lane by lane in C++, beside MLX's own operations as a Mac runs them."""
+"""The portable decode kernel, run lane by lane in C++, compared with MLX's operations."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def check(q: mx.array, rows: Rows, sinks: mx.array | None = None, run: Plain | N
 @needs_compiler
 @pytest.mark.usefixtures("one_shape")
 @pytest.mark.parametrize(("dim", "group"), [(64, 2), (128, 4)])
-def test_every_combination_of_precisions(dim: int, group: int) -> None:
-    """Each in a row of its own, with raw tokens behind it; means that turn in each of the ways, and plain ones."""
+def test_decode_is_right_for_every_pair_of_precisions(dim: int, group: int) -> None:
+    """Each pair is a row with raw tokens after it, with plain means and RoPE-aware means of each form."""
     turning = [f"{bits} {turn}" for bits, turn in zip(BITS, TURNS, strict=True)]
     pairs = product(("raw", *BITS, *turning), ("raw", *BITS))
     rows: Rows = [
@@ -117,8 +117,8 @@ def test_every_combination_of_precisions(dim: int, group: int) -> None:
 @needs_compiler
 @pytest.mark.usefixtures("one_shape")
 @pytest.mark.parametrize(("k_dim", "v_dim", "group"), [(80, 80, 3), (96, 64, 1), (192, 128, 7), (256, 256, 5)])
-def test_head_sizes_and_groups_of_queries(k_dim: int, v_dim: int, group: int) -> None:
-    """Groups that no tile of queries divides; keys and values of different size; one row has a sink's share."""
+def test_decode_is_right_for_head_dims_and_query_groups(k_dim: int, v_dim: int, group: int) -> None:
+    """Query groups that no tile divides, keys and values of different dims, and a row with a sink."""
     rows: Rows = []
     for i, (k, v) in enumerate((("planes:8 halves", "planes:4"), ("planes:4 neighbours", "planes:2"))):
         part = SealedSegment(
@@ -133,7 +133,7 @@ def test_head_sizes_and_groups_of_queries(k_dim: int, v_dim: int, group: int) ->
 @needs_compiler
 @pytest.mark.usefixtures("one_shape")
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_sixteen_bits_are_read_exactly_and_results_rounded_once(dtype: mx.Dtype) -> None:
+def test_16_bit_values_are_read_exactly_and_results_rounded_once(dtype: mx.Dtype) -> None:
     dim = 64
     part = SealedSegment(
         encoded(parse("planes:8"), 100, dim, 1, dtype=dtype), RawCodec().encode(keys(KV_HEADS, 100, dim, dtype=dtype))
@@ -150,8 +150,8 @@ def test_sixteen_bits_are_read_exactly_and_results_rounded_once(dtype: mx.Dtype)
 
 @needs_compiler
 @pytest.mark.usefixtures("one_shape")
-def test_lanes_in_another_order_find_the_same() -> None:
-    """What one lane writes to shared memory and another reads has a barrier between them."""
+def test_lane_order_does_not_change_results() -> None:
+    """Between a write to shared memory and a read by another lane there is a barrier."""
     dim = 64
     rows: Rows = [(sealed("planes:8 last", "planes:4", 300, dim), raw(40, dim, 3)), (raw(50, dim, 5),)]
     q = queries(2, 2, dim)
@@ -159,8 +159,8 @@ def test_lanes_in_another_order_find_the_same() -> None:
 
 
 @needs_compiler
-def test_every_shape_of_launch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of them here, beside the one that the others use: raw rows alone, and planes of fewer bits."""
+def test_decode_is_right_for_every_launch_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two launch shapes beside that of the other tests: raw rows alone, and planes of fewer bits."""
     dim, shapes = 64, (ArrayCounts(0, 0, 8), ArrayCounts(8, 8, 10))
     monkeypatch.setattr(metal_launch_plan, "SHAPES", shapes)
     metal_launch_plan.plan.cache_clear()
@@ -211,7 +211,7 @@ SPECS = st.builds(
     with_sinks=st.booleans(),
     enough=st.sampled_from([1, 16, 1024]),
 )
-def test_any_mix_of_parts_in_any_number_of_rows(
+def test_decode_is_right_for_any_segments_in_any_rows(
     monkeypatch: pytest.MonkeyPatch, specs: list[list[Spec]], with_sinks: bool, enough: int
 ) -> None:
     """With few groups a split has many pieces, with many groups pieces are short."""
@@ -225,7 +225,7 @@ def test_any_mix_of_parts_in_any_number_of_rows(
 
 @needs_compiler
 @pytest.mark.usefixtures("one_shape")
-def test_parts_that_were_joined_inside_a_group_of_tokens() -> None:
+def test_decode_is_right_for_segments_joined_inside_a_group() -> None:
     dim = 64
     sides = []
     for name in ("planes:8 halves", "planes:4"):
@@ -237,8 +237,8 @@ def test_parts_that_were_joined_inside_a_group_of_tokens() -> None:
 
 @needs_compiler
 @pytest.mark.usefixtures("one_shape")
-def test_many_pieces_make_one_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest score moves from piece to piece: what was found before shrinks."""
+def test_decode_is_right_when_a_split_has_many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest score moves from piece to piece, so earlier sums are scaled down."""
     dim = 64
     monkeypatch.setattr(metal_launch_plan, "ENOUGH_GROUPS", 1)
     monkeypatch.setattr(metal_launch_plan, "MOST_SPLITS", 1)
@@ -248,8 +248,8 @@ def test_many_pieces_make_one_split(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.launches[0].groups == (1, KV_HEADS, 1)
 
 
-def test_parts_that_the_kernel_does_not_read() -> None:
-    """They go to MLX's own operations."""
+def test_unsupported_segments_have_no_read() -> None:
+    """Such segments are left to MLX's own operations."""
 
     def of(codec: Codec, dim: int, num_tokens: int = 20) -> metal_decode.SegmentRead | None:
         planes = encoded(codec, num_tokens, dim, 0)
@@ -284,7 +284,7 @@ def loads_of(rows: Rows) -> list[metal_launch_plan.LaunchContents]:
     return metal_launch_plan.contents_of(numbers, [ids.index(each) for each in ids])
 
 
-def test_rows_that_read_the_same_arrays_pass_them_once() -> None:
+def test_rows_with_the_same_arrays_pass_them_once() -> None:
     shared = sealed("planes:8", "planes:8", 90, 64)
     rows: Rows = [(SegmentSlice(shared, 0, 20 + i), raw(9, 64, i)) for i in range(8)]
     (load,) = loads_of(rows)
@@ -292,7 +292,7 @@ def test_rows_that_read_the_same_arrays_pass_them_once() -> None:
     assert [part.row for part, _ in load.segments] == sorted(2 * [*range(8)])
 
 
-def test_eight_rows_are_few_launches() -> None:
+def test_eight_rows_take_few_launches() -> None:
     raws: Rows = [(raw(30, 64, seed=i),) for i in range(8)]
     assert len(loads_of(raws)) == 1
     for name, most in (("planes:8", 4), ("planes:4", 4)):
@@ -302,7 +302,7 @@ def test_eight_rows_are_few_launches() -> None:
 
 @given(specs=st.lists(st.lists(SPECS, min_size=1, max_size=3), min_size=1, max_size=12))
 @settings(max_examples=20, deadline=None, derandomize=True)
-def test_every_token_of_every_row_is_in_one_piece_of_one_launch(specs: list[list[Spec]]) -> None:
+def test_plan_covers_every_token_of_every_row_once(specs: list[list[Spec]]) -> None:
     rows: Rows = [tuple(spec.part(10 * i + 2 * j) for j, spec in enumerate(row)) for i, row in enumerate(specs)]
     seen = [0] * len(rows)
     asked = metal_launch_plan.StepShape(len(rows), 2 * KV_HEADS, 64, 1.0, mx.float32, None, "plain")

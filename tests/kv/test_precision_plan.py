@@ -1,4 +1,4 @@
-"""Which codec each layer is stored under, and what is refused."""
+"""Codecs of each layer by a precision plan, and refused plans."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def names(layout: Layout, *args: str, **kwargs: object) -> list[str]:
     return [f"{k.name}/{v.name}" for k, v in plan.pairs]
 
 
-def test_the_first_and_the_last_layers_have_more_bits() -> None:
+def test_edge_layers_have_more_bits() -> None:
     layout = Layout((full(),) * 5)
     got = names(layout, "planes:4", "planes:2", edge_layers=2, edge=parse("planes:8"))
     assert got == ["planes:8/planes:8"] * 2 + ["planes:4/planes:2"] + ["planes:8/planes:8"] * 2
@@ -28,12 +28,12 @@ def test_the_first_and_the_last_layers_have_more_bits() -> None:
     assert names(layout, "planes:4", "planes:4", edge_layers=9) == ["planes:8/planes:8"] * 5
 
 
-def test_edges_never_have_fewer_bits_than_the_others() -> None:
+def test_edge_layers_never_have_fewer_bits_than_the_others() -> None:
     layout = Layout((full(),) * 3)
     assert names(layout, "raw", "planes:4", edge_layers=1) == ["raw/planes:8", "raw/planes:4", "raw/planes:8"]
 
 
-def test_edges_are_counted_in_layers_that_have_keys() -> None:
+def test_edge_layers_are_counted_over_layers_with_keys() -> None:
     recurrent = LayerSpec("recurrent", num_arrays=2, state_bytes=10)
     window = LayerSpec("window", max_size=8, kv_heads=2, k_dim=64, v_dim=64)
     composite = LayerSpec("composite", children=(recurrent, full()))
@@ -46,7 +46,7 @@ def test_edges_are_counted_in_layers_that_have_keys() -> None:
     assert make_plan(layout, parse("raw"), parse("raw")).is_raw
 
 
-def test_keys_and_values_of_different_sizes_choose_their_own_groups() -> None:
+def test_keys_and_values_of_different_dims_have_their_own_groups() -> None:
     assert names(Layout((full(96, 64),)), "affine:4", "affine:4") == ["affine:4:g32/affine:4"]
 
 
@@ -61,11 +61,11 @@ def test_keys_and_values_of_different_sizes_choose_their_own_groups() -> None:
         ("raw:4", "planes:4", "raw has no bits"),
     ],
 )
-def test_what_a_layer_cannot_store_is_refused_when_the_plan_is_made(k: str, v: str, match: str) -> None:
+def test_make_plan_refuses_a_codec_that_a_layer_cannot_use(k: str, v: str, match: str) -> None:
     with pytest.raises(UnsupportedCodec, match=match):
         make_plan(Layout((full(80),)), parse(k), parse(v))
 
 
-def test_an_edge_that_a_layer_cannot_store_is_refused_too() -> None:
+def test_make_plan_refuses_an_edge_codec_that_a_layer_cannot_use() -> None:
     with pytest.raises(UnsupportedCodec, match="head_dim 80"):
         make_plan(Layout((full(80),)), parse("planes:4"), parse("planes:4"), edge_layers=1, edge=parse("affine:8"))

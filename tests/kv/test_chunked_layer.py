@@ -1,4 +1,4 @@
-"""Chunked attention (llama4) beside mlx-lm's own cache."""
+"""Chunked attention (llama4), compared with mlx-lm's own cache."""
 
 from __future__ import annotations
 
@@ -88,16 +88,16 @@ def advance(cache: SequenceCache, end: int) -> None:
     assert mx.abs(logits - wanted()[start:end]).max().item() <= TOLERANCE  # pyright: ignore[reportOperatorIssue]
 
 
-def test_its_layers_are_chunked_and_full() -> None:
+def test_layout_of_llama4_has_chunked_and_full_layers() -> None:
     _, layout = tiny_llama4()
     assert layout.count_by_kind() == {"chunked": 3, "full": 1}
-    # It makes masks from whole-number offsets, so sequences run one after the other.
+    # The model makes masks from integer offsets, so sequences run one after the other.
     assert layout.batching == "per_sequence"
     assert layout.fixed_bytes == 3 * CHUNK * 2 * 2 * 16 * 4
 
 
 @pytest.mark.parametrize("prompt", [1, 15, 16, 17, 40, 64])
-def test_the_output_is_that_of_mlx_lms_cache(prompt: int) -> None:
+def test_chunked_layer_has_the_output_of_mlx_lms_cache(prompt: int) -> None:
     model, layout = tiny_llama4()
     cache = SequenceCache(layout, model, NUM_TOKENS)
     advance(cache, prompt)
@@ -108,7 +108,7 @@ def test_the_output_is_that_of_mlx_lms_cache(prompt: int) -> None:
         advance(cache, cache.num_tokens + size)
 
 
-def test_several_hundred_steps_and_memory_stays_as_it_was() -> None:
+def test_chunked_layer_memory_is_constant_over_hundreds_of_steps() -> None:
     model, layout = tiny_llama4()
     cache = SequenceCache(layout, model, NUM_TOKENS)
     advance(cache, 3)
@@ -121,31 +121,34 @@ def test_several_hundred_steps_and_memory_stays_as_it_was() -> None:
     assert {array.shape[2] for layer in chunked for array in layer.arrays()} == {CHUNK}
 
 
-def test_sequences_resume_at_marks_and_where_a_chunk_begins() -> None:
+def test_sequence_resumes_at_checkpoints_and_at_chunk_starts() -> None:
     model, layout = tiny_llama4()
     owner = SequenceCache(layout, model, NUM_TOKENS)
-    marks = []
+    checkpoints = []
     for end in (10, 32, 57, 80):
         advance(owner, end)
-        marks.append(take_checkpoint(owner))
+        checkpoints.append(take_checkpoint(owner))
     span = sealed_span(layout, owner)
-    reached = {mark.position: [at for at in range(1, 81) if reaches(mark, layout, at)] for mark in marks}
+    reached = {
+        checkpoint.position: [at for at in range(1, 81) if reaches(checkpoint, layout, at)]
+        for checkpoint in checkpoints
+    }
     assert reached[10] == [*range(1, 11)]
     assert reached[32] == [*range(16, 33)]
     assert reached[57] == [16, 32, *range(48, 58)]
     assert reached[80] == [16, 32, 48, *range(64, 81)]
-    for stored in (False, True):
-        if stored:
+    for is_sealed in (False, True):
+        if is_sealed:
             for layer in span.layers:
                 transcode_layer(span, layer, raw_plan(layout).pairs[layer])
-        for mark in marks:
-            for at in {mark.position, reached[mark.position][0], reached[mark.position][-2]}:
-                cache = SequenceCache(layout, model, 100, prefix_of(layout, [SpanRange(span, 0, at)], mark))
+        for checkpoint in checkpoints:
+            for at in {checkpoint.position, reached[checkpoint.position][0], reached[checkpoint.position][-2]}:
+                cache = SequenceCache(layout, model, 100, prefix_of(layout, [SpanRange(span, 0, at)], checkpoint))
                 advance(cache, at + 1)
                 advance(cache, at + 30)
 
 
-def test_marks_are_stored_under_the_plan() -> None:
+def test_checkpoint_of_chunked_layers_is_transcoded_by_the_plan() -> None:
     model, layout = tiny_llama4()
     cache = SequenceCache(layout, model, 60)
     advance(cache, 60)
@@ -160,17 +163,17 @@ def test_marks_are_stored_under_the_plan() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [7, 16, 30, 32, 57])
-def test_mlx_lm_and_we_go_on_from_each_other(num_tokens: int) -> None:
+def test_chunked_caches_convert_to_mlx_lm_and_back(num_tokens: int) -> None:
     model, layout = tiny_llama4()
-    theirs = make_prompt_cache(model)
-    model(mx.array([ids()[:5]]), cache=theirs)
-    model(mx.array([ids()[5:num_tokens]]), cache=theirs)
-    span = adopt_mlx_lm(layout, theirs, num_tokens)
-    runs, mark = [SpanRange(span, 0, num_tokens)], span.checkpoints[num_tokens]
-    ours = SequenceCache(layout, model, 100, prefix_of(layout, runs, mark))
-    advance(ours, num_tokens + 1)
-    advance(ours, num_tokens + 40)
-    back = to_mlx_lm(layout, runs, mark)
+    mlx_caches = make_prompt_cache(model)
+    model(mx.array([ids()[:5]]), cache=mlx_caches)
+    model(mx.array([ids()[5:num_tokens]]), cache=mlx_caches)
+    span = adopt_mlx_lm(layout, mlx_caches, num_tokens)
+    ranges, checkpoint = [SpanRange(span, 0, num_tokens)], span.checkpoints[num_tokens]
+    resumed = SequenceCache(layout, model, 100, prefix_of(layout, ranges, checkpoint))
+    advance(resumed, num_tokens + 1)
+    advance(resumed, num_tokens + 40)
+    back = to_mlx_lm(layout, ranges, checkpoint)
     assert isinstance(back[0], ChunkedKVCache)
     for start, end in ((num_tokens, num_tokens + 1), (num_tokens + 1, num_tokens + 40)):
         logits = model(mx.array([ids()[start:end]]), cache=back)[0]

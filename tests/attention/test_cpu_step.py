@@ -1,4 +1,4 @@
-"""Kernels over runs, raw or sealed under `raw` and `planes`, in one call: the same as attention over the parts."""
+"""CPU step: kernels over runs of raw and encoded tokens in one call, compared with attention over decoded segments."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _values(planes: EncodedArray) -> mx.array:
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("names", list(product(KEY_CODECS, CODECS)))
-def test_every_pair_of_codecs_and_head_dim(names: tuple[str, str], dim: int) -> None:
+def test_cpu_step_is_right_for_every_pair_of_codecs_and_head_dim(names: tuple[str, str], dim: int) -> None:
     rng = np.random.default_rng(dim)
     part = a_part(rng, names, (2, 300, dim, dim), position=100)
     check(rng, [a_row(rng, [part], (2, 37, dim, dim))], (2, 37, dim, dim))
@@ -153,7 +153,7 @@ def test_every_pair_of_codecs_and_head_dim(names: tuple[str, str], dim: int) -> 
 
 @pytest.mark.parametrize("dims", [(192, 128), (64, 80), (128, 64), (16, 48), (32, 16)])
 @pytest.mark.parametrize("bits", [8, 4, 2])
-def test_keys_and_values_of_different_dims(dims: tuple[int, int], bits: int) -> None:
+def test_cpu_step_is_right_for_different_dims_of_keys_and_values(dims: tuple[int, int], bits: int) -> None:
     rng = np.random.default_rng(bits)
     shape = (3, 70, *dims)
     part = a_part(rng, (f"planes:{bits}", f"planes:{bits}"), shape)
@@ -161,7 +161,7 @@ def test_keys_and_values_of_different_dims(dims: tuple[int, int], bits: int) -> 
 
 
 @pytest.mark.parametrize("dim", [4, 8, 24, 100])
-def test_dims_that_16_lanes_do_not_divide(dim: int) -> None:
+def test_cpu_step_is_right_for_dims_that_16_lanes_do_not_divide(dim: int) -> None:
     rng = np.random.default_rng(dim)
     shape = (2, 70, dim, dim + 4)
     check(rng, [a_row(rng, [a_part(rng, ("raw", "raw"), shape)], shape)], shape)
@@ -169,14 +169,14 @@ def test_dims_that_16_lanes_do_not_divide(dim: int) -> None:
 
 @pytest.mark.parametrize("queries", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("names", [("raw", "raw"), ("planes:8", "planes:4")])
-def test_groups_of_queries_and_sinks(queries: int, names: tuple[str, str]) -> None:
+def test_cpu_step_is_right_for_query_groups_and_sinks(queries: int, names: tuple[str, str]) -> None:
     rng = np.random.default_rng(queries)
     shape = (2, 90, 64, 64)
     part = a_part(rng, names, shape)
     check(rng, [a_row(rng, [part], shape)], shape, queries, normal(rng, 2 * queries) * 4)
 
 
-def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_step_result_does_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = (3, 600, 64, 64)
 
     def out() -> np.ndarray:
@@ -190,7 +190,7 @@ def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.array_equal(parallel, out())
 
 
-def test_other_rows_change_nothing() -> None:
+def test_cpu_step_result_does_not_depend_on_other_rows() -> None:
     rng = np.random.default_rng(3)
     parts = [
         a_part(rng, names, (2, 200, 64, 64)) for names in (("planes:4", "raw"), ("raw", "raw"), ("raw", "planes:2"))
@@ -208,14 +208,14 @@ def test_other_rows_change_nothing() -> None:
         assert mx.array_equal(alone, together[one])
 
 
-def test_a_raw_part_is_read_from_where_it_starts() -> None:
+def test_cpu_step_reads_a_raw_segment_from_its_start() -> None:
     rng = np.random.default_rng(5)
     shape = (2, 40, 64, 64)
     k, v = normal(rng, 1, 2, 500, 64), normal(rng, 1, 2, 500, 64)
     check(rng, [a_row(rng, [RawSegment(k, v, 321, 77)], shape)], shape)
 
 
-def test_planes_may_be_one_layer_of_arrays_over_all() -> None:
+def test_cpu_step_reads_gathered_planes() -> None:
     rng = np.random.default_rng(6)
     shape = (2, 40, 64, 64)
     planes = PlanesCodec(8).encode(normal(rng, 4, 2, 300, 64))
@@ -230,8 +230,8 @@ def test_planes_may_be_one_layer_of_arrays_over_all() -> None:
     check(rng, [a_row(rng, parts, shape)], shape)
 
 
-def test_pieces_that_were_encoded_apart_keep_their_means() -> None:
-    """K and V then differ in their segments."""
+def test_cpu_step_reads_joined_segments_with_their_own_means() -> None:
+    """K and V then have different mean runs."""
     rng = np.random.default_rng(8)
     codec, shape = PlanesCodec(4), (2, 40, 64, 64)
     k, v = normal(rng, 2, 400, 64), normal(rng, 2, 400, 64)
@@ -243,8 +243,8 @@ def test_pieces_that_were_encoded_apart_keep_their_means() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.0, 1e-7, 1e-5, 30.0])
-def test_vectors_that_strain_float16(factor: float) -> None:
-    """Scales and means that are zero, or subnormal in float16, and scores far apart."""
+def test_cpu_step_is_right_for_vectors_at_the_limits_of_float16(factor: float) -> None:
+    """Scales and means are zero or subnormal in float16, and scores differ widely."""
     rng = np.random.default_rng(9)
     shape = (2, 60, 64, 64)
     k, v = normal(rng, 1, 2, 300, 64) * factor, normal(rng, 1, 2, 300, 64) * min(factor, 1.0)
@@ -252,7 +252,7 @@ def test_vectors_that_strain_float16(factor: float) -> None:
     assert np.isfinite(check(rng, [a_row(rng, [part], shape)], shape)).all()
 
 
-def test_none_where_there_is_no_kernel() -> None:
+def test_runs_are_none_for_segments_without_a_kernel() -> None:
     rng = np.random.default_rng(1)
     x = normal(rng, 2, 64, 64)
     planes, raw = PlanesCodec(8).encode(x), parse_for("raw", 64).encode(x)
@@ -282,7 +282,7 @@ def test_run_keeps_arrays_but_not_its_segment() -> None:
     assert {id(array) for array in arrays} <= {id(held) for held in run.holds}
 
 
-def test_nothing_is_compiled_after_warm_up() -> None:
+def test_warm_up_compiles_all_kernels() -> None:
     from kvstrata.attention.cpu import kernels as cpu_kernels
     from kvstrata.codecs.cpu import kernels as codec_kernels
 
@@ -299,7 +299,7 @@ def test_nothing_is_compiled_after_warm_up() -> None:
     assert [len(kernel.signatures) for kernel in kernels] == before
 
 
-def test_a_later_start_compiles_nothing_and_needs_no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_warm_up_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu_step.warm_up()
 
     def no_process(*_: Any, **__: Any) -> None:
@@ -310,7 +310,7 @@ def test_a_later_start_compiles_nothing_and_needs_no_other_process(monkeypatch: 
 
 
 @pytest.mark.slow
-def test_the_first_start_compiles_in_two_processes(tmp_path: Path) -> None:
+def test_first_warm_up_compiles_in_two_processes(tmp_path: Path) -> None:
     code = """
 import json, kvstrata
 from kvstrata.attention.cpu import kernels, step
@@ -326,7 +326,7 @@ print(json.dumps([len(kernel.stats.cache_misses) for kernel in (kernels.decode, 
     assert (ours, of_codecs) == (1, 0)
 
 
-def test_a_second_process_that_cannot_be_started_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_works_without_a_second_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError("no process can be started")
 
@@ -335,7 +335,7 @@ def test_a_second_process_that_cannot_be_started_is_done_without(monkeypatch: py
     cpu_step.warm_up()
 
 
-def test_compiled_code_on_disk_belongs_to_the_modules_that_it_is_made_of() -> None:
+def test_built_on_is_the_digest_of_inlined_modules() -> None:
     from kvstrata.attention.cpu import delta_kernels as cpu_delta_kernels
     from kvstrata.attention.cpu import kernels as cpu_kernels
     from kvstrata.codecs.cpu import blocks as cpu_blocks
@@ -367,7 +367,7 @@ def part_plans(draw: st.DrawFn) -> tuple[tuple[str, str], int, int, int, int]:
     tail=st.integers(1, 80),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_rows_of_any_parts(
+def test_cpu_step_is_right_for_rows_of_any_segments(
     rows: list[list[tuple[tuple[str, str], int, int, int, int]]],
     dims: tuple[int, int],
     heads: tuple[int, int],

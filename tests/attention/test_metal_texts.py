@@ -1,4 +1,4 @@
-"""The text that MLX hands to Metal's compiler and to CUDA's: which buffers it takes, and whether it is their language.
+"""Kernel texts for the compilers of Metal and CUDA: their buffers, and whether clang accepts them.
 
 MLX records a Metal kernel while a function is exported, on any machine, with the text that it generates. Of CUDA's the
 head of the function is written here.
@@ -22,7 +22,7 @@ from kvstrata.codecs.metal import planes as metal_planes
 from kvstrata.codecs.metal.kernel_text import KernelLaunch
 from kvstrata.codecs.metal.planes import TokenRange
 from kvstrata.codecs.planes import PlanesCodec
-from tests.attention.test_portable import KV_HEADS, queries, raw, sealed
+from tests.attention.test_metal_decode import KV_HEADS, queries, raw, sealed
 from tests.codecs.arrays import a_turn, keys
 
 STUB, CUDA_STUB = (Path(__file__).parent / f"{name}_stub.h" for name in ("metal", "cuda"))
@@ -102,7 +102,7 @@ def buffers_of(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\[\[buffer\((\d+)\)\]\]", text)]
 
 
-def test_no_launch_takes_more_buffers_than_metal_has() -> None:
+def test_launches_stay_within_metals_buffer_limit() -> None:
     for case, texts in every_case().items():
         assert len(texts) >= 2, case
         for text in texts:
@@ -114,7 +114,7 @@ def test_no_launch_takes_more_buffers_than_metal_has() -> None:
             assert "_strides [[" not in text
 
 
-def test_shapes_of_launches_keep_to_the_limit() -> None:
+def test_launch_shapes_stay_within_the_buffer_limit() -> None:
     for slots in metal_launch_plan.SHAPES:
         text = metal_kernel_text.attend_text("metal", metal_kernel_text.HeadSizes(DIM, DIM, 2), slots, (mx.bfloat16,))
         assert (
@@ -131,7 +131,7 @@ def test_shapes_of_launches_keep_to_the_limit() -> None:
         assert len(text.inputs) + len(text.outputs) <= metal_launch_plan.MOST_BUFFERS
 
 
-def test_names_differ_where_texts_do() -> None:
+def test_kernels_of_different_texts_have_different_names() -> None:
     """MLX compiles a kernel anew whenever its name comes with another text."""
     by_name: dict[str, str] = {}
     for texts in every_case().values():
@@ -141,7 +141,7 @@ def test_names_differ_where_texts_do() -> None:
 
 
 @pytest.mark.parametrize("standard", ["c++14", "c++17"])
-def test_clang_takes_the_text_as_metals_language(tmp_path: Path, standard: str) -> None:
+def test_clang_accepts_the_metal_texts(tmp_path: Path, standard: str) -> None:
     """Spaces of memory included: a pointer to device memory is no pointer to a group's."""
     texts = {text for texts in every_case().values() for text in texts}
     assert len(texts) >= 9
@@ -149,7 +149,7 @@ def test_clang_takes_the_text_as_metals_language(tmp_path: Path, standard: str) 
         assert _complaints(tmp_path / f"{i}.cpp", text, standard) == ""
 
 
-def test_clang_refuses_what_metal_would_refuse(tmp_path: Path) -> None:
+def test_clang_rejects_invalid_metal(tmp_path: Path) -> None:
     """The check above can fail."""
     text = texts_for([(raw(20, DIM, 1, mx.bfloat16),)])[0]
     for right, wrong in (
@@ -180,7 +180,7 @@ def without_a_space(file: Path, text: str) -> list[str]:
     return [text for text in said if not SPACES & {*re.findall(r"\w+", text)}]
 
 
-def test_every_pointer_names_its_space_of_memory(tmp_path: Path) -> None:
+def test_every_pointer_has_an_address_space(tmp_path: Path) -> None:
     texts = {text for texts in every_case().values() for text in texts}
     for text in texts:
         assert without_a_space(tmp_path / "text.cpp", text) == []
@@ -191,7 +191,7 @@ def test_every_pointer_names_its_space_of_memory(tmp_path: Path) -> None:
         assert without_a_space(tmp_path / "wrong.cpp", wrong)
 
 
-def test_clang_takes_the_text_as_cudas_language(tmp_path: Path) -> None:
+def test_clang_accepts_the_cuda_texts(tmp_path: Path) -> None:
     rows: Rows = [
         (sealed("planes:8 halves", "planes:8", 40, DIM), raw(20, DIM, 1, mx.bfloat16)),
         (sealed("planes:4", "planes:2", 40, DIM), raw(20, DIM, 3, mx.bfloat16)),

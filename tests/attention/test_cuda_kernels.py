@@ -1,4 +1,4 @@
-"""The CUDA kernels against float64 arithmetic on what stock operations decode.
+"""CUDA kernels compared with float64 arithmetic on the arrays that stock operations decode.
 
 Without a GPU they run on the processor, where there is a C++ compiler, and only some of the cases: each takes seconds.
 """
@@ -56,7 +56,7 @@ SIZES = st.lists(st.integers(1, 256), min_size=1, max_size=12)
 
 
 @given(k_sizes=SIZES, v_cuts=st.sets(st.integers(1, 3000)), ends=st.tuples(st.integers(0, 3000), st.integers(0, 3000)))
-def test_pieces_cover_the_range_once_and_cross_no_segment(
+def test_pieces_cover_a_range_once_and_cross_no_mean_run(
     k_sizes: list[int], v_cuts: set[int], ends: tuple[int, int]
 ) -> None:
     num_tokens = sum(k_sizes)
@@ -101,7 +101,7 @@ CODED = [(bits, *kind, turns) for bits in HELD for kind in DTYPES for turns in (
 
 @needs_kernels
 @pytest.mark.parametrize(("bits", "dim", "dtype", "turns"), some(CODED, 1, 11))
-def test_encoding_gives_what_stock_operations_give(bits: int, dim: int, dtype: mx.Dtype, turns: bool) -> None:
+def test_encode_equals_stock_operations(bits: int, dim: int, dtype: mx.Dtype, turns: bool) -> None:
     x = keys(2, 301, dim, dtype=dtype)
     x[0, 3], x[0, 7, 2], x[1, 9, 1] = 0.0, float("nan"), float("inf")
     codec = PlanesCodec(bits, a_turn(_kind(dim), dim) if turns else None)
@@ -118,7 +118,7 @@ def test_encoding_gives_what_stock_operations_give(bits: int, dim: int, dtype: m
 
 @needs_kernels
 @pytest.mark.parametrize(("bits", "dim", "dtype", "turns"), some(CODED, 0, 11))
-def test_decoding_gives_what_stock_operations_give(bits: int, dim: int, dtype: mx.Dtype, turns: bool) -> None:
+def test_decode_equals_stock_operations(bits: int, dim: int, dtype: mx.Dtype, turns: bool) -> None:
     planes = _encoded(bits, dim, turn=_kind(dim) if turns else "")
     wanted = decoded(planes)
     bound = {mx.float32: 1e-6, mx.float16: 1e-3, mx.bfloat16: 5e-3}[dtype]
@@ -132,7 +132,7 @@ JOINED = [(64, mx.float16, True), (128, mx.bfloat16, True), (128, mx.bfloat16, F
 @needs_kernels
 @pytest.mark.parametrize(("dim", "dtype", "turns"), some(JOINED, 1, 4))
 @pytest.mark.parametrize("with_own", [True, False])
-def test_parts_are_joined_as_they_decode(
+def test_join_equals_decoded_segments(
     dim: int, dtype: mx.Dtype, turns: bool, with_own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstrata.attention.dispatch.backends", SimpleNamespace(active=lambda: "cuda"))
@@ -183,7 +183,7 @@ def _numbers(array: mx.array) -> np.ndarray:
 
 
 @needs_kernels
-def test_the_kernel_that_joins_is_tried_and_found_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trial_accepts_the_join_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstrata.attention.cuda.trials.backends", SimpleNamespace(active=lambda: "cuda"))
     assert cuda_trials.join_works.__wrapped__(mx.bfloat16, 128, 128, None)
     tables = cuda_join._tables
@@ -195,7 +195,7 @@ def test_the_kernel_that_joins_is_tried_and_found_right(monkeypatch: pytest.Monk
     assert not cuda_trials.join_works.__wrapped__(mx.bfloat16, 128, 128, None)
 
 
-def test_what_another_sequence_may_still_write_is_not_joined_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_join_leaves_buffers_of_other_sequences_to_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstrata.attention.dispatch.backends", SimpleNamespace(active=lambda: "cuda"))
     monkeypatch.setattr("kvstrata.attention.cuda.trials.joined_works", lambda *_: True)
     monkeypatch.setattr("kvstrata.attention.cuda.join.join", lambda *_: pytest.fail("not this way"))
@@ -217,7 +217,7 @@ def test_what_another_sequence_may_still_write_is_not_joined_by_address(monkeypa
     ("k_bits", "v_bits", "dim", "queries", "turns"),
     some([(*case, turns) for case in CASES for turns in (True, False)], 1, 7),
 )
-def test_attention_over_planes_is_attention_over_what_they_decode_to(
+def test_attention_over_planes_equals_attention_over_decoded_arrays(
     k_bits: int, v_bits: int, dim: int, queries: int, turns: bool
 ) -> None:
     k, v = _encoded(k_bits, dim, turn=_kind(queries) if turns else ""), _encoded(v_bits, dim, seed=3)
@@ -231,7 +231,7 @@ def test_attention_over_planes_is_attention_over_what_they_decode_to(
 
 @needs_kernels
 @pytest.mark.parametrize(("bits", "dim"), some([(bits, dim) for bits in HELD for dim in cuda_planes.FUSED_DIMS], 1, 6))
-def test_scores_and_sums_of_planes(bits: int, dim: int) -> None:
+def test_scores_and_mix_equal_decoded_arrays(bits: int, dim: int) -> None:
     planes = _encoded(bits, dim)
     q = _queries(2, 7, dim)
     p = mx.softmax(_queries(2, 7, planes.num_tokens), axis=-1)
@@ -242,7 +242,7 @@ def test_scores_and_sums_of_planes(bits: int, dim: int) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", some([mx.float16, mx.bfloat16], 1, 1))
-def test_parts_of_all_kinds_are_one_attention(dtype: mx.Dtype) -> None:
+def test_attention_over_segments_of_all_kinds_equals_decoded_arrays(dtype: mx.Dtype) -> None:
     dim, scale = 128, 0.05
     first, buffer = keys(1, 2, 4, dim, seed=5, dtype=dtype), keys(1, 2, 400, dim, seed=6, dtype=dtype)
     k, v = _encoded(8, dim), _encoded(4, dim, seed=3)
@@ -264,13 +264,13 @@ def test_parts_of_all_kinds_are_one_attention(dtype: mx.Dtype) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("with_planes", [False, True])
-def test_a_step_writes_its_tokens_and_attends_over_them(with_planes: bool) -> None:
+def test_step_writes_its_tokens_and_attends_to_them(with_planes: bool) -> None:
     check_step(mx.bfloat16, 64, with_planes)
 
 
 @needs_kernels
 @pytest.mark.parametrize("turn", some(TURNS, 2, 1))
-def test_a_step_over_keys_whose_means_turn(turn: str) -> None:
+def test_step_is_right_over_rope_aware_means(turn: str) -> None:
     check_step(mx.bfloat16, 128, with_planes=True, turn=turn)
 
 
@@ -284,12 +284,12 @@ def test_a_step_over_keys_whose_means_turn(turn: str) -> None:
     ],
     ids=lambda case: case.name,
 )
-def test_a_step_over_any_runs(case: Case) -> None:
+def test_step_is_right_for_unusual_head_dims(case: Case) -> None:
     assert right(case).startswith("ok")
 
 
 @pytest.mark.skipif(ON_GPU or not cuda_emulated.works(), reason="needs Linux and a C++ compiler, and no GPU")
-def test_a_step_with_more_blocks_than_there_is_room_for_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_is_right_with_more_blocks_than_weights_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A million tokens, or here two."""
 
     real_run = Kernel.run
@@ -357,7 +357,7 @@ def _tokens(part: cuda_ranges.Range, which: str, held: dict[int, np.ndarray]) ->
 
 
 @pytest.mark.skipif(ON_GPU or not cuda_emulated.works(), reason="needs Linux and a C++ compiler, and no GPU")
-def test_a_wrong_kernel_is_noticed() -> None:
+def test_trial_rejects_a_wrong_kernel() -> None:
     planes, right_one = _encoded(4, 64), cuda_kernels.decode_planes()
     wrong_one = replace(right_one, header=right_one.header.replace("NEXT = 0x30303030", "NEXT = 0x10101010"))
     with pytest.MonkeyPatch.context() as patch:
@@ -368,7 +368,7 @@ def test_a_wrong_kernel_is_noticed() -> None:
 
 
 @needs_kernels
-def test_odd_vectors_are_read_as_they_decode() -> None:
+def test_attention_over_extreme_vectors_equals_decoded_arrays() -> None:
     x = mx.concatenate([mx.zeros((1, 70, 64)), mx.full((1, 30, 64), 3.0), keys(1, 3, 64) * 1e6], axis=1)
     planes = PlanesCodec(8).encode(x, position=250)
     assert _error(cuda_planes.decode_planes(planes, mx.float32), decoded(planes)) < 1e-6

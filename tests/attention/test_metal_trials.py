@@ -1,4 +1,4 @@
-"""When the portable kernel is used: tried on the machine, beside the path without it."""
+"""Trials of the portable decode kernel, and the choice between it and stock operations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvstrata.kv.attention_rows import AttentionRows
 from kvstrata.kv.full_layer import FullLayer
 from kvstrata.kv.raw_window import RawWindow
 from tests.attention.plain_kernels import Plain
-from tests.attention.test_portable import KV_HEADS, ONE_SHAPE, needs_compiler, queries, raw, sealed
+from tests.attention.test_metal_decode import KV_HEADS, ONE_SHAPE, needs_compiler, queries, raw, sealed
 from tests.codecs.arrays import keys
 
 DIM, GROUP = 64, 2
@@ -67,7 +67,7 @@ def _steps(layers: list[FullLayer]) -> mx.array:
 
 
 @needs_compiler
-def test_steps_of_a_batch_are_the_same_with_the_kernel() -> None:
+def test_batch_steps_with_the_kernel_equal_stock_steps() -> None:
     wanted, run = _steps(_layers()), Plain()
     with metal_trials.as_if_tried("plain", run):
         found = _steps(_layers())
@@ -77,7 +77,7 @@ def test_steps_of_a_batch_are_the_same_with_the_kernel() -> None:
 
 
 @needs_compiler
-def test_a_row_with_one_buffer_and_parts_of_other_codecs_stay_with_mlx() -> None:
+def test_single_buffers_and_other_codecs_stay_with_mlx() -> None:
     run = Plain()
     with metal_trials.as_if_tried("plain", run):
         for rows in (((raw(9, DIM, 1),),), ((sealed("affine:8", "affine:8", 9, DIM), raw(9, DIM, 1)),)):
@@ -89,7 +89,7 @@ def test_a_row_with_one_buffer_and_parts_of_other_codecs_stay_with_mlx() -> None
 
 
 @needs_compiler
-def test_more_launches_than_one_can_combine_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_with_too_many_launches_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metal_launch_plan, "PARTIAL_COUNTS", (1,))
     run, rows = Plain(), SegmentedKV(tuple((raw(9 + i, DIM, i),) for i in range(5)))
     q = queries(5, GROUP, DIM)
@@ -99,7 +99,7 @@ def test_more_launches_than_one_can_combine_are_halved(monkeypatch: pytest.Monke
     assert len(run.launches) == 2 * 2
 
 
-def test_whatever_goes_wrong_in_a_step_rows_attend_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_step_falls_back_to_row_by_row(caplog: pytest.LogCaptureFixture) -> None:
     def fails(_: KernelLaunch) -> list[mx.array]:
         raise RuntimeError("no such kernel")
 
@@ -117,7 +117,7 @@ def _tried(run: object) -> tuple[Trial, ...]:
 
 
 @needs_compiler
-def test_a_trial_finds_what_is_right_and_faster(
+def test_trial_accepts_a_right_and_faster_kernel(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -134,7 +134,7 @@ def test_a_trial_finds_what_is_right_and_faster(
 
 
 @needs_compiler
-def test_a_trial_finds_what_is_wrong_or_fails() -> None:
+def test_trial_rejects_a_wrong_or_failing_kernel() -> None:
     class Wrong(Plain):
         def __call__(self, launch: KernelLaunch) -> list[mx.array]:
             return [made * 1.01 for made in super().__call__(launch)]
@@ -154,8 +154,8 @@ def test_a_trial_finds_what_is_wrong_or_fails() -> None:
         assert said in kernels([KIND[:3]])
 
 
-def test_what_was_tried_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raw rows and planes apart; without a trial's word nothing is used."""
+def test_kernel_is_used_only_after_an_accepting_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raw rows and planes are decided separately; without a trial no kernel is used."""
     q = queries(1, GROUP, DIM)
     coded, plain = (
         [[metal_decode.read_of(sealed("planes:4", "planes:4", 9, DIM))]],
@@ -171,7 +171,7 @@ def test_what_was_tried_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not metal_trials.is_used(q, [[None]])
 
 
-def test_a_trial_runs_every_kernel_that_a_step_can_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trial_runs_every_kernel_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     shapes, counts = set(), set()
     for case in (*metal_trials.RAW_CASES, *metal_trials.PLANES_CASES):
@@ -187,7 +187,7 @@ def test_a_trial_runs_every_kernel_that_a_step_can_need(monkeypatch: pytest.Monk
     assert counts == {*metal_launch_plan.PARTIAL_COUNTS}
 
 
-def test_without_metal_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_trial_runs_without_metal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     assert metal_trials.dialect() is None
     assert metal_trials.report([KIND]) == []

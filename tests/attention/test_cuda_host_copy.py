@@ -1,4 +1,4 @@
-"""Reading arrays of a GPU. Without one, kernels run on the processor, and the driver is a copy of memory."""
+"""Copies of GPU arrays to the host. Without a GPU kernels are emulated, and the driver is a copy of memory."""
 
 from __future__ import annotations
 
@@ -62,9 +62,7 @@ def bytes_of(array: mx.array) -> bytes:
 
 
 @emulated
-def test_the_bytes_are_those_of_the_arrays_and_none_is_looked_at(
-    driver: PretendedDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_copy_equals_the_arrays_and_moves_none(driver: PretendedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     given = arrays()
     monkeypatch.setattr(backends, "active", lambda: "cuda")
     found = [np.empty(array.nbytes, np.uint8) for array in given]
@@ -77,7 +75,7 @@ def test_the_bytes_are_those_of_the_arrays_and_none_is_looked_at(
 
 
 @emulated
-def test_bytes_are_copied_to_where_they_are_to_lie(driver: PretendedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_copy_fills_the_given_memory(driver: PretendedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "active", lambda: "cuda")
     assert cuda_host_copy.works()
     stacked = [mx.full((3, 2), i, mx.uint32) for i in range(5)]
@@ -90,14 +88,14 @@ def test_bytes_are_copied_to_where_they_are_to_lie(driver: PretendedDriver, monk
 @emulated
 @pytest.mark.usefixtures("driver")
 @pytest.mark.parametrize("into", [[np.empty(23, np.uint8)], [np.empty(48, np.uint8)[::2]], []])
-def test_no_byte_is_copied_beside_its_place(into: list[np.ndarray]) -> None:
+def test_host_copy_refuses_memory_that_does_not_fit(into: list[np.ndarray]) -> None:
     with pytest.raises(ValueError, match=r"do not fit|shorter"):
         cuda_host_copy.copy_octets([mx.zeros((3, 2), mx.uint32)], into)
 
 
 @emulated
 @pytest.mark.parametrize("driver", ["no context", "other bytes"], indirect=True)
-def test_where_the_driver_does_not_copy_mlx_does(driver: PretendedDriver, caplog: pytest.LogCaptureFixture) -> None:
+def test_host_copy_without_a_driver_uses_mlx(driver: PretendedDriver, caplog: pytest.LogCaptureFixture) -> None:
     given = arrays()
     found = [np.empty(array.nbytes, np.uint8) for array in given]
     cuda_host_copy.copy_octets(given, found)
@@ -108,7 +106,7 @@ def test_where_the_driver_does_not_copy_mlx_does(driver: PretendedDriver, caplog
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU with CUDA")
-def test_on_a_gpu_arrays_stay_where_they_are() -> None:
+def test_host_copy_on_a_gpu_leaves_arrays_in_place() -> None:
     def places(of: mx.array) -> list[int]:
         return np.array(take([of] * len(PLANES_PLACES), PLANES_PLACES)).tolist()
 

@@ -1,7 +1,7 @@
-"""Steps of a batch on CUDA: what the layers hand to the kernel.
+"""CUDA steps of a batch: the tables that layers pass to the kernel.
 
-The kernel itself needs a GPU (tests/attention/test_cuda.py). Here its tables are read by a few lines of numpy, and the
-same tokens go through attention by sequence: both must see the same.
+The kernel itself needs a GPU (tests/attention/test_cuda_kernels.py). Here a few lines of numpy read its tables, and the
+results are compared with attention by sequence.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _run(layers: list[FullLayer | WindowLayer], num_steps: int, sinks: mx.array 
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_a_step_reads_what_attention_by_sequence_reads(
+def test_step_of_a_batch_equals_attention_by_sequence(
     monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.StepLaunch], with_sinks: bool
 ) -> None:
     sinks = mx.arange(3 * HEADS).astype(DTYPE) if with_sinks else None
@@ -139,7 +139,7 @@ def test_a_step_reads_what_attention_by_sequence_reads(
 
 
 @pytest.mark.usefixtures("exact_buffers")
-def test_nothing_of_what_was_replaced_is_kept(
+def test_step_keeps_no_replaced_segment_alive(
     monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.StepLaunch]
 ) -> None:
     """Sealed or stepped down between two steps, by a sequence that ran alone before it joined the batch."""
@@ -170,7 +170,7 @@ def test_nothing_of_what_was_replaced_is_kept(
 @pytest.mark.skipif(backends.active() == "cuda", reason="a GPU's allocator does not count to the byte")
 @pytest.mark.usefixtures("exact_buffers", "launches")
 @pytest.mark.parametrize("alone", [True, False])
-def test_launches_are_issued_when_the_pass_ends(monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
+def test_end_pass_issues_launches(monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
     """What they write MLX does not know of: a pass whose result nobody asks for has to be issued all the same."""
     result_bytes = 8 << 20
     monkeypatch.setattr(cuda_trials, "step_takes", lambda keys, _: keys.shape[2] == 1)
@@ -193,7 +193,7 @@ def test_launches_are_issued_when_the_pass_ends(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.usefixtures("launches")
-def test_layers_that_share_keys_read_the_token_that_is_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_share_keys_read_the_new_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_trials, "step_takes", lambda keys, _: keys.shape[2] == 1)
     k = keys(1, HEADS, 1, DIM, dtype=DTYPE)
     for layer in (FullLayer(16, shape=SHAPE), WindowLayer(16, shape=SHAPE)):
@@ -214,7 +214,9 @@ def _steps(rows: AttentionRows, layers: list[FullLayer]) -> mx.array:
     return out
 
 
-def test_who_reads_the_same_shares_it(monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.StepLaunch]) -> None:
+def test_rows_with_equal_segments_share_tables(
+    monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.StepLaunch]
+) -> None:
     monkeypatch.setattr(cuda_trials, "step_takes", lambda keys, _: keys.shape[2] == 1)
     planes, raw = _prefix(PlanesCodec(8), 90, 1), _prefix(RawCodec(), 70, 3)
     ends = range(20, 60, 2)
@@ -230,7 +232,7 @@ def _bits(launch: cuda_step.StepLaunch) -> list[int]:
     return [int(bits) for bits in np.asarray(launch.kinds)[:, 0] if bits]
 
 
-def test_tables_are_made_once_for_layers_that_are_stored_alike(
+def test_layers_of_equal_form_share_tables(
     monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.StepLaunch]
 ) -> None:
     monkeypatch.setattr(cuda_trials, "step_takes", lambda keys, _: keys.shape[2] == 1)
@@ -249,7 +251,7 @@ def test_tables_are_made_once_for_layers_that_are_stored_alike(
 
 
 @pytest.mark.usefixtures("launches")
-def test_what_moves_between_steps_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_finds_moved_arrays_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A buffer that MLX has written to may lie elsewhere after that."""
     monkeypatch.setattr(cuda_trials, "step_takes", lambda keys, _: keys.shape[2] == 1)
     layer = FullLayer(40)
@@ -267,7 +269,7 @@ def test_what_moves_between_steps_is_found_again(monkeypatch: pytest.MonkeyPatch
     assert reads() is not first
 
 
-def test_a_launch_takes_any_number_of_parts(
+def test_launch_takes_any_number_of_segments(
     monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.StepLaunch]
 ) -> None:
     def layers() -> list[FullLayer | WindowLayer]:
@@ -287,7 +289,7 @@ def test_a_launch_takes_any_number_of_parts(
     assert mx.abs(got - wanted).max() < 0.02 * mx.abs(wanted).max()
 
 
-def test_what_a_launch_cannot_take_goes_by_sequence(
+def test_unsupported_launch_falls_back_to_attention_by_sequence(
     monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.StepLaunch]
 ) -> None:
     """Buffers of two dtypes."""
@@ -301,7 +303,7 @@ def test_what_a_launch_cannot_take_goes_by_sequence(
     assert mx.isfinite(got).all()
 
 
-def test_a_kernel_that_is_wrong_or_fails_here_is_not_used(
+def test_wrong_or_failing_kernel_is_not_used(
     monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.StepLaunch]
 ) -> None:
     right = cuda_step.attend_step
@@ -326,7 +328,7 @@ def test_a_kernel_that_is_wrong_or_fails_here_is_not_used(
     assert launches
 
 
-def test_raw_vectors_of_two_dtypes_are_not_read_in_one_launch() -> None:
+def test_raw_segments_of_two_dtypes_are_not_in_one_launch() -> None:
     half, brain = (cuda_ranges.RawRange(x, x, 0, 4) for x in (mx.zeros((1, 2, 4, DIM), d) for d in (mx.float16, DTYPE)))
     assert cuda_ranges.fit_together([half, half])
     assert not cuda_ranges.fit_together([half, brain])

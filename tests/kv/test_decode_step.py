@@ -1,4 +1,4 @@
-"""A step that is prepared for all layers at once, beside one that asks layer by layer.
+"""Compiled decode steps, planned for all layers at once, compared with steps layer by layer.
 
 The kernel needs a GPU: here its tables are walked (tests/attention/table_walk.py), and MLX's compiler is off, because
 it hands out arrays that have no values yet.
@@ -65,27 +65,27 @@ def _layer_by_layer(model: Any, caches: list[SequenceCache], tokens: mx.array) -
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_planned_step_gives_the_logits_of_one_that_asks_layer_by_layer(architecture: str, walk: Walk) -> None:
+def test_planned_step_has_the_logits_of_a_step_layer_by_layer(architecture: str, walk: Walk) -> None:
     model = tiny_module(architecture)
     layout = probe(model)
-    ours, theirs = _caches(model, layout), _caches(model, layout)
-    batch, step = BatchCache(ours), CompiledStep(model)
+    planned, layerwise = _caches(model, layout), _caches(model, layout)
+    batch, step = BatchCache(planned), CompiledStep(model)
     for number in range(4):
         tokens = mx.arange(len(LENGTHS)) + number
         got = step.run(tokens, batch)
         assert got is not None
-        wanted = _layer_by_layer(model, theirs, tokens)
+        wanted = _layer_by_layer(model, layerwise, tokens)
         assert mx.abs(got - wanted).max() < 1e-4 * mx.abs(wanted).max()
-    assert [cache.num_tokens for cache in ours] == [cache.num_tokens for cache in theirs]
-    assert [layer.offset for cache in ours for layer in cache.flat] == [
-        layer.offset for cache in theirs for layer in cache.flat
+    assert [cache.num_tokens for cache in planned] == [cache.num_tokens for cache in layerwise]
+    assert [layer.offset for cache in planned for layer in cache.flat] == [
+        layer.offset for cache in layerwise for layer in cache.flat
     ]
     assert walk.launches
 
 
 @pytest.mark.usefixtures("walk")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_model_is_tried_before_its_steps_are_compiled(
+def test_probe_disables_compiled_steps_when_their_logits_differ(
     architecture: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("kvstrata.models.probe.can_compile", lambda layout: layout.batching == "batched")
@@ -101,7 +101,7 @@ def test_a_model_is_tried_before_its_steps_are_compiled(
 
 
 @pytest.mark.usefixtures("walk")
-def test_a_plan_is_kept_until_something_changes() -> None:
+def test_plan_is_reused_until_a_version_changes() -> None:
     model = tiny_module("qwen3")
     layout = probe(model)
     caches = _caches(model, layout)
@@ -126,42 +126,42 @@ def test_a_plan_is_kept_until_something_changes() -> None:
 
 
 @pytest.mark.usefixtures("walk")
-def test_a_full_buffer_is_followed_by_another() -> None:
+def test_planned_step_continues_in_the_next_buffer_when_one_is_full() -> None:
     model = tiny_module("qwen3")
     layout = probe(model)
-    ours, theirs = _caches(model, layout, capacity=42), _caches(model, layout, capacity=42)
-    for cache in (*ours, *theirs):
+    planned, layerwise = _caches(model, layout, capacity=42), _caches(model, layout, capacity=42)
+    for cache in (*planned, *layerwise):
         cache.grow(20)
-    batch, step = BatchCache(ours), CompiledStep(model)
+    batch, step = BatchCache(planned), CompiledStep(model)
     for number in range(6):
         tokens = mx.arange(len(LENGTHS)) + number
         got = step.run(tokens, batch)
         assert got is not None
-        wanted = _layer_by_layer(model, theirs, tokens)
+        wanted = _layer_by_layer(model, layerwise, tokens)
         assert mx.abs(got - wanted).max() < 1e-4 * mx.abs(wanted).max()
 
 
 @pytest.mark.usefixtures("walk")
-def test_steps_of_both_kinds_may_follow_each_other() -> None:
+def test_planned_and_layerwise_steps_alternate() -> None:
     model = tiny_module("gemma3_text")
     layout = probe(model)
-    ours, theirs = _caches(model, layout, capacity=48), _caches(model, layout, capacity=48)
-    batch, step = BatchCache(ours), CompiledStep(model)
+    planned, layerwise = _caches(model, layout, capacity=48), _caches(model, layout, capacity=48)
+    batch, step = BatchCache(planned), CompiledStep(model)
     for number in range(8):
         tokens = mx.arange(len(LENGTHS)) + number
         got = step.run(tokens, batch) if number % 3 else None
         if got is None:
             got = model(tokens[:, None], cache=batch.begin_step())[:, -1]
             batch.end_step()
-        wanted = _layer_by_layer(model, theirs, tokens)
+        wanted = _layer_by_layer(model, layerwise, tokens)
         assert mx.abs(got - wanted).max() < 1e-4 * mx.abs(wanted).max()
-    assert ours[1].num_tokens == 48
+    assert planned[1].num_tokens == 48
     with pytest.raises(IndexError, match="do not fit"):
         batch.plan()
 
 
 @pytest.mark.usefixtures("walk", "exact_buffers")
-def test_nothing_is_kept_after_the_plan_has_ended() -> None:
+def test_released_batch_keeps_no_buffer_alive() -> None:
     model = tiny_module("qwen3")
     layout = probe(model)
     caches = _caches(model, layout, capacity=4096)
@@ -178,25 +178,25 @@ def test_nothing_is_kept_after_the_plan_has_ended() -> None:
 
 
 @pytest.mark.usefixtures("walk")
-def test_what_was_traced_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traced_shapes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_step, "MOST_SHAPES", 2)
-    made: list[object] = []
-    monkeypatch.setattr(mx, "compile", lambda function: made.append(function) or function)
+    compiled: list[object] = []
+    monkeypatch.setattr(mx, "compile", lambda function: compiled.append(function) or function)
     model = tiny_module("qwen3")
     layout = probe(model)
     caches, step = _caches(model, layout), CompiledStep(model)
-    made.clear()
+    compiled.clear()
     for size in (1, 2, 1, 2, 3, 3, 2, 1):
         assert step.run(mx.arange(size), BatchCache(caches[:size])) is not None
-    assert len(made) == 2
+    assert len(compiled) == 2
 
 
 @pytest.mark.usefixtures("walk")
-def test_what_another_sequence_still_writes_is_read_where_it_lies() -> None:
+def test_planned_step_reads_a_live_prefix_until_its_owner_seals_it() -> None:
     model = tiny_module("qwen3")
     layout = probe(model)
     owner = _caches(model, layout)[1]
-    reader = SequenceCache(layout, model, 32, _beginning(owner))
+    reader = SequenceCache(layout, model, 32, _live_prefix(owner))
     mx.eval(model(mx.array([[1, 2, 3]]), cache=reader.caches()), reader.arrays())
     reader.end_pass(3)
     batch, step = BatchCache([owner, reader]), CompiledStep(model)
@@ -208,71 +208,71 @@ def test_what_another_sequence_still_writes_is_read_where_it_lies() -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_steps_of_a_mixed_pass_are_planned_too(architecture: str, walk: Walk) -> None:
+def test_mixed_pass_runs_decode_rows_from_the_plan(architecture: str, walk: Walk) -> None:
     model = tiny_module(architecture)
     layout = probe(model)
-    ours, theirs = _caches(model, layout), _caches(model, layout)
-    batch, step = BatchCache(ours[:2]), CompiledStep(model)
+    planned, layerwise = _caches(model, layout), _caches(model, layout)
+    batch, step = BatchCache(planned[:2]), CompiledStep(model)
     plans = []
     for number in range(4):
         tokens = mx.array([number, number + 1])
-        wanted = _layer_by_layer(model, theirs[:2], tokens)
+        wanted = _layer_by_layer(model, layerwise[:2], tokens)
         if number % 2:
             got = step.run(tokens, batch)
         else:
-            mixed = MixedPass([(ours[2], 3)], batch, is_planned=True)
+            mixed = MixedPass([(planned[2], 3)], batch, is_planned=True)
             got = model(mx.concatenate([mx.array([7, 8, 9]), tokens])[:, None], cache=mixed.begin())[-2:, -1]
             mixed.end()
-            _chunk(model, theirs[2], [7, 8, 9])
+            _run_chunk(model, layerwise[2], [7, 8, 9])
         assert got is not None
         assert mx.abs(got - wanted).max() < 1e-4 * mx.abs(wanted).max()
         plans.append(batch.plan())
     assert plans[0] is not None
-    assert all(plan is plans[0] for plan in plans), "a chunk of another sequence changes nothing for the streams"
+    assert all(plan is plans[0] for plan in plans), "a chunk of another sequence changes nothing for the decode rows"
     assert walk.launches
-    got, wanted = (_chunk(model, caches[2], [1]) for caches in (ours, theirs))
+    got, wanted = (_run_chunk(model, caches[2], [1]) for caches in (planned, layerwise))
     assert mx.abs(got - wanted).max() < 1e-4 * mx.abs(wanted).max()
 
 
 @pytest.mark.usefixtures("walk")
-def test_a_stream_that_goes_on_from_a_chunks_buffer_is_not_planned() -> None:
+def test_mixed_pass_is_not_planned_when_a_row_reads_the_chunks_buffer() -> None:
     model = tiny_module("qwen3")
     layout = probe(model)
     owner, wanted_owner = (_caches(model, layout)[1] for _ in range(2))
-    ours = SequenceCache(layout, model, 8, _beginning(owner))
-    theirs = SequenceCache(layout, model, 8, _beginning(wanted_owner))
-    batch, step = BatchCache([ours]), CompiledStep(model)
+    planned = SequenceCache(layout, model, 8, _live_prefix(owner))
+    layerwise = SequenceCache(layout, model, 8, _live_prefix(wanted_owner))
+    batch, step = BatchCache([planned]), CompiledStep(model)
     for number in range(3):
         token = mx.array([5 + number])
-        wanted = _layer_by_layer(model, [theirs], token)
-        _chunk(model, wanted_owner, [7, 8])
+        wanted = _layer_by_layer(model, [layerwise], token)
+        _run_chunk(model, wanted_owner, [7, 8])
         mixed = MixedPass([(owner, 2)], batch, is_planned=True)
         assert not mixed.is_planned
         got = model(mx.array([7, 8, 5 + number])[:, None], cache=mixed.begin())[-1:, -1]
         mixed.end()
         mx.eval(got, owner.arrays())
         assert mx.abs(got - wanted).max() < 1e-4 * mx.abs(wanted).max()
-    assert step.run(mx.array([9]), batch) is not None, "a step without the chunk is"
+    assert step.run(mx.array([9]), batch) is not None, "a step without the chunk is planned"
 
 
-def test_tokens_of_any_type_are_traced_once(walk: Walk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_dtypes_share_one_trace(walk: Walk, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_module("qwen3")
-    batch, given = BatchCache(_caches(model, probe(model))), []
+    batch, dtypes = BatchCache(_caches(model, probe(model))), []
     forward = CompiledStep._forward
 
     def watched(step: CompiledStep, tokens: mx.array, *rest: Any) -> mx.array:
-        given.append(tokens.dtype)
+        dtypes.append(tokens.dtype)
         return forward(step, tokens, *rest)
 
     monkeypatch.setattr(CompiledStep, "_forward", watched)
     step = CompiledStep(model)
     for dtype in (mx.int32, mx.uint32, mx.int64):
         assert step.run(mx.arange(len(LENGTHS)).astype(dtype), batch) is not None
-    assert given == [mx.int32] * 3
+    assert dtypes == [mx.int32] * 3
     assert walk.launches
 
 
-def _chunk(model: Any, cache: SequenceCache, tokens: list[int]) -> mx.array:
+def _run_chunk(model: Any, cache: SequenceCache, tokens: list[int]) -> mx.array:
     logits = model(mx.array([tokens]), cache=cache.caches())
     cache.end_pass(len(tokens))
     mx.eval(logits, cache.arrays())
@@ -280,7 +280,7 @@ def _chunk(model: Any, cache: SequenceCache, tokens: list[int]) -> mx.array:
 
 
 @pytest.mark.usefixtures("walk")
-def test_each_number_of_rows_is_run_once_before_a_request_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_steps_runs_each_number_of_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_module("qwen3")
     layout = dataclasses.replace(probe(model), compiles=True)
     rows: list[int] = []
@@ -295,7 +295,7 @@ def test_each_number_of_rows_is_run_once_before_a_request_comes(monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("walk")
-def test_a_batch_that_seals_layer_by_layer_keeps_the_shape_that_was_traced() -> None:
+def test_sealing_layer_by_layer_keeps_the_traced_shape() -> None:
     model = tiny_module("qwen3")
     layout = probe(model)
     caches = _caches(model, layout)
@@ -309,26 +309,26 @@ def test_a_batch_that_seals_layer_by_layer_keeps_the_shape_that_was_traced() -> 
 
 
 @pytest.mark.usefixtures("walk")
-def test_the_first_step_over_a_prompt_that_others_computed_is_planned() -> None:
+def test_first_step_over_a_shared_prefix_is_planned() -> None:
     model = tiny_module("qwen3")
     layout = probe(model)
     owner = _caches(model, layout)[1]
-    ours, theirs = (SequenceCache(layout, model, 8, _beginning(owner)) for _ in range(2))
-    batch, step, tokens = BatchCache([ours]), CompiledStep(model), mx.array([5])
+    planned, layerwise = (SequenceCache(layout, model, 8, _live_prefix(owner)) for _ in range(2))
+    batch, step, tokens = BatchCache([planned]), CompiledStep(model), mx.array([5])
     for _ in range(3):
         got = step.run(tokens, batch)
         assert got is not None
-        wanted = _layer_by_layer(model, [theirs], tokens)
+        wanted = _layer_by_layer(model, [layerwise], tokens)
         assert mx.abs(got - wanted).max() < 1e-4 * mx.abs(wanted).max()
 
 
-def _beginning(owner: SequenceCache, num_tokens: int = 30) -> Prefix:
-    sources = tuple((_Live(layer, num_tokens),) for layer in owner.flat)
+def _live_prefix(owner: SequenceCache, num_tokens: int = 30) -> Prefix:
+    sources = tuple((_LivePrefix(layer, num_tokens),) for layer in owner.flat)
     return Prefix(num_tokens, sources, (None,) * len(owner.flat))
 
 
-class _Live:
-    """The first tokens of a sequence that runs."""
+class _LivePrefix:
+    """The first tokens of a running sequence, as a segment source."""
 
     def __init__(self, layer: FullLayer, num_tokens: int) -> None:
         self._layer = layer

@@ -1,4 +1,4 @@
-"""Long spans are worked on in pieces: every step is short, and between two of them a layer is whole."""
+"""Transcoding of long layers in slices: each step is short, and between two steps a layer is whole."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from kvstrata.kv.span import Span
 from kvstrata.kv.transcode import LayerTranscoder, encode_live, is_transcoded, shrink, transcode_layer
 from kvstrata.kv.work_sizes import slices, work_sizes_of
 from tests.allocated import active_bytes, peak_bytes
-from tests.kv.drive import LAYOUT, TOKEN_BYTES, filled, live, random_kv
+from tests.kv.drive import LAYOUT, TOKEN_BYTES, filled_layer, live_span_of, random_kv
 
-GRAIN = work_sizes_of(LAYOUT.flat()[0])
-NUM_TOKENS = 2 * GRAIN.segment_tokens + 3000
+SIZES = work_sizes_of(LAYOUT.flat()[0])
+NUM_TOKENS = 2 * SIZES.segment_tokens + 3000
 PLANES = ("planes:8", "planes:4")
 
 
 def steps(span: Span, name: str, *, upward: bool = False) -> Iterator[None]:
-    rewriting = LayerTranscoder(0, make_plan(LAYOUT, parse(name), parse(name)).pairs[0])
-    while rewriting.advance(span, upward=upward):
+    transcoder = LayerTranscoder(0, make_plan(LAYOUT, parse(name), parse(name)).pairs[0])
+    while transcoder.advance(span, upward=upward):
         yield
 
 
@@ -34,35 +34,35 @@ def dense(span: Span) -> tuple[mx.array, mx.array]:
 
 
 def long_span() -> Span:
-    return live(filled(NUM_TOKENS, capacity=NUM_TOKENS + 100))
+    return live_span_of(filled_layer(NUM_TOKENS, capacity=NUM_TOKENS + 100))
 
 
-def rewritten(name: str) -> Span:
+def transcoded(name: str) -> Span:
     span = long_span()
     transcode_layer(span, 0, make_plan(LAYOUT, parse(name), parse(name)).pairs[0])
     return span
 
 
-def test_ranges_end_at_the_same_positions_wherever_they_begin() -> None:
+def test_slices_end_at_the_same_positions_from_any_start() -> None:
     assert list(slices(300, 1100, 512)) == [(300, 512), (512, 1024), (1024, 1100)]
     assert list(slices(0, 512, 512)) == [(0, 512)]
 
 
 @pytest.mark.parametrize("name", ["raw", "affine:4", *PLANES])
-def test_pieces_hold_what_encoding_at_once_makes(name: str) -> None:
-    span = rewritten(name)
+def test_transcode_in_slices_equals_encoding_at_once(name: str) -> None:
+    span = transcoded(name)
     k, v = (array.squeeze(0) for array in random_kv(NUM_TOKENS))
     codecs = make_plan(LAYOUT, parse(name), parse(name)).pairs[0]
     for side, (array, codec) in enumerate(zip((k, v), codecs, strict=True)):
         wanted = codec.decode(codec.encode(array), mx.float32)
         assert mx.array_equal(dense(span)[side][0], wanted)
-    assert [part.num_tokens for part in span.sealed(0)] == [GRAIN.segment_tokens, GRAIN.segment_tokens, 3000]
+    assert [segment.num_tokens for segment in span.sealed(0)] == [SIZES.segment_tokens, SIZES.segment_tokens, 3000]
     assert is_transcoded(span, 0, codecs)
 
 
 @pytest.mark.parametrize(("before", "after"), [("raw", "planes:8"), ("planes:8", "planes:4"), ("planes:8", "affine:4")])
-def test_no_step_encodes_more_than_a_piece_and_every_token_can_be_read_after_each(before: str, after: str) -> None:
-    span = rewritten(before)
+def test_transcoder_steps_are_one_slice_and_leave_the_layer_readable(before: str, after: str) -> None:
+    span = transcoded(before)
     was = dense(span)[0]
     tolerance = 0.35 * float(mx.abs(was).max().item())  # pyright: ignore[reportArgumentType]
     encodes = (before, after) != PLANES
@@ -70,33 +70,33 @@ def test_no_step_encodes_more_than_a_piece_and_every_token_can_be_read_after_eac
     for _ in steps(span, after):
         count += 1
         assert float(mx.abs(dense(span)[0] - was).max().item()) < tolerance  # pyright: ignore[reportArgumentType]
-    size = GRAIN.slice_tokens if encodes else GRAIN.segment_tokens
+    size = SIZES.slice_tokens if encodes else SIZES.segment_tokens
     assert count + 1 == -(-NUM_TOKENS // size)
 
 
-def test_going_on_needs_one_part_more_than_is_held() -> None:
-    """What is in parts already is replaced part by part."""
-    span = rewritten("planes:8")
+def test_transcode_needs_scratch_for_one_slice() -> None:
+    """Sealed segments are replaced one by one."""
+    span = transcoded("planes:8")
     held = span.kv_bytes
 
     def act() -> None:
         for _ in steps(span, "affine:4"):
             pass
 
-    one_piece = GRAIN.slice_tokens * TOKEN_BYTES
-    assert peak_bytes(act) <= 0.02 * held + 5 * one_piece
+    one_slice = SIZES.slice_tokens * TOKEN_BYTES
+    assert peak_bytes(act) <= 0.02 * held + 5 * one_slice
     assert span.codec_pairs(0)[0][0].name == "affine:4"
 
 
-def test_a_span_that_is_cut_or_joined_meanwhile_is_whole_in_the_end() -> None:
-    span = rewritten("raw")
+def test_transcode_of_a_span_cut_and_joined_meanwhile_completes() -> None:
+    span = transcoded("raw")
     work = steps(span, "planes:4")
     for _ in range(3):
         next(work)
-    end = GRAIN.segment_tokens + 700
+    end = SIZES.segment_tokens + 700
     span.cut(0, end)
     shrink(span, 0)
-    after = live(filled(500, capacity=500, seed=3))
+    after = live_span_of(filled_layer(500, capacity=500, seed=3))
     transcode_layer(after, 0, RAW)
     shifted = [EncodedArray(p.codec, p.arrays, 500, end, p.dim) for p in (after.sealed(0)[0].k, after.sealed(0)[0].v)]
     after.replace(0, [type(after.sealed(0)[0])(*shifted)])
@@ -106,14 +106,14 @@ def test_a_span_that_is_cut_or_joined_meanwhile_is_whole_in_the_end() -> None:
         pass
     pair = make_plan(LAYOUT, parse("planes:4"), parse("planes:4")).pairs[0]
     assert is_transcoded(span, 0, pair)
-    assert sum(part.num_tokens for part in span.sealed(0)) == end + 500
+    assert sum(segment.num_tokens for segment in span.sealed(0)) == end + 500
     wanted = mx.concatenate([random_kv(NUM_TOKENS)[0][:, :, :end], random_kv(500, seed=3)[0]], axis=2)
     assert float(mx.abs(dense(span)[0] - wanted).max().item()) < 1  # pyright: ignore[reportArgumentType]
 
 
-def test_work_that_is_given_up_leaves_no_memory_behind() -> None:
+def test_abandoned_transcode_leaks_no_memory() -> None:
     before = active_bytes()
-    span = rewritten("raw")
+    span = transcoded("raw")
     work = steps(span, "planes:8")
     for _ in range(3):
         next(work)
@@ -121,24 +121,24 @@ def test_work_that_is_given_up_leaves_no_memory_behind() -> None:
     assert active_bytes() - before == pytest.approx(span.kv_bytes, rel=0.02)
 
 
-def test_cutting_the_end_off_copies_one_part_at_most() -> None:
-    span = rewritten("planes:8")
+def test_shrink_copies_only_the_cut_segment() -> None:
+    span = transcoded("planes:8")
     span.cut(0, NUM_TOKENS - 10)
     first = span.sealed(0)[0]
     assert peak_bytes(lambda: shrink(span, 0)) <= 3000 * TOKEN_BYTES / 3
     assert span.sealed(0)[0] is first
 
 
-def test_a_running_sequence_is_sealed_in_pieces_while_it_writes() -> None:
-    layer = filled(NUM_TOKENS, capacity=NUM_TOKENS + 100)
-    span, pair = live(layer), make_plan(LAYOUT, parse("planes:8"), parse("planes:8")).pairs[0]
+def test_encode_live_seals_in_slices_while_the_owner_writes() -> None:
+    layer = filled_layer(NUM_TOKENS, capacity=NUM_TOKENS + 100)
+    span, pair = live_span_of(layer), make_plan(LAYOUT, parse("planes:8"), parse("planes:8")).pairs[0]
     count = 0
     for _ in encode_live(span, 0, pair, RawWindow(4, 128), up_to=NUM_TOKENS):
         count += 1
         assert not layer.own.sealed_tokens
         if count < 4:
             layer.append(*random_kv(1, seed=count))
-    assert count == -(-(NUM_TOKENS - 128) // GRAIN.slice_tokens)
+    assert count == -(-(NUM_TOKENS - 128) // SIZES.slice_tokens)
     assert layer.own.sealed_tokens == NUM_TOKENS - 128
     assert layer.offset == NUM_TOKENS + 3
     k = segments_to_arrays(layer.segments(), random_kv(1)[0].dtype)[0]

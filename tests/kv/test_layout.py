@@ -1,4 +1,4 @@
-"""What layers cost, for caches of ours and of mlx-lm's."""
+"""Kinds and bytes of layers, read from mlx-lm's caches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstrata.kv.layout import LayerSpec, Layout, _spec_of, measure_layers, read
 from kvstrata.kv.sequence_cache import ForeignLayer
 
 
-def test_kinds_are_read_off_the_caches() -> None:
+def test_spec_of_returns_the_kind_of_each_mlx_lm_cache() -> None:
     assert _spec_of(KVCache()).kind == "full"
     assert _spec_of(RotatingKVCache(8, keep=2)) == LayerSpec("window", max_size=8, keep=2)
     assert _spec_of(ChunkedKVCache(8)) == LayerSpec("chunked", max_size=8)
@@ -21,11 +21,11 @@ def test_kinds_are_read_off_the_caches() -> None:
     assert [c.kind for c in _spec_of(CacheList(KVCache(), ArraysCache(2))).children] == ["full", "recurrent"]
 
 
-def test_a_composite_with_a_child_that_we_do_not_know_is_foreign_as_a_whole() -> None:
+def test_composite_with_an_unknown_child_is_foreign() -> None:
     assert _spec_of(CacheList(KVCache(), ConcatenateKVCache())) == LayerSpec("foreign")
 
 
-def test_a_foreign_cache_costs_its_tokens_not_what_it_allocated_ahead() -> None:
+def test_foreign_cache_costs_its_tokens_without_preallocation() -> None:
     caches = [ChunkedKVCache(512), CacheList(ChunkedKVCache(512), ArraysCache(1))]
     tokens = mx.zeros((1, 2, 5, 16))
     caches[0].update_and_fetch(tokens, tokens)
@@ -38,7 +38,7 @@ def test_a_foreign_cache_costs_its_tokens_not_what_it_allocated_ahead() -> None:
     assert (mixed.token_bytes, mixed.state_bytes) == (by_token, 28)
 
 
-def test_a_layout_adds_up_its_layers() -> None:
+def test_layout_bytes_are_the_sums_over_layers() -> None:
     children = (LayerSpec("full", token_bytes=3), LayerSpec("recurrent", state_bytes=11))
     layers = (LayerSpec("full", token_bytes=5), LayerSpec("window", max_size=4, token_bytes=7))
     layers += (LayerSpec("chunked", max_size=2, token_bytes=6),)
@@ -47,7 +47,7 @@ def test_a_layout_adds_up_its_layers() -> None:
     assert layout.fixed_bytes == 4 * 7 + 2 * 6 + 11
 
 
-def test_a_bound_that_cannot_hold_is_refused() -> None:
+def test_max_kv_size_is_refused_for_foreign_layers() -> None:
     model = SimpleNamespace(make_cache=lambda: [KVCache(), ConcatenateKVCache()], layers=[])
     assert [spec.kind for spec in read_layer_specs(model)] == ["full", "foreign"]
     with pytest.raises(ConfigError, match="--max-kv-size"):

@@ -1,4 +1,4 @@
-"""Spans whose keys were stored with plain means (version 1), beside those whose means turn."""
+"""Version 1 of planes, with plain means of keys, beside version 2, with RoPE-aware means."""
 
 from __future__ import annotations
 
@@ -20,54 +20,54 @@ from kvstrata.kv.transcode import becomes, is_transcoded, transcode_layer
 from kvstrata.prefix_cache.jobs import run_to_end
 from kvstrata.tiers.block import BlockContent
 from tests.codecs.arrays import a_turn
-from tests.kv.drive import LAYOUT, distance, packed, sealed_span, stored, text_for
+from tests.kv.drive import LAYOUT, distance, packed, random_span, sealed_span, text_for
 
-TURN = a_turn("halves", 64)
-TURNING = Layout((replace(LAYOUT.layers[0], k_rotation=TURN),))
-
-
-def as_turning(span: Span) -> Span:
-    """The same memory, as a server of this version sees it."""
-    return Span(TURNING, span.position, span.num_tokens, {0: span.sealed(0)})
+ROTATION = a_turn("halves", 64)
+ROPE_LAYOUT = Layout((replace(LAYOUT.layers[0], k_rotation=ROTATION),))
 
 
-def rewritten(span: Span, name: str, *, upward: bool = False) -> PlanesCodec:
+def with_rotation(span: Span) -> Span:
+    """Return the same memory in a layout with a RoPE rotation of keys."""
+    return Span(ROPE_LAYOUT, span.position, span.num_tokens, {0: span.sealed(0)})
+
+
+def transcoded(span: Span, name: str, *, upward: bool = False) -> PlanesCodec:
     transcode_layer(span, 0, make_plan(span.layout, parse(name), parse(name)).pairs[0], upward=upward)
     codec = span.sealed(0)[0].k.codec
     assert isinstance(codec, PlanesCodec)
     return codec
 
 
-def test_keys_get_the_turn_of_their_layer_and_values_none() -> None:
-    k, v = make_plan(TURNING, parse("planes:4"), parse("planes:8")).pairs[0]
-    assert (k, v) == (PlanesCodec(4, TURN), PlanesCodec(8))
-    assert make_plan(TURNING, parse("affine:4"), parse("raw")).pairs[0][0].name == "affine:4"
+def test_plan_gives_keys_the_rotation_of_their_layer() -> None:
+    k, v = make_plan(ROPE_LAYOUT, parse("planes:4"), parse("planes:8")).pairs[0]
+    assert (k, v) == (PlanesCodec(4, ROTATION), PlanesCodec(8))
+    assert make_plan(ROPE_LAYOUT, parse("affine:4"), parse("raw")).pairs[0][0].name == "affine:4"
 
 
 @pytest.mark.parametrize("upward", [False, True])
-def test_what_is_stored_with_plain_means_stays_so(upward: bool) -> None:
-    span = as_turning(stored(700, "planes:8"))
+def test_transcode_keeps_plain_means_of_planes(upward: bool) -> None:
+    span = with_rotation(random_span(700, "planes:8"))
     arrays = span.sealed(0)[0].k.arrays
-    assert is_transcoded(span, 0, make_plan(TURNING, parse("planes:8"), parse("planes:8")).pairs[0], upward=upward)
-    assert rewritten(span, "planes:4", upward=upward) == PlanesCodec(4)
+    assert is_transcoded(span, 0, make_plan(ROPE_LAYOUT, parse("planes:8"), parse("planes:8")).pairs[0], upward=upward)
+    assert transcoded(span, "planes:4", upward=upward) == PlanesCodec(4)
     assert all(span.sealed(0)[0].k.arrays[name] is arrays[name] for name in ("top", "next", "scales", "means"))
 
 
-def test_what_is_encoded_anew_gets_means_that_turn() -> None:
-    assert rewritten(as_turning(stored(700, "raw")), "planes:8") == PlanesCodec(8, TURN)
-    # More bits than it has: decoded and encoded, because a client asked for it.
-    assert rewritten(as_turning(stored(700, "planes:4")), "planes:8", upward=True) == PlanesCodec(8, TURN)
+def test_transcode_of_other_codecs_makes_rope_aware_means() -> None:
+    assert transcoded(with_rotation(random_span(700, "raw")), "planes:8") == PlanesCodec(8, ROTATION)
+    # With more bits it is decoded and encoded again, because a client asked for it.
+    assert transcoded(with_rotation(random_span(700, "planes:4")), "planes:8", upward=True) == PlanesCodec(8, ROTATION)
 
 
-def test_what_a_codec_becomes() -> None:
+def test_becomes_lowers_bits_and_keeps_the_means() -> None:
     def found(held: PlanesCodec, wanted: PlanesCodec) -> PlanesCodec:
         codec = becomes(held, wanted, 64, mx.float32)
         assert isinstance(codec, PlanesCodec)
         return codec
 
-    assert found(PlanesCodec(8), PlanesCodec(4, TURN)) == PlanesCodec(4)
-    assert found(PlanesCodec(8, TURN), PlanesCodec(4)) == PlanesCodec(4, TURN)
-    assert found(PlanesCodec(4), PlanesCodec(8, TURN)) == PlanesCodec(4)
+    assert found(PlanesCodec(8), PlanesCodec(4, ROTATION)) == PlanesCodec(4)
+    assert found(PlanesCodec(8, ROTATION), PlanesCodec(4)) == PlanesCodec(4, ROTATION)
+    assert found(PlanesCodec(4), PlanesCodec(8, ROTATION)) == PlanesCodec(4)
 
 
 def blocks_of(span: Span) -> BlockContent:
@@ -75,16 +75,16 @@ def blocks_of(span: Span) -> BlockContent:
     return BlockContent(block.tensors, json.loads(json.dumps(block.description)))
 
 
-def test_blocks_of_both_versions_are_read_and_lie_side_by_side() -> None:
-    old = as_turning(stored(300, "planes:8"))
-    new = as_turning(stored(300, "raw", position=300, seed=1))
-    rewritten(new, "planes:8")
+def test_blocks_of_both_versions_unpack_and_join() -> None:
+    old = with_rotation(random_span(300, "planes:8"))
+    new = with_rotation(random_span(300, "raw", position=300, seed=1))
+    transcoded(new, "planes:8")
     blocks = [blocks_of(span) for span in (old, new)]
     specs = [each.description["groups"][0]["k"]["spec"] for each in blocks]
     assert [spec["version"] for spec in specs] == [1, 2]
-    parts = [unpack(TURNING, each, a, a + 300) for each, a in zip(blocks, (0, 300), strict=True)]
-    joined = run_to_end(join_blocks(TURNING, parts, 0, 600))
-    assert [part.k.codec for part in joined.sealed(0)] == [PlanesCodec(8), PlanesCodec(8, TURN)]
+    unpacked = [unpack(ROPE_LAYOUT, each, a, a + 300) for each, a in zip(blocks, (0, 300), strict=True)]
+    joined = run_to_end(join_blocks(ROPE_LAYOUT, unpacked, 0, 600))
+    assert [segment.k.codec for segment in joined.sealed(0)] == [PlanesCodec(8), PlanesCodec(8, ROTATION)]
     like = mx.zeros(())
     found = segments_to_arrays(joined.segments(0, 0, 600), like.dtype)
     wanted = [segments_to_arrays(span.segments(0, span.position, span.end), like.dtype) for span in (old, new)]
@@ -93,8 +93,8 @@ def test_blocks_of_both_versions_are_read_and_lie_side_by_side() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "deepseek_v3"])
-def test_a_model_resumes_from_planes_as_well_as_from_raw(architecture: str) -> None:
-    """Through the model: 8 bits of keys that turn change its logits by little."""
+def test_sequence_resumes_from_planes_with_rope_aware_means(architecture: str) -> None:
+    """8-bit keys with RoPE-aware means change the logits little."""
     text = text_for(architecture)
     owner = SequenceCache(text.layout, text.model, 130)
     text.advance(owner, 100)
@@ -102,8 +102,8 @@ def test_a_model_resumes_from_planes_as_well_as_from_raw(architecture: str) -> N
     plan = make_plan(text.layout, parse("planes:8"), parse("planes:8"))
     for layer in span.layers:
         transcode_layer(span, layer, plan.pairs[layer])
-    parts = [span.sealed(layer)[0] for layer in span.layers]
-    codecs = {planes.codec for part in parts for planes in (part.k, part.v)}
+    segments = [span.sealed(layer)[0] for layer in span.layers]
+    codecs = {side.codec for segment in segments for side in (segment.k, segment.v)}
     assert any(isinstance(codec, PlanesCodec) and codec.rotation is not None for codec in codecs)
     if text.layout.batching == "batched" and architecture == "llama":
         reader = SequenceCache(text.layout, text.model, 40, prefix_of(text.layout, [SpanRange(span, 0, 100)], None))

@@ -1,4 +1,4 @@
-"""Flat memory (R3): rings of their full size from the first token on, no concatenation, no moment of twice as much."""
+"""Memory of live layers: rings are allocated whole, nothing is concatenated, and growth needs no second copy."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ RING = 48
 SHAPE = KvShape(HEADS, K_DIM, V_DIM, mx.float32)
 
 
-def decode(cache: Any, arrays: Callable[[], list[mx.array]], rows: int = 1) -> None:
-    """One step of attention, as a model calls it."""
+def attend_once(cache: Any, arrays: Callable[[], list[mx.array]], rows: int = 1) -> None:
+    """Write a token and attend, as a model does in a decode step."""
     k, v = mx.random.normal((rows, HEADS, 1, K_DIM)), mx.random.normal((rows, HEADS, 1, V_DIM))
     q = mx.random.normal((rows, HEADS, 1, K_DIM))
     keys, values = cache.update_and_fetch(k, v)
@@ -44,12 +44,12 @@ def decode(cache: Any, arrays: Callable[[], list[mx.array]], rows: int = 1) -> N
 
 @pytest.mark.usefixtures("attention_path")
 @pytest.mark.parametrize("keep", [0, 4])
-def test_a_ring_is_allocated_whole_by_its_first_token(keep: int) -> None:
+def test_window_layer_allocates_its_ring_at_the_first_token(keep: int) -> None:
     before = active_bytes()
     layer = WindowLayer(2000, keep, SHAPE)
     assert layer.nbytes == 0
     for i in range(1000):
-        decode(layer, layer.arrays)
+        attend_once(layer, layer.arrays)
         if i in (0, 999):
             assert [array.shape[2] for array in layer.arrays()] == [2000, 2000]
             assert layer.nbytes == 2000 * TOKEN_BYTES
@@ -57,7 +57,7 @@ def test_a_ring_is_allocated_whole_by_its_first_token(keep: int) -> None:
 
 
 @pytest.mark.usefixtures("attention_path")
-def test_rings_of_a_batch_are_allocated_whole_by_their_first_tokens() -> None:
+def test_window_rows_allocate_their_rings_at_the_first_token() -> None:
     rings = [WindowLayer(RING, shape=SHAPE) for _ in range(4)]
     for layer, num_tokens in zip(rings, (0, 5, RING, 3 * RING), strict=True):
         if num_tokens:
@@ -66,14 +66,14 @@ def test_rings_of_a_batch_are_allocated_whole_by_their_first_tokens() -> None:
     rows = AttentionRows(rings)
     for i in range(1000):
         rows.begin_step(mx.array([layer.offset for layer in rings]))
-        decode(rows, rows.arrays, rows=4)
+        attend_once(rows, rows.arrays, rows=4)
         if i in (0, 999):
             assert {array.shape[2] for array in rows.arrays()} == {RING}
             assert [layer.nbytes for layer in rings] == [RING * TOKEN_BYTES] * 4
 
 
 @pytest.mark.parametrize("num_tokens", [1, RING - 1, RING, RING + 1, 5 * RING])
-def test_a_chunk_of_any_length_leaves_a_ring_of_its_size(num_tokens: int) -> None:
+def test_window_layer_has_ring_size_after_a_chunk_of_any_length(num_tokens: int) -> None:
     before = active_bytes()
     layer = WindowLayer(RING)
     layer.append(mx.zeros((1, HEADS, num_tokens, K_DIM)), mx.zeros((1, HEADS, num_tokens, V_DIM)))
@@ -86,7 +86,7 @@ def test_a_chunk_of_any_length_leaves_a_ring_of_its_size(num_tokens: int) -> Non
 # Concatenations.
 
 
-def run_model(model: Any, layout: Layout, caches: list[SequenceCache], num_steps: int) -> None:
+def decode_steps(model: Any, layout: Layout, caches: list[SequenceCache], num_steps: int) -> None:
     rng = random.Random(1)
     batch = BatchCache(caches) if layout.batching == "batched" and len(caches) > 1 else None
     for _ in range(num_steps):
@@ -103,7 +103,7 @@ def run_model(model: Any, layout: Layout, caches: list[SequenceCache], num_steps
 @pytest.mark.usefixtures("attention_path")
 @pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "qwen3_next", "deepseek_v3"])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_generating_concatenates_no_keys_and_values(architecture: str, rows: int) -> None:
+def test_decode_concatenates_no_keys_or_values(architecture: str, rows: int) -> None:
     model = tiny_module(architecture)
     layout = probe(model)
     caches = [SequenceCache(layout, model, 200) for _ in range(rows)]
@@ -112,11 +112,11 @@ def test_generating_concatenates_no_keys_and_values(architecture: str, rows: int
         cache.end_pass(length)
         mx.eval(cache.arrays())
     with counted_concatenations() as count:
-        run_model(model, layout, caches, num_steps=30)
+        decode_steps(model, layout, caches, num_steps=30)
     assert count() == 0
 
 
-def test_concatenations_are_counted() -> None:
+def test_counted_concatenations_counts_those_of_mlx_lm() -> None:
     with counted_concatenations() as count:
         memory.grow_alone(600)
     assert count() == 2 * memory.LAYERS * 2  # mlx-lm's, at 256 and at 512 tokens
@@ -125,40 +125,38 @@ def test_concatenations_are_counted() -> None:
 # Peaks.
 
 
-def check_peaks(
-    measure: Callable[[], list[MemoryFigures]], *, ours_at_most: float, theirs_above: float
-) -> MemoryFigures:
-    """What is counted is the process: what a thread of an earlier test does meanwhile is in it, on either side. One of
-    three will do."""
+def check_peaks(measure: Callable[[], list[MemoryFigures]], *, max_ratio: float, min_mlx_ratio: float) -> MemoryFigures:
+    """Check peak over held bytes. The counts are of the whole process, where threads of earlier tests may allocate, so
+    one good measurement of three is enough."""
     found: list[tuple[float, float]] = []
     for _ in range(3):
-        ours, theirs = measure()
-        found.append((ours.ratio, theirs.ratio))
-        if ours.ratio <= ours_at_most and theirs.ratio > theirs_above:
-            return ours
-    pytest.fail(f"ours and mlx-lm's peaks, to what they hold: {found}")
+        figures, mlx_figures = measure()
+        found.append((figures.ratio, mlx_figures.ratio))
+        if figures.ratio <= max_ratio and mlx_figures.ratio > min_mlx_ratio:
+            return figures
+    pytest.fail(f"peak over held bytes, here and in mlx-lm: {found}")
 
 
-def test_growing_to_4096_tokens_never_needs_more_than_is_held() -> None:
-    ours = check_peaks(lambda: memory.grow_alone(4096), ours_at_most=1.02, theirs_above=1.9)
-    assert ours.held_bytes == 4096 * memory.LAYERS * 2 * memory.HEADS * memory.HEAD_DIM * 4
-
-
-@pytest.mark.usefixtures("attention_path")
-def test_growing_inside_a_model_never_needs_more_than_is_held() -> None:
-    check_peaks(lambda: memory.grow_in_model(2048), ours_at_most=1.02, theirs_above=1.2)
-
-
-def test_filling_a_window_never_needs_more_than_is_held() -> None:
-    check_peaks(lambda: memory.fill_window(1600), ours_at_most=1.02, theirs_above=1.2)
-
-
-def test_joining_and_leaving_a_batch_copies_nobody() -> None:
-    check_peaks(lambda: memory.join_and_leave(2048), ours_at_most=1.05, theirs_above=1.2)
+def test_growth_to_4096_tokens_peaks_at_held_bytes() -> None:
+    figures = check_peaks(lambda: memory.grow_alone(4096), max_ratio=1.02, min_mlx_ratio=1.9)
+    assert figures.held_bytes == 4096 * memory.LAYERS * 2 * memory.HEADS * memory.HEAD_DIM * 4
 
 
 @pytest.mark.usefixtures("attention_path")
-def test_joining_and_leaving_a_batch_in_a_model_copies_nobody() -> None:
+def test_growth_inside_a_model_peaks_at_held_bytes() -> None:
+    check_peaks(lambda: memory.grow_in_model(2048), max_ratio=1.02, min_mlx_ratio=1.2)
+
+
+def test_filling_a_window_peaks_at_held_bytes() -> None:
+    check_peaks(lambda: memory.fill_window(1600), max_ratio=1.02, min_mlx_ratio=1.2)
+
+
+def test_batch_changes_copy_no_sequence() -> None:
+    check_peaks(lambda: memory.join_and_leave(2048), max_ratio=1.05, min_mlx_ratio=1.2)
+
+
+@pytest.mark.usefixtures("attention_path")
+def test_batch_changes_in_a_model_copy_no_sequence() -> None:
     """Full and window layers; buffers large beside what a pass computes."""
     model = tiny_module("gemma3_text", head_dim=64, sliding_window=3000, num_attention_heads=2)
     layout = probe(model)
@@ -173,13 +171,13 @@ def test_joining_and_leaving_a_batch_in_a_model_copies_nobody() -> None:
 
     def change() -> None:
         for members in (caches[:4], caches, caches[2:], caches[1:2]):
-            run_model(model, layout, members, num_steps=2)
+            decode_steps(model, layout, members, num_steps=2)
 
     assert active_bytes() - before == pytest.approx(held, rel=0.02)
     assert peak_bytes(change) <= 0.05 * held
 
 
-def test_sealing_needs_scratch_for_one_layer_only() -> None:
+def test_encode_past_needs_scratch_for_one_layer() -> None:
     layout = memory._layout("full")
     cache = SequenceCache(layout, None, 4096)
     memory._append_chunks(cache.flat, 4096)
@@ -192,14 +190,14 @@ def test_sealing_needs_scratch_for_one_layer_only() -> None:
     assert cache.nbytes < 0.35 * held
 
 
-def test_growing_by_a_piece_costs_what_it_adds() -> None:
+def test_grown_layer_allocates_only_the_new_buffer() -> None:
     layer = FullLayer(4000, shape=SHAPE)
     layer.append(mx.zeros((1, HEADS, 4000, K_DIM)), mx.zeros((1, HEADS, 4000, V_DIM)))
     mx.eval(layer.arrays())
 
     def grow() -> None:
         layer.grow(100)
-        decode(layer, layer.arrays)
+        attend_once(layer, layer.arrays)
 
     assert peak_bytes(grow) <= 100 * TOKEN_BYTES + 0.05 * layer.nbytes
     assert layer.nbytes == 4100 * TOKEN_BYTES

@@ -1,4 +1,4 @@
-"""Sealed parts: encoded, shared, mixed with raw ones, in a batch."""
+"""Sealed segments: encoded, shared, mixed with raw ones, in a batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def prefilled(model: Any, layout: Layout, tokens: int, seed: int, room: int = 64
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("queries", [1, 9])
-def test_attention_over_sealed_parts_is_attention_over_what_they_decode_to(name: str, dim: int, queries: int) -> None:
+def test_attention_over_sealed_segments_equals_decoded_arrays(name: str, dim: int, queries: int) -> None:
     if name.startswith("affine") and dim == 80:
         pytest.skip("MLX's format has no groups that divide 80")
     mx.random.seed(dim)
@@ -52,7 +52,7 @@ def test_attention_over_sealed_parts_is_attention_over_what_they_decode_to(name:
     assert layer.own.encode_past_at_once(codec, codec, RawWindow(4, 20)) == 276
     layer.append(random_tokens(2, queries, dim), random_tokens(2, queries, dim))
     parts = SegmentedKV((layer.segments(),))
-    # The first tokens, the encoded ones and the tail; neighbours under the same codec are joined.
+    # The first tokens, the encoded ones and the raw newest; neighbours with the same codec are joined.
     assert len(parts.rows[0]) == (2 if name == "raw" else 3)
     q = random_tokens(4, queries, dim)
     k, v = segments_to_arrays(parts.rows[0], q.dtype)
@@ -61,7 +61,7 @@ def test_attention_over_sealed_parts_is_attention_over_what_they_decode_to(name:
     assert distance(attend(q, parts, parts, None, dim**-0.5, mask), wanted) < 1e-4
 
 
-def test_sealing_keeps_the_first_and_the_newest_tokens_as_they_were() -> None:
+def test_encode_past_keeps_the_raw_window_unchanged() -> None:
     k, v = random_tokens(2, 300, 64), random_tokens(2, 300, 64)
     layer = FullLayer(310)
     layer.append(k, v)
@@ -77,7 +77,7 @@ def test_sealing_keeps_the_first_and_the_newest_tokens_as_they_were() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "grown"), [(290, 0), (290, 40), (330, 40), (300, 40)])
-def test_sealing_keeps_the_room_of_all_pieces(tokens: int, grown: int) -> None:
+def test_encode_past_keeps_the_free_slots_of_all_buffers(tokens: int, grown: int) -> None:
     codec = parse_for("planes:8", 64)
     layer = FullLayer(300)
     if grown:
@@ -99,8 +99,8 @@ def test_sealing_keeps_the_room_of_all_pieces(tokens: int, grown: int) -> None:
 
 
 @pytest.mark.parametrize("raw_tokens", [None, 640])
-def test_a_long_prompt_that_is_sealed_as_it_comes_moves_no_room(raw_tokens: int | None) -> None:
-    """Room is allocated when it is needed: what each seal copies does not grow with what is still to come."""
+def test_encode_past_in_chunks_copies_no_free_slots(raw_tokens: int | None) -> None:
+    """Free slots are allocated when they are needed, so each seal copies a bounded number of tokens."""
     codec = parse_for("planes:4", 64)
     layer = FullLayer(20_000, raw_tokens=raw_tokens)
     k, v = random_tokens(2, 256, 64), random_tokens(2, 256, 64)
@@ -118,7 +118,7 @@ def test_a_long_prompt_that_is_sealed_as_it_comes_moves_no_room(raw_tokens: int 
         assert distance(after[:, :, -128:], before[:, :, -128:]) == 0
 
 
-def test_room_that_was_promised_is_there_though_nothing_is_sealed() -> None:
+def test_raw_limit_does_not_reduce_capacity_without_sealing() -> None:
     layer = FullLayer(2000, raw_tokens=300)
     k, v = random_tokens(2, 1900, 64), random_tokens(2, 1900, 64)
     for at in range(0, 1900, 100):
@@ -128,7 +128,7 @@ def test_room_that_was_promised_is_there_though_nothing_is_sealed() -> None:
     assert mx.array_equal(segments_to_arrays(layer.segments(), k.dtype)[0], k)
 
 
-def test_sealing_frees_what_it_says() -> None:
+def test_encode_past_frees_the_counted_bytes() -> None:
     mx.clear_cache()
     before = mx.get_active_memory()
     layer = FullLayer(20_000)
@@ -143,7 +143,7 @@ def test_sealing_frees_what_it_says() -> None:
 
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_eight_sequences_of_different_precisions_decode_together_as_alone(dim: int, half: int) -> None:
+def test_batch_of_different_precisions_equals_each_alone(dim: int, half: int) -> None:
     model = tiny_module("qwen3", head_dim=dim, num_hidden_layers=2)
     layout = probe(model)
     fitting = [name for name in NAMES if not (name.startswith("affine") and dim == 80)]
@@ -173,7 +173,7 @@ def test_eight_sequences_of_different_precisions_decode_together_as_alone(dim: i
             assert distance(logits[i : i + 1], wanted) < 1e-4
 
 
-def test_sequences_share_a_sealed_part_and_hold_it_once() -> None:
+def test_sequences_share_a_sealed_segment_without_copies() -> None:
     owner = FullLayer(8192)
     owner.append(random_tokens(2, 8192, 64), random_tokens(2, 8192, 64))
     codec = parse_for("planes:8", 64)
