@@ -42,9 +42,9 @@ def driver(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> I
     made = PretendedDriver(fault=getattr(request, "param", ""))
     cuda_emulated.install(monkeypatch)
     monkeypatch.setattr(cuda_host_copy, "_driver", lambda: made)
-    cuda_host_copy.works.cache_clear()
+    backends.runtime().checks.clear()
     yield made
-    cuda_host_copy.works.cache_clear()
+    backends.runtime().checks.clear()
 
 
 def arrays() -> list[mx.array]:

@@ -11,10 +11,10 @@ import pytest
 from kvstrata.attention.dispatch import attend
 from kvstrata.attention.segments import Segment, SegmentedKV, SegmentSlice
 from kvstrata.codecs import backends, trials
-from kvstrata.codecs.backends import Trial
+from kvstrata.codecs.backends import Trial, TrialKey, VectorKind, runtime
 from kvstrata.codecs.metal import planes as metal_planes
 from kvstrata.codecs.metal.planes import TokenRange
-from kvstrata.codecs.trials import VectorKind, What
+from kvstrata.codecs.trials import What
 from tests.attention.plain_kernels import Plain
 from tests.attention.test_portable import KV_HEADS, needs_compiler, raw, sealed
 from tests.codecs.arrays import keys
@@ -79,10 +79,11 @@ def test_what_was_tried_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(trials, "dialect", lambda: "metal")
     monkeypatch.setattr(trials, "_joined", joined)
-    slow = {(kind, what): Trial(what, 0.0, 1.0, 2.0, 1.0) for what in get_args(What)}
-    monkeypatch.setattr(trials, "_tried", slow)
+    slow = {TrialKey(what, kind): Trial(what, 0.0, 1.0, 2.0, 1.0) for what in get_args(What)}
+    monkeypatch.setattr(runtime(), "trials", slow)
     assert mx.array_equal(attended(parts), wanted)
     assert not asked
-    monkeypatch.setattr(trials, "_tried", {**slow, (kind, "join"): Trial("join", 0.0, 1.0, 1.0, 2.0)})
+    faster = Trial("join", 0.0, 1.0, 1.0, 2.0)
+    monkeypatch.setattr(runtime(), "trials", {**slow, TrialKey("join", kind): faster})
     assert mx.abs(attended(parts) - wanted).max() < 1e-4 * mx.abs(wanted).max()
     assert asked == [4, 4]

@@ -24,6 +24,7 @@ from kvstrata.attention.segments import SegmentedKV
 from kvstrata.attention.stock import decode_row_by_row
 from kvstrata.backend.rebinding import rebind
 from kvstrata.codecs import backends, trials
+from kvstrata.codecs.backends import VectorKind
 
 Keys = SegmentedKV | cpu_step.CpuStep | cuda_rows.CudaStep | cuda_rows.PreparedStep
 
@@ -106,7 +107,7 @@ def kernels(kinds: Collection[cuda_rows.HeadKind]) -> str:
     if backends.active() == "cuda":
         return cuda_rows.kernels(kinds)
     if backends.active() == "metal":
-        vectors = {trials.VectorKind(dtype, dim) for dtype, *dims in kinds for dim in dims}
+        vectors = {VectorKind(dtype, dim) for dtype, *dims in kinds for dim in dims}
         return "; ".join([metal_trials.kernels(kinds), *trials.kernels(vectors)])
     return cpu_step.kernels()
 

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cache, partial
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from functools import partial
+from typing import Any, Literal, Protocol, get_args
 
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.codecs.backends import StandIns, Trial, failed, largest
+from kvstrata.codecs.backends import Trial, VectorKind, checked_once, failed, largest, runtime
 from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.mean_runs import runs_of
 from kvstrata.codecs.metal import planes as metal_planes
@@ -57,23 +57,13 @@ class StockPlanes(Protocol):
     def decode_by_mlx(self, planes: EncodedArray, dtype: mx.Dtype) -> mx.array: ...
 
 
-class VectorKind(NamedTuple):
-    dtype: mx.Dtype
-    dim: int
-
-
-_stands = StandIns()
-
-_tried: dict[tuple[VectorKind, What], Trial] = {}
-
-
 def as_if_tried(dialect: Dialect, run: Run) -> AbstractContextManager[None]:
     """Use the kernels as if their trials had passed, for tests."""
-    return _stands.use(dialect, run)
+    return runtime().codec_kernels.use(dialect, run)
 
 
 def dialect() -> Dialect | None:
-    return _stands.dialect
+    return runtime().codec_kernels.dialect
 
 
 def encode(x: mx.array, position: int, stock: StockPlanes) -> dict[str, mx.array] | None:
@@ -122,38 +112,45 @@ def join(stretches: Sequence[TokenRange], dtype: mx.Dtype) -> mx.array | None:
 def _encoded(x: mx.array, position: int, stock: StockPlanes) -> dict[str, mx.array]:
     found = dialect()
     assert found is not None
-    return metal_planes.encode(x, stock.bits, position, stock.rotation, found, _stands.run)
+    return metal_planes.encode(x, stock.bits, position, stock.rotation, found, runtime().codec_kernels.run)
 
 
 def _decoded(planes: EncodedArray, dtype: mx.Dtype) -> mx.array:
     found = dialect()
     assert found is not None
-    return metal_planes.decode(planes, dtype, found, _stands.run)
+    return metal_planes.decode(planes, dtype, found, runtime().codec_kernels.run)
 
 
 def _joined(stretches: Sequence[TokenRange], dtype: mx.Dtype) -> mx.array:
     found = dialect()
     assert found is not None
-    return metal_planes.join(stretches, dtype, found, _stands.run)
+    return metal_planes.join(stretches, dtype, found, runtime().codec_kernels.run)
 
 
 def _is_used(what: What, kind: VectorKind, stock: Any) -> bool:
-    return bool(_stands) or trial(what, kind, stock).is_used
+    return bool(runtime().codec_kernels) or trial(what, kind, stock).is_used
 
 
 def trial(what: What, kind: VectorKind, stock: Any) -> Trial:
     """Return the trial, which runs at the first call. `stock` is a codec; the trial sets its bits and RoPE rotation."""
-    found = _tried.get((kind, what))
-    if found is None:
-        found = _tried[kind, what] = _trial(what, kind, stock)
-        log = logger.info if found.is_used else logger.warning
-        log("Planes of vectors of %d, %s: %s.", kind.dim, kind.dtype, found)
-    return found
+    kind = _tried_kind(kind)
+    return runtime().run_once(what, kind, lambda: _logged(_trial(what, kind, stock), kind))
+
+
+def _tried_kind(kind: VectorKind) -> VectorKind:
+    """Return the kind without its RoPE rotation: a trial has cases with and without a rotation."""
+    return kind._replace(rotation=None)
+
+
+def _logged(trial: Trial, kind: VectorKind) -> Trial:
+    log = logger.info if trial.is_used else logger.warning
+    log("Planes of vectors of %d, %s: %s.", kind.dim, kind.dtype, trial)
+    return trial
 
 
 def try_now(kind: VectorKind, stock: Any, whats: Sequence[What] = get_args(What)) -> bool:
     """Run the trials that have not run yet. False: this machine has no such kernels, or none takes such vectors."""
-    if dialect() is None or not metal_planes.takes_vectors(*kind):
+    if dialect() is None or not metal_planes.takes_vectors(kind.dtype, kind.dim):
         return False
     for what in whats:
         trial(what, kind, stock)
@@ -163,20 +160,23 @@ def try_now(kind: VectorKind, stock: Any, whats: Sequence[What] = get_args(What)
 def kernels(kinds: Collection[VectorKind]) -> list[str]:
     """Describe for people to read which kernels encode and decode planes, without running a trial."""
     by_kind: dict[VectorKind, list[str]] = {}
-    for (kind, _), found in list(_tried.items()):  # another thread may add to it
-        if kind in kinds:
+    tried_kinds = {_tried_kind(kind) for kind in kinds}
+    for (_, kind), found in runtime().trials_of(VectorKind):
+        if kind in tried_kinds:
             by_kind.setdefault(kind, []).append(str(found))
     return [f"planes of {kind.dim} values, {kind.dtype}: {', '.join(said)}" for kind, said in by_kind.items()]
 
 
 def used() -> list[str]:
     """Names of the kernels that were tried and are used, the same at every start."""
-    return sorted(f"{what} {kind.dtype} {kind.dim}" for (kind, what), found in list(_tried.items()) if found.is_used)
+    tried = runtime().trials_of(VectorKind)
+    return sorted(f"{what} {kind.dtype} {kind.dim}" for (what, kind), found in tried if found.is_used)
 
 
 def report() -> list[dict[str, Any]]:
     """Results of all trials, for `doctor`."""
-    return [{"vectors": [str(kind.dtype), kind.dim], **found.as_json()} for (kind, _), found in list(_tried.items())]
+    tried = runtime().trials_of(VectorKind)
+    return [{"vectors": [str(kind.dtype), kind.dim], **found.as_json()} for (_, kind), found in tried]
 
 
 def _trial(what: What, kind: VectorKind, stock: Any) -> Trial:
@@ -292,7 +292,7 @@ def _normal(shape: tuple[int, ...], seed: int, dtype: mx.Dtype) -> mx.array:
     return x
 
 
-@cache
+@checked_once
 def _complain(what: str) -> None:
     """Log each fault once."""
     logger.warning("Planes are made by MLX's operations, which is slower: a kernel could not be launched: %s", what)
