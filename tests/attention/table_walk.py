@@ -25,7 +25,7 @@ class Walk:
 
     def install(self, monkeypatch: object) -> None:
         patch = monkeypatch.setattr  # pyright: ignore[reportAttributeAccessIssue]
-        patch(cuda_step, "addresses_of", lambda part: part.where.of(lambda: self._number(part)))
+        patch(cuda_step, "addresses_of", lambda part: part.where.get(lambda: self._number(part)))
         patch(cuda_addresses, "collect", lambda rows, _: mx.stack(rows))
         patch(cuda_step, "attend_step", self.attend_step)
 

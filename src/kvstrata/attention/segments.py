@@ -17,7 +17,7 @@ from kvstrata.attention.cuda import join as cuda_join
 from kvstrata.attention.cuda import ranges as cuda_ranges
 from kvstrata.attention.cuda.trials import joined_works
 from kvstrata.attention.metal import decode as metal_decode
-from kvstrata.codecs import backends, trials
+from kvstrata.codecs import backends, dispatch
 from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.cuda.addresses import KernelViews
 from kvstrata.codecs.metal.planes import TokenRange
@@ -277,7 +277,7 @@ def _joined_on_metal(row: Sequence[Segment], dtype: mx.Dtype) -> tuple[mx.array,
 def _joined_side(stretches: Sequence[TokenRange], dtype: mx.Dtype) -> mx.array | None:
     """Keys or values alone, [heads, tokens, dim]"""
     if any(isinstance(held, EncodedArray) for held, _, _ in stretches):
-        return trials.join(stretches, dtype)
+        return dispatch.join_planes(stretches, dtype)
     raw = [held[:, start:end] for held, start, end in stretches if isinstance(held, mx.array)]
     return raw[0] if len(raw) == 1 else mx.concatenate(raw, axis=1)
 

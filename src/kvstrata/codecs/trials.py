@@ -1,4 +1,4 @@
-"""Trials of the portable codec kernels on this machine, and calls of the kernels that passed.
+"""Trials of the portable codec kernels on this machine: cases, tolerances and timing.
 
 Encoding, decoding, and joining (decoding several stretches to one array) are tried once for each dtype and size of
 vectors, beside MLX's own operations: where a kernel fails, is inaccurate or is not faster, MLX's operations stay. CUDA
@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.codecs.backends import Trial, VectorKind, checked_once, failed, largest, runtime
+from kvstrata.codecs.backends import StandIn, Trial, TrialKey, VectorKind, failed, largest, runtime
 from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.mean_runs import runs_of
 from kvstrata.codecs.metal import planes as metal_planes
@@ -43,20 +43,6 @@ TIMED_HEADS, TIMED_TOKENS, TIMED_BITS, ROUNDS = 8, 2048, 4, 3
 logger = logging.getLogger(__name__)
 
 
-class StockPlanes(Protocol):
-    """A codec with MLX's own operations."""
-
-    @property
-    def bits(self) -> int: ...
-
-    @property
-    def rotation(self) -> RopeRotation | None: ...
-
-    def encode_by_mlx(self, x: mx.array, position: int) -> dict[str, mx.array]: ...
-
-    def decode_by_mlx(self, planes: EncodedArray, dtype: mx.Dtype) -> mx.array: ...
-
-
 def as_if_tried(dialect: Dialect, run: Run) -> AbstractContextManager[None]:
     """Use the kernels as if their trials had passed, for tests."""
     return runtime().codec_kernels.use(dialect, run)
@@ -66,69 +52,21 @@ def dialect() -> Dialect | None:
     return runtime().codec_kernels.dialect
 
 
-def encode(x: mx.array, position: int, stock: StockPlanes) -> dict[str, mx.array] | None:
-    """Encode [..., tokens, dim] to planes. None: the kernel is not used."""
-    if (
-        dialect() is None
-        or not metal_planes.takes(x)
-        or not _is_used("encode", VectorKind(x.dtype, x.shape[-1]), stock)
-    ):
-        return None
-    try:
-        return _encoded(x, position, stock)
-    except Exception as failure:  # noqa: BLE001
-        # Encoding must not fail for the sake of speed.
-        _complain(f"{type(failure).__name__}: {failure}")
-        return None
-
-
-def decode(planes: EncodedArray, dtype: mx.Dtype, stock: StockPlanes) -> mx.array | None:
-    """Decode to [..., tokens, dim]. None: the kernel is not used."""
-    if dialect() is None or dtype not in DECODED_WITHIN or not metal_planes.takes_planes(planes):
-        return None
-    if not _is_used("decode", VectorKind(dtype, planes.dim), stock):
-        return None
-    try:
-        return _decoded(planes, dtype)
-    except Exception as failure:  # noqa: BLE001
-        _complain(f"{type(failure).__name__}: {failure}")
-        return None
-
-
-def join(stretches: Sequence[TokenRange], dtype: mx.Dtype) -> mx.array | None:
-    """Join consecutive stretches, planes among them, to [heads, tokens, dim]. None: the kernel is not used."""
-    codec = next((held.codec for held, _, _ in stretches if isinstance(held, EncodedArray)), None)
-    if dialect() is None or codec is None or not metal_planes.takes_ranges(stretches, dtype):
-        return None
-    if not _is_used("join", VectorKind(dtype, stretches[0].dim), codec):
-        return None
-    try:
-        return _joined(stretches, dtype)
-    except Exception as failure:  # noqa: BLE001
-        _complain(f"{type(failure).__name__}: {failure}")
-        return None
-
-
-def _encoded(x: mx.array, position: int, stock: StockPlanes) -> dict[str, mx.array]:
+def portable() -> StandIn:
+    """Return the dialect and the runner of the portable kernels, on a machine that has them."""
     found = dialect()
     assert found is not None
-    return metal_planes.encode(x, stock.bits, position, stock.rotation, found, runtime().codec_kernels.run)
+    return StandIn(found, runtime().codec_kernels.run)
 
 
-def _decoded(planes: EncodedArray, dtype: mx.Dtype) -> mx.array:
-    found = dialect()
-    assert found is not None
-    return metal_planes.decode(planes, dtype, found, runtime().codec_kernels.run)
+def is_used(what: What, kind: VectorKind, stock: Any) -> bool:
+    """Whether this machine has the kernel, and its trial passed; run the trial if it has not run yet."""
+    return dialect() is not None and (bool(runtime().codec_kernels) or trial(what, kind, stock).is_used)
 
 
-def _joined(stretches: Sequence[TokenRange], dtype: mx.Dtype) -> mx.array:
-    found = dialect()
-    assert found is not None
-    return metal_planes.join(stretches, dtype, found, runtime().codec_kernels.run)
-
-
-def _is_used(what: What, kind: VectorKind, stock: Any) -> bool:
-    return bool(runtime().codec_kernels) or trial(what, kind, stock).is_used
+def known_trial(what: What, kind: VectorKind) -> Trial | None:
+    """Return the trial if it has run."""
+    return runtime().trials.get(TrialKey(what, _tried_kind(kind)))
 
 
 def trial(what: What, kind: VectorKind, stock: Any) -> Trial:
@@ -197,16 +135,18 @@ def _timed(what: What, kind: VectorKind, stock: Any) -> tuple[Callable[[], objec
     codec = replace(stock, bits=TIMED_BITS, rotation=_turn(kind.dim))  # most models rotate keys, which takes longer
     x = _normal((TIMED_HEADS, TIMED_TOKENS, kind.dim), 1, kind.dtype)
     if what == "encode":
-        return lambda: _encoded(x, 0, codec), lambda: codec.encode_by_mlx(x, 0)
+        return lambda: _encoded_ours(x, 0, codec), lambda: codec.encode_by_mlx(x, 0)
     planes = _planes(codec, codec.encode_by_mlx(x, 0), x, 0)
     if what == "decode":
-        return lambda: _decoded(planes, kind.dtype), lambda: codec.decode_by_mlx(planes, kind.dtype)
+        return lambda: metal_planes.decode(planes, kind.dtype, *portable()), lambda: codec.decode_by_mlx(
+            planes, kind.dtype
+        )
     stretches = [
         TokenRange(planes, 0, TIMED_TOKENS),
         TokenRange(planes, 0, TIMED_TOKENS),
         TokenRange(x, 0, TIMED_TOKENS // 4),
     ]
-    return lambda: _joined(stretches, kind.dtype), lambda: _in_turn(
+    return lambda: metal_planes.join(stretches, kind.dtype, *portable()), lambda: _in_turn(
         stretches, lambda planes: codec.decode(planes, kind.dtype)
     )
 
@@ -238,7 +178,7 @@ def _join_error(kind: VectorKind, stock: Any) -> float:
     raw = TokenRange(_normal((HEADS, 50, kind.dim), 9, kind.dtype), 3, 44)
     errors = []
     for stretches in ([coded[0], raw], [coded[1], raw, *coded[2:4], raw], [*coded, raw]):
-        found = _joined(stretches, kind.dtype).astype(mx.float32)
+        found = metal_planes.join(stretches, kind.dtype, *portable()).astype(mx.float32)
         wanted = _in_turn(stretches, partial(_by_mlx, dtype=kind.dtype)).astype(mx.float32)
         errors.append(float(np.array(mx.abs(found - wanted).max() / mx.abs(wanted).max())))
     return largest(errors)
@@ -254,14 +194,18 @@ def _error(what: What, kind: VectorKind, stock: Any) -> float:
             theirs = _planes(codec, codec.encode_by_mlx(x, POSITION), x, POSITION)
             wanted = codec.decode_by_mlx(theirs, kind.dtype).astype(mx.float32)
             if what == "encode":
-                ours = _planes(codec, _encoded(x, POSITION, codec), x, POSITION)
+                ours = _planes(codec, _encoded_ours(x, POSITION, codec), x, POSITION)
                 found = codec.decode_by_mlx(ours, kind.dtype).astype(mx.float32)
                 error = mx.abs(found - wanted).mean() / mx.abs(wanted).mean()
             else:
-                found = _decoded(theirs, kind.dtype).astype(mx.float32)
+                found = metal_planes.decode(theirs, kind.dtype, *portable()).astype(mx.float32)
                 error = mx.abs(found - wanted).max() / mx.abs(wanted).max()
             errors.append(float(np.array(error)))
     return largest(errors)
+
+
+def _encoded_ours(x: mx.array, position: int, codec: Any) -> dict[str, mx.array]:
+    return metal_planes.encode(x, codec.bits, position, codec.rotation, *portable())
 
 
 def _turn(dim: int) -> RopeRotation:
@@ -290,9 +234,3 @@ def _normal(shape: tuple[int, ...], seed: int, dtype: mx.Dtype) -> mx.array:
     x = (mx.random.normal(shape, key=mx.random.key(seed)) + 1).astype(dtype)
     mx.eval(x)
     return x
-
-
-@checked_once
-def _complain(what: str) -> None:
-    """Log each fault once."""
-    logger.warning("Planes are made by MLX's operations, which is slower: a kernel could not be launched: %s", what)
