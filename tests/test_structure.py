@@ -21,6 +21,26 @@ OPENINGS = {"What", "Who", "Whose", "Which", "Where", "Of", "One", "Those", "Tha
 OTHER_OWNERS = {"self", "load", "state", "self._precision"}
 
 
+# Modules that ask for the back-end of the process; `codecs/backends.py` itself is not counted. Add none: an operation
+# with several paths is a function of a dispatch module.
+BACKEND_CALLERS = {
+    "attention.cpu.step",
+    "attention.cuda.step",
+    "attention.cuda.trials",
+    "attention.dispatch",
+    "attention.segments",
+    "attention.stock",
+    "bench.selftest",
+    "codecs.dispatch",
+    "engine.engine",
+    "engine.executor",
+    "engine.profiling",
+    "kv.decode_step",
+    "kv.work_sizes",
+    "packed.operations",
+}
+
+
 @cache
 def _trees(packages: tuple[str, ...] = PACKAGES) -> dict[str, ast.Module]:
     """Return the syntax trees of all modules of packages, by dotted name."""
@@ -72,3 +92,21 @@ def test_only_the_entry_table_assigns_attributes_of_entries() -> None:
 def test_docstrings_begin_with_a_noun_or_an_imperative() -> None:
     modules = {module for module, tree in _trees(CORE).items() if any(map(_has_forbidden_opening, ast.walk(tree)))}
     assert modules == set()
+
+
+def _asks_for_backend(node: ast.AST) -> bool:
+    """Whether a node is `active()`, `on_cpu()` or `runtime().backend`."""
+    if isinstance(node, ast.Attribute):
+        return ast.unparse(node).endswith("runtime().backend")
+    return isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-2:] in (
+        ["backends", "active"],
+        ["backends", "on_cpu"],
+        ["active"],
+        ["on_cpu"],
+    )
+
+
+def test_backend_is_asked_for_by_few_modules() -> None:
+    packages = tuple(path.name for path in SOURCES.iterdir() if path.is_dir())
+    callers = {module for module, tree in _trees(packages).items() if any(map(_asks_for_backend, ast.walk(tree)))}
+    assert callers - {"codecs.backends"} == BACKEND_CALLERS

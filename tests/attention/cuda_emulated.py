@@ -20,7 +20,7 @@ import pytest
 
 from kvstrata.backend import nvrtc
 from kvstrata.backend.string_hash import string_hash
-from kvstrata.codecs.cuda import compile as cuda_compile
+from kvstrata.codecs.backends import runtime
 from kvstrata.codecs.cuda.compile import TYPES
 from kvstrata.codecs.cuda.kernels import FOLDER, without_comments
 from tests.attention.plain_kernels import COMPILER
@@ -36,7 +36,7 @@ _known: dict[tuple[str, int], bytes] = {}
 
 def install(patch: pytest.MonkeyPatch) -> None:
     """In place of NVIDIA's compiler and of MLX's kernels."""
-    cuda_compile.works.cache_clear()
+    runtime().checks.clear()
     patch.setattr(nvrtc, "kept_machine_code", lambda text, _: _compiled(text))
     patch.setattr(mx.fast, "precompiled_cuda_kernel", _run_precompiled)
     patch.setattr(mx.fast, "cuda_kernel", _CompiledByMlx)

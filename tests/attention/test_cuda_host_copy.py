@@ -9,10 +9,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvstrata.codecs import backends
+from kvstrata.codecs import backends, dispatch
 from kvstrata.codecs.cuda import host_copy as cuda_host_copy
 from kvstrata.codecs.cuda.addresses import PLANES_PLACES, take
-from kvstrata.kv import packing
 from tests.attention import cuda_emulated
 
 ON_GPU = mx.cuda.is_available()
@@ -42,9 +41,15 @@ def driver(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> I
     made = PretendedDriver(fault=getattr(request, "param", ""))
     cuda_emulated.install(monkeypatch)
     monkeypatch.setattr(cuda_host_copy, "_driver", lambda: made)
-    cuda_host_copy.works.cache_clear()
+    backends.runtime().checks.clear()
     yield made
-    cuda_host_copy.works.cache_clear()
+    backends.runtime().checks.clear()
+
+
+@pytest.fixture
+def as_on_cuda() -> Iterator[None]:
+    with backends.runtime().use_backend("cuda"):
+        yield
 
 
 def arrays() -> list[mx.array]:
@@ -62,25 +67,25 @@ def bytes_of(array: mx.array) -> bytes:
 
 
 @emulated
-def test_host_copy_equals_the_arrays_and_moves_none(driver: PretendedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("as_on_cuda")
+def test_host_copy_equals_the_arrays_and_moves_none(driver: PretendedDriver) -> None:
     given = arrays()
-    monkeypatch.setattr(backends, "active", lambda: "cuda")
     found = [np.empty(array.nbytes, np.uint8) for array in given]
-    packing.copy_octets(given, found)
+    dispatch.copy_to_host(given, found)
     assert [each.tobytes() for each in found] == [bytes_of(array) for array in given]
     places = {np.asarray(a.view(mx.uint16) if a.dtype == mx.bfloat16 else a).ctypes.data for a in given}
     assert len(driver.addresses) == 1 + len(given), "with the trial"
     assert not places.intersection(driver.addresses), "launches may read there"
-    assert packing.octets_of(given[0]).tobytes() == bytes_of(given[0])
+    assert dispatch.host_bytes(given[0]).tobytes() == bytes_of(given[0])
 
 
 @emulated
-def test_host_copy_fills_the_given_memory(driver: PretendedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "active", lambda: "cuda")
+@pytest.mark.usefixtures("as_on_cuda")
+def test_host_copy_writes_into_given_memory(driver: PretendedDriver) -> None:
     assert cuda_host_copy.works()
     stacked = [mx.full((3, 2), i, mx.uint32) for i in range(5)]
     out = np.empty((5, 24), np.uint8)
-    packing.copy_octets(stacked, list(out))
+    dispatch.copy_to_host(stacked, list(out))
     assert driver.targets[1:] == [row.ctypes.data for row in out], "after the trial"
     assert out.tobytes() == b"".join(map(bytes_of, stacked))
 
@@ -114,6 +119,6 @@ def test_host_copy_on_a_gpu_leaves_arrays_in_place() -> None:
     mx.eval(array)
     before = places(array)
     assert cuda_host_copy.works()
-    found = packing.octets_of(array)
+    found = dispatch.host_bytes(array)
     assert places(array) == before
     assert found.tobytes() == bytes_of(array)

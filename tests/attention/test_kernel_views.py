@@ -39,16 +39,15 @@ def test_view_of_none_is_made_once() -> None:
     assert made == [1]
 
 
-@pytest.mark.parametrize("view", [range_of, read_of])
-def test_slices_share_views_of_their_whole_segment(view: object) -> None:
-    assert callable(view)
+def test_slices_share_the_arrays_and_views_of_their_whole_segment() -> None:
     whole = sealed()
-    one, other = view(SegmentSlice(whole, 3, 40)), view(SegmentSlice(whole, 10, 64))
-    assert (one.start, one.end, other.start, other.end) == (3, 40, 10, 64)
-    if view is range_of:
-        assert one.views is other.views is view(whole).views
-    else:
-        assert one.arrays == other.arrays == view(whole).arrays
+    slices = [SegmentSlice(whole, 3, 40), SegmentSlice(whole, 10, 64)]
+    ranges = [range_of(each) for each in slices]
+    assert [(each.start, each.end) for each in ranges] == [(3, 40), (10, 64)]
+    assert all(each.views is range_of(whole).views for each in ranges)
+    reads = [read_of(each) for each in (whole, *slices)]
+    assert all(read is not None and reads[0] is not None and read.arrays is reads[0].arrays for read in reads)
+    assert [read and (read.start, read.end) for read in reads] == [(0, 64), (3, 40), (10, 64)]
 
 
 @pytest.mark.parametrize("write", ["put", "adopt"])

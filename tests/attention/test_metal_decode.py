@@ -253,7 +253,7 @@ def test_unsupported_segments_have_no_read() -> None:
 
     def of(codec: Codec, dim: int, num_tokens: int = 20) -> metal_decode.SegmentRead | None:
         planes = encoded(codec, num_tokens, dim, 0)
-        return SealedSegment(planes, planes).read()
+        return metal_decode.read_of(SealedSegment(planes, planes))
 
     assert of(PlanesCodec(8), 64) is not None
     assert of(parse("affine:8"), 64) is None

@@ -11,10 +11,10 @@ import pytest
 from kvstrata.attention.dispatch import attend
 from kvstrata.attention.segments import Segment, SegmentedKV, SegmentSlice
 from kvstrata.codecs import backends, trials
-from kvstrata.codecs.backends import Trial
+from kvstrata.codecs.backends import Trial, TrialKey, VectorKind, runtime
 from kvstrata.codecs.metal import planes as metal_planes
 from kvstrata.codecs.metal.planes import TokenRange
-from kvstrata.codecs.trials import VectorKind, What
+from kvstrata.codecs.trials import What
 from tests.attention.plain_kernels import Plain
 from tests.attention.test_metal_decode import KV_HEADS, needs_compiler, raw, sealed
 from tests.codecs.arrays import keys
@@ -73,16 +73,19 @@ def test_join_is_used_only_after_an_accepting_trial(monkeypatch: pytest.MonkeyPa
     wanted = attended(parts)
     kind = VectorKind(mx.float32, DIM)
 
-    def joined(stretches: Sequence[TokenRange], dtype: mx.Dtype) -> mx.array:
+    join = metal_planes.join
+
+    def joined(stretches: Sequence[TokenRange], dtype: mx.Dtype, *_: object) -> mx.array:
         asked.append(len(stretches))
-        return metal_planes.join(stretches, dtype, "plain", Plain())
+        return join(stretches, dtype, "plain", Plain())
 
     monkeypatch.setattr(trials, "dialect", lambda: "metal")
-    monkeypatch.setattr(trials, "_joined", joined)
-    slow = {(kind, what): Trial(what, 0.0, 1.0, 2.0, 1.0) for what in get_args(What)}
-    monkeypatch.setattr(trials, "_tried", slow)
+    monkeypatch.setattr(metal_planes, "join", joined)
+    slow = {TrialKey(what, kind): Trial(what, 0.0, 1.0, 2.0, 1.0) for what in get_args(What)}
+    monkeypatch.setattr(runtime(), "trials", slow)
     assert mx.array_equal(attended(parts), wanted)
     assert not asked
-    monkeypatch.setattr(trials, "_tried", {**slow, (kind, "join"): Trial("join", 0.0, 1.0, 1.0, 2.0)})
+    faster = Trial("join", 0.0, 1.0, 1.0, 2.0)
+    monkeypatch.setattr(runtime(), "trials", {**slow, TrialKey("join", kind): faster})
     assert mx.abs(attended(parts) - wanted).max() < 1e-4 * mx.abs(wanted).max()
     assert asked == [4, 4]

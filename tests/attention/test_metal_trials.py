@@ -17,7 +17,7 @@ from kvstrata.attention.metal.trials import DecodeKind
 from kvstrata.attention.segments import SegmentedKV
 from kvstrata.bench import selftest
 from kvstrata.codecs import backends
-from kvstrata.codecs.backends import Trial
+from kvstrata.codecs.backends import Trial, TrialKey, runtime
 from kvstrata.codecs.metal.kernel_text import KernelLaunch
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.kv.attention_rows import AttentionRows
@@ -37,7 +37,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(metal_launch_plan, "SHAPES", ONE_SHAPE)
     monkeypatch.setattr(metal_trials, "RAW_CASES", ((0, 0, 2),))
     monkeypatch.setattr(metal_trials, "PLANES_CASES", ((1, 0, 1),))
-    monkeypatch.setattr(metal_trials, "_tried", {})
+    monkeypatch.setattr(runtime(), "trials", {})
     for name, number in (("TIMED_ROWS", 2), ("TIMED_RAW_TOKENS", 20), ("TIMED_TOKENS", 20), ("TIMED_LAYERS", 1)):
         monkeypatch.setattr(metal_trials, name, number)
     metal_launch_plan.plan.cache_clear()
@@ -125,7 +125,7 @@ def test_trial_accepts_a_right_and_faster_kernel(
     assert all(trial.is_right and not trial.is_used for trial in slow)
     assert "raw: MLX (" in caplog.text
     assert "over planes: MLX (" in kernels([KIND[:3]])
-    monkeypatch.setattr(metal_trials, "_tried", {})
+    monkeypatch.setattr(runtime(), "trials", {})
     monkeypatch.setattr(metal_trials, "_milliseconds", lambda *_: [1.0, 2.5])
     fast = _tried(Plain())
     assert all(trial.is_used for trial in fast)
@@ -147,7 +147,7 @@ def test_trial_rejects_a_wrong_or_failing_kernel() -> None:
         raise ValueError("cannot be compiled")
 
     for run, said in ((Wrong(), "is off by"), (NotANumber(), "is off by nan"), (fails, "cannot be compiled")):
-        metal_trials._tried.clear()
+        runtime().trials.clear()
         trials = _tried(run)
         assert not any(trial.is_used for trial in trials)
         assert all(said in str(trial) for trial in trials)
@@ -162,10 +162,10 @@ def test_kernel_is_used_only_after_an_accepting_trial(monkeypatch: pytest.Monkey
         [[metal_decode.read_of(raw(9, DIM, 1))]],
     )
     right, slow = Trial("raw", 0.0, 1.0, 1.0, 2.0), Trial("planes", 0.0, 1.0, 2.0, 1.0)
-    monkeypatch.setattr(metal_trials, "_tried", {KIND: (right, slow)})
+    monkeypatch.setattr(runtime(), "trials", {TrialKey("raw", KIND): right, TrialKey("planes", KIND): slow})
     assert metal_trials.is_used(q, plain)
     assert not metal_trials.is_used(q, coded)
-    monkeypatch.setattr(metal_trials, "_tried", {KIND: (slow, right)})
+    monkeypatch.setattr(runtime(), "trials", {TrialKey("raw", KIND): slow, TrialKey("planes", KIND): right})
     assert not metal_trials.is_used(q, plain)
     assert metal_trials.is_used(q, coded)
     assert not metal_trials.is_used(q, [[None]])

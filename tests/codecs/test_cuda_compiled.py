@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.backend import nvrtc
+from kvstrata.codecs.backends import runtime
 from kvstrata.codecs.cuda import compile as cuda_compile
 from kvstrata.codecs.cuda import kernels as cuda_kernels
 from kvstrata.codecs.cuda import planes as cuda_planes
@@ -28,9 +29,9 @@ HEADER = cuda_kernels.without_comments(cuda_kernels.FOLDER / "intrinsics.cuh")
 
 @pytest.fixture
 def untried() -> Iterator[None]:
-    cuda_compile.works.cache_clear()
+    runtime().checks.clear()
     yield
-    cuda_compile.works.cache_clear()
+    runtime().checks.clear()
 
 
 def test_sizes_are_parameters_after_the_arrays() -> None:

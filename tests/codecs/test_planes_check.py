@@ -12,10 +12,10 @@ import pytest
 
 from kvstrata.codecs import backends
 from kvstrata.codecs import trials as codec_trials
-from kvstrata.codecs.backends import Trial
+from kvstrata.codecs.backends import Trial, VectorKind, runtime
 from kvstrata.codecs.metal.kernel_text import KernelLaunch
 from kvstrata.codecs.planes import PlanesCodec
-from kvstrata.codecs.trials import VectorKind, What
+from kvstrata.codecs.trials import What
 from tests.attention.plain_kernels import COMPILER, Plain
 from tests.codecs.arrays import a_turn, keys
 
@@ -25,7 +25,7 @@ KIND = VectorKind(mx.float32, 64)
 
 @pytest.fixture(autouse=True)
 def as_on_metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(codec_trials, "_tried", {})
+    monkeypatch.setattr(runtime(), "trials", {})
     for name, number in (("TIMED_HEADS", 1), ("TIMED_TOKENS", 16), ("ROUNDS", 1), ("BITS", (4,)), ("TOKENS", 80)):
         monkeypatch.setattr(codec_trials, name, number)
     with backends.as_on_metal():
@@ -72,18 +72,20 @@ def test_a_trial_finds_what_is_right_wrong_slow_or_fails(monkeypatch: pytest.Mon
         raise ValueError("cannot be compiled")
 
     for run, said in ((Wrong(), "is off by"), (fails, "cannot be compiled")):
-        codec_trials._tried.clear()
+        runtime().trials.clear()
         trials = _tried(run)
         assert not any(trial.is_used for trial in trials.values())
         assert all(said in str(trial) for trial in trials.values()), trials
     for times, is_used in (((2.0, 1.0), False), ((1.0, 2.0), True)):
-        codec_trials._tried.clear()
+        runtime().trials.clear()
         left = [*times, *times, *times]
         monkeypatch.setattr(codec_trials, "_milliseconds", lambda _, left=left: left.pop(0))
         trials = _tried(Plain())
         assert all(trial.is_used == is_used for trial in trials.values()), trials
         assert {entry["what"] for entry in codec_trials.report()} == {"encode", "decode", "join"}
-        assert codec_trials._is_used("encode", KIND, PlanesCodec(8)) == is_used
+        known = codec_trials.known_trial("encode", KIND)
+        assert known is not None
+        assert known.is_used == is_used
         (said,) = codec_trials.kernels([KIND, VectorKind(mx.float16, 64)])
         assert said.count("own (" if is_used else "MLX (") == 3
 

@@ -119,5 +119,5 @@ def test_what_is_not_taken() -> None:
     assert not metal_planes.takes(keys(HEADS, 4, 72))
     assert not metal_planes.takes(keys(HEADS, 4, 512))
     with backends.as_on_metal():
-        assert not metal_planes.takes_planes(PlanesCodec(4).encode(keys(1, 4, 64)))
-        assert metal_planes.takes_planes(PlanesCodec(4).encode(keys(2, 4, 64)))
+        assert not metal_planes.takes_encoded(PlanesCodec(4).encode(keys(1, 4, 64)), mx.float32)
+        assert metal_planes.takes_encoded(PlanesCodec(4).encode(keys(2, 4, 64)), mx.float32)

@@ -8,8 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from kvstrata.codecs import trials
-from kvstrata.codecs.backends import Trial
+from kvstrata.codecs.backends import Trial, TrialKey, VectorKind, runtime
 from kvstrata.engine import profiling
 from kvstrata.engine.memory_plan import Scratch
 from kvstrata.engine.profiling import PassShape, measure_scratch
@@ -61,9 +60,9 @@ def test_changed_model_or_shape_is_measured_again(starts: Starts) -> None:
 
 def test_changed_kernels_are_measured_again(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trial of speed chooses the kernels, so the choice may differ from start to start."""
-    kind = trials.VectorKind(mx.float32, 64)
+    key = TrialKey("join", VectorKind(mx.float32, 64))
     for ours_ms in (1.0, 3.0, 1.5):
-        monkeypatch.setattr(trials, "_tried", {(kind, "join"): Trial("join", 0.0, 1.0, ours_ms, 2.0)})
+        monkeypatch.setattr(runtime(), "trials", {key: Trial("join", 0.0, 1.0, ours_ms, 2.0)})
         starts.start()
     assert starts.measured == 2
 

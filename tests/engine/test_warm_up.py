@@ -9,9 +9,9 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.codecs import backends, trials
-from kvstrata.codecs.backends import Trial
+from kvstrata.codecs.backends import Trial, VectorKind
 from kvstrata.codecs.planes import PlanesCodec
-from kvstrata.codecs.trials import VectorKind, What
+from kvstrata.codecs.trials import What
 from kvstrata.engine import profiling
 from kvstrata.kv.layout import LayerSpec, Layout
 

@@ -39,6 +39,8 @@ from kvstrata.attention.segments import (
 )
 from kvstrata.backend.rebinding import rebind
 from kvstrata.codecs import backends, trials
+from kvstrata.codecs import dispatch as codec_dispatch
+from kvstrata.codecs.backends import VectorKind
 from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.metal.planes import TokenRange
 
@@ -249,7 +251,7 @@ def _join_on_metal(segments: Sequence[Segment], dtype: mx.Dtype) -> tuple[mx.arr
 def _join_ranges(ranges: Sequence[TokenRange], dtype: mx.Dtype) -> mx.array | None:
     """Keys or values alone, [heads, tokens, dim]"""
     if any(isinstance(held, EncodedArray) for held, _, _ in ranges):
-        return trials.join(ranges, dtype)
+        return codec_dispatch.join_planes(ranges, dtype)
     raw = [held[:, start:end] for held, start, end in ranges if isinstance(held, mx.array)]
     return raw[0] if len(raw) == 1 else mx.concatenate(raw, axis=1)
 
@@ -273,6 +275,6 @@ def kernels(kinds: Collection[HeadKind]) -> str:
     if backends.active() == "cuda":
         return cuda_trials.kernels(kinds)
     if backends.active() == "metal":
-        vectors = {trials.VectorKind(dtype, dim) for dtype, *dims in kinds for dim in dims}
+        vectors = {VectorKind(dtype, dim) for dtype, *dims in kinds for dim in dims}
         return "; ".join([metal_trials.kernels(kinds), *trials.kernels(vectors)])
     return cpu_step.kernels()

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvstrata.codecs import backends
+from kvstrata.codecs import dispatch
 from kvstrata.codecs.base import (
     FLOATS,
     WORDS,
@@ -22,7 +22,6 @@ from kvstrata.codecs.base import (
     UnsupportedCodec,
     check_input,
     check_queries,
-    decode_tiles,
     encode_tiles,
     finite,
     join_plain,
@@ -96,10 +95,7 @@ class AffineCodec:
         return planes.arrays["packed"], planes.arrays["scales"], planes.arrays["biases"]
 
     def decode(self, planes: EncodedArray, dtype: mx.Dtype) -> mx.array:
-        if backends.active() == "cpu":
-            # With scales in float32: MLX takes four times as long with float16 on a CPU.
-            return self._decode_tile(planes, mx.float32).astype(dtype)
-        return decode_tiles(planes, lambda tile: self._decode_tile(tile, dtype))
+        return dispatch.decode_affine(planes, dtype, self._decode_tile)
 
     def _decode_tile(self, planes: EncodedArray, dtype: mx.Dtype) -> mx.array:
         packed, scales, biases = self._read(planes, dtype)
@@ -107,15 +103,11 @@ class AffineCodec:
 
     def scores(self, q: mx.array, planes: EncodedArray) -> mx.array:
         check_queries(q, planes, planes.dim)
-        if backends.active() == "metal":
-            return self.scores_packed(q, planes)
-        return q.astype(mx.float32) @ self.decode(planes, mx.float32).swapaxes(-1, -2)
+        return dispatch.affine_scores(q, planes, self)
 
     def mix(self, p: mx.array, planes: EncodedArray) -> mx.array:
         check_queries(p, planes, planes.num_tokens)
-        if backends.active() == "metal":
-            return self.mix_packed(p, planes)
-        return p.astype(mx.float32) @ self.decode(planes, mx.float32)
+        return dispatch.affine_mix(p, planes, self)
 
     def scores_packed(self, q: mx.array, planes: EncodedArray) -> mx.array:
         packed, scales, biases = self._read(planes, mx.float32)

@@ -1,63 +1,43 @@
-"""The back-end of this process, its trials and the stand-ins of tests."""
+"""The back-end of this process, its trials and the stand-ins of tests.
+
+`runtime()` is the only mutable object of the process that kernels share.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
-from functools import cache
-from typing import Any, Literal, NamedTuple
+from functools import wraps
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import mlx.core as mx
 
 from kvstrata.codecs.metal.kernel_text import Dialect, Run, run_on_gpu
+from kvstrata.codecs.rope import RopeRotation
 
-Path = Literal["cpu", "metal", "cuda", "plain"]
+P = ParamSpec("P")
+R = TypeVar("R")
 
-_pretended: list[Path] = []
-
-
-def active() -> Path:
-    return _pretended[-1] if _pretended else _found()
+Backend = Literal["cpu", "metal", "cuda", "plain"]
 
 
-def on_cpu() -> bool:
-    """Whether to use a CPU's work sizes: Metal's path uses a GPU's, on whatever machine it runs."""
-    return active() in ("cpu", "plain") and mx.default_device() == mx.cpu
+class VectorKind(NamedTuple):
+    """Vectors that kernels are chosen for."""
+
+    dtype: mx.Dtype
+    dim: int
+    rotation: RopeRotation | None = None
 
 
-@contextmanager
-def as_on_metal() -> Iterator[None]:
-    """Take the path of a Mac on any machine: without kernels of ours it needs only MLX. It is slower than on a Mac."""
-    with _as_if("metal"):
-        yield
+@dataclass(frozen=True)
+class KernelChoice:
+    """Back-end that computes an operation: "stock" for MLX's own operations."""
 
-
-@contextmanager
-def without_kernels() -> Iterator[None]:
-    """Use MLX's operations alone. Our CPU kernels need evaluated arrays; without them a whole pass can stay
-    unevaluated."""
-    with _as_if("plain"):
-        yield
-
-
-@contextmanager
-def _as_if(path: Path) -> Iterator[None]:
-    _pretended.append(path)
-    try:
-        yield
-    finally:
-        _pretended.pop()
-
-
-@cache
-def _found() -> Path:
-    if mx.default_device() == mx.cpu:
-        return "cpu" if importlib.util.find_spec("numba") is not None else "plain"
-    if mx.metal.is_available():
-        return "metal"
-    return "cuda" if mx.cuda.is_available() else "plain"
+    operation: str
+    backend: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -134,10 +114,104 @@ class StandIns:
         return self._stands[-1].run if self._stands else run_on_gpu
 
 
+class Runtime:
+    """State that the kernels of a process share: the back-end, results of trials and checks, and stand-ins."""
+
+    def __init__(self) -> None:
+        self.trials: dict[TrialKey, Trial] = {}  # in the order in which they ran
+        self.checks: dict[tuple[Hashable, ...], Any] = {}  # results of functions that are `checked_once`
+        self.codec_kernels = StandIns()
+        self.attention_kernels = StandIns()
+        self._pretended: list[Backend] = []
+        self._found: Backend | None = None
+
+    @property
+    def backend(self) -> Backend:
+        if self._pretended:
+            return self._pretended[-1]
+        if self._found is None:
+            self._found = _find_backend()
+        return self._found
+
+    @contextmanager
+    def use_backend(self, backend: Backend) -> Iterator[None]:
+        """Take the paths of a back-end on any machine."""
+        self._pretended.append(backend)
+        try:
+            yield
+        finally:
+            self._pretended.pop()
+
+    def run_once(self, operation: str, kind: Hashable, run_trial: Callable[[], Trial]) -> Trial:
+        """Return the trial of an operation on vectors or heads of a kind; run it at the first call."""
+        key = TrialKey(operation, kind)
+        found = self.trials.get(key)
+        if found is None:
+            found = self.trials[key] = run_trial()
+        return found
+
+    def trials_of(self, kinds: type) -> list[tuple[TrialKey, Trial]]:
+        """Return the trials so far on kinds of this type. Another thread may add to them meanwhile."""
+        return [(key, trial) for key, trial in list(self.trials.items()) if isinstance(key.kind, kinds)]
+
+
+class TrialKey(NamedTuple):
+    operation: str
+    kind: Any  # hashable
+
+
+_runtime = Runtime()
+
+
+def runtime() -> Runtime:
+    return _runtime
+
+
+def checked_once(check: Callable[P, R]) -> Callable[P, R]:
+    """Keep the results of a check of this machine in the runtime, by the check's arguments."""
+
+    @wraps(check)
+    def known(*args: P.args, **kwargs: P.kwargs) -> R:
+        checks, key = _runtime.checks, (known, *args, *kwargs.items())
+        if key not in checks:
+            checks[key] = check(*args, **kwargs)
+        return checks[key]
+
+    return known
+
+
+def active() -> Backend:
+    return _runtime.backend
+
+
+def on_cpu() -> bool:
+    """Whether to use a CPU's work sizes: Metal's path uses a GPU's, on whatever machine it runs."""
+    return _runtime.backend in ("cpu", "plain") and mx.default_device() == mx.cpu
+
+
+def as_on_metal() -> AbstractContextManager[None]:
+    """Take the path of a Mac on any machine: without kernels of ours it needs only MLX. It is slower than on a Mac."""
+    return _runtime.use_backend("metal")
+
+
+def without_kernels() -> AbstractContextManager[None]:
+    """Use MLX's operations alone. Our CPU kernels need evaluated arrays; without them a whole pass can stay
+    unevaluated."""
+    return _runtime.use_backend("plain")
+
+
 def metal_here() -> Dialect | None:
     """Return "metal" where a Mac's GPU computes, else None."""
-    has_metal = active() == "metal" and mx.metal.is_available() and mx.default_device() == mx.gpu
+    has_metal = _runtime.backend == "metal" and mx.metal.is_available() and mx.default_device() == mx.gpu
     return "metal" if has_metal else None
+
+
+def _find_backend() -> Backend:
+    if mx.default_device() == mx.cpu:
+        return "cpu" if importlib.util.find_spec("numba") is not None else "plain"
+    if mx.metal.is_available():
+        return "metal"
+    return "cuda" if mx.cuda.is_available() else "plain"
 
 
 def relative_error(a: mx.array, b: mx.array) -> float:

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
-from kvstrata.codecs import backends
 from kvstrata.codecs.mean_runs import GROUP_TOKENS, MeanRuns, cut_runs
-from kvstrata.codecs.rope import RopeRotation
+from kvstrata.codecs.rope import RopeMeans, RopeRotation
 from kvstrata.errors import ConfigError
 
 # More tiles save little memory: input and output then take more than the scratch of a tile.
@@ -33,9 +32,7 @@ def encode_tiles(
 
 
 def decode_tiles(planes: EncodedArray, decode: Callable[[EncodedArray], mx.array]) -> mx.array:
-    """Decode in tiles; on CUDA in one piece and lazily, so that a prefill does not stop at each layer."""
-    if backends.active() == "cuda":
-        return decode(planes)
+    """Decode in tiles, each evaluated before the next."""
     tiles: list[mx.array] = []
     ranges = list(_ranges(planes.position, planes.num_tokens, planes.num_values))
     for start, end in ranges:
@@ -221,6 +218,38 @@ class Codec(Protocol):
 
     def join(self, a: EncodedArray, b: EncodedArray) -> EncodedArray:
         """Join `a` and `b`, which follows it. Nothing is encoded anew."""
+        ...
+
+
+class StockProducts(Protocol):
+    """Codec with products of MLX's own operations over encoded arrays."""
+
+    def decode(self, planes: EncodedArray, dtype: mx.Dtype) -> mx.array: ...
+
+    def scores_packed(self, q: mx.array, planes: EncodedArray) -> mx.array: ...
+
+    def mix_packed(self, p: mx.array, planes: EncodedArray) -> mx.array: ...
+
+
+class StockPlanes(StockProducts, Protocol):
+    """Codec of planes with MLX's own operations."""
+
+    @property
+    def bits(self) -> int: ...
+
+    @property
+    def rotation(self) -> RopeRotation | None: ...
+
+    def encode_by_mlx(self, x: mx.array, position: int) -> dict[str, mx.array]: ...
+
+    def decode_by_mlx(self, planes: EncodedArray, dtype: mx.Dtype) -> mx.array: ...
+
+    def decode_stock(self, planes: EncodedArray) -> mx.array: ...
+
+    def means_of(self, planes: EncodedArray) -> RopeMeans: ...
+
+    def has_products(self, dim: int) -> bool:
+        """Whether MLX's quantized products take vectors of this size."""
         ...
 
 

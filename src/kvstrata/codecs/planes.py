@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from kvstrata.codecs import backends, rope, trials
+from kvstrata.codecs import dispatch, rope
 from kvstrata.codecs.base import (
     HALF,
     LARGEST,
@@ -32,14 +32,11 @@ from kvstrata.codecs.base import (
     check_input,
     check_neighbours,
     check_queries,
-    decode_tiles,
     encode_tiles,
     finite,
     half,
     own,
 )
-from kvstrata.codecs.cpu import planes as cpu_planes
-from kvstrata.codecs.cuda import planes as cuda_planes
 from kvstrata.codecs.hadamard import check_dim, rotate, rotate_back
 from kvstrata.codecs.mean_runs import GROUP_TOKENS, runs_of, sums
 from kvstrata.codecs.rope import RopeRotation
@@ -107,14 +104,9 @@ class PlanesCodec:
 
     def encode(self, x: mx.array, position: int = 0) -> EncodedArray:
         check_input(self, x, position)
-        segments = runs_of(position, x.shape[-2])
-        if backends.active() == "cuda" and x.shape[-1] <= cuda_planes.MAX_DIM:
-            return own(self, cuda_planes.encode_planes(x, self.bits, position, self.rotation), x, position, segments)
-        if backends.active() == "cpu":
-            arrays = cpu_planes.encode_planes(x.astype(mx.float32), position, self.rotation)
-        else:
-            arrays = trials.encode(x, position, self) or self.encode_by_mlx(x, position)
-        return own(self, {name: arrays[name] for name in (*HELD[self.bits], "scales", "means")}, x, position, segments)
+        arrays = dispatch.encode_planes(x, position, self)
+        held = {name: arrays[name] for name in (*HELD[self.bits], "scales", "means")}
+        return own(self, held, x, position, runs_of(position, x.shape[-2]))
 
     def encode_by_mlx(self, x: mx.array, position: int) -> dict[str, mx.array]:
         """Encode with MLX's operations, in tiles."""
@@ -137,53 +129,26 @@ class PlanesCodec:
         return {**codes, "scales": scales, "means": means}
 
     def decode(self, planes: EncodedArray, dtype: mx.Dtype) -> mx.array:
-        if backends.active() == "cpu":
-            return cpu_planes.decode_planes(planes.arrays, self.bits, self._means(planes)).astype(dtype)
-        if backends.active() == "cuda" and planes.dim <= cuda_planes.MAX_DIM:
-            return cuda_planes.decode_planes(planes, dtype)
-        decoded = trials.decode(planes, dtype, self)
-        return self.decode_by_mlx(planes, dtype) if decoded is None else decoded
+        return dispatch.decode_planes(planes, dtype, self)
 
     def decode_by_mlx(self, planes: EncodedArray, dtype: mx.Dtype) -> mx.array:
         """Decode with MLX's operations, in tiles."""
-        return decode_tiles(planes, lambda tile: self.decode_stock(tile).astype(dtype))
+        return dispatch.decode_by_tiles(planes, lambda tile: self.decode_stock(tile).astype(dtype))
 
     def scores(self, q: mx.array, planes: EncodedArray) -> mx.array:
         check_queries(q, planes, planes.dim)
-        if backends.active() == "cpu" and q.shape[-2] <= cpu_planes.FUSED_QUERIES:
-            return cpu_planes.score_planes(q.astype(mx.float32), planes.arrays, self.bits) + self._means(planes).shares(
-                q
-            )
-        if backends.active() == "cuda" and cuda_planes.pays(q.shape[-2], planes.dim):
-            return cuda_planes.score_planes(q, planes)
-        if backends.active() == "metal" and _product_group(planes.dim):
-            return self.scores_packed(q, planes)
-        return q.astype(mx.float32) @ self._decoded(planes).swapaxes(-1, -2)
+        return dispatch.planes_scores(q, planes, self)
 
     def mix(self, p: mx.array, planes: EncodedArray) -> mx.array:
         check_queries(p, planes, planes.num_tokens)
-        if self.rotation is not None:
-            # Values have no RoPE rotation, except in models that store keys there and fetch them as plain arrays.
-            return p.astype(mx.float32) @ self._decoded(planes)
-        if backends.active() == "cpu" and p.shape[-2] <= cpu_planes.FUSED_QUERIES:
-            return cpu_planes.mix_planes(p.astype(mx.float32), planes.arrays, self.bits, planes.mean_runs)
-        if backends.active() == "cuda" and cuda_planes.pays(p.shape[-2], planes.dim):
-            return cuda_planes.mix_planes(p, planes)
-        if backends.active() == "metal" and _product_group(planes.dim):
-            return self.mix_packed(p, planes)
-        return p.astype(mx.float32) @ self._decoded(planes)
-
-    def _decoded(self, planes: EncodedArray) -> mx.array:
-        """Decode for a product. MLX's operations use no tiles here: evaluating tiles would stop a step halfway."""
-        stops = backends.active() in ("cpu", "cuda")
-        return self.decode(planes, mx.float32) if stops else self.decode_stock(planes)
+        return dispatch.planes_mix(p, planes, self)
 
     def decode_stock(self, planes: EncodedArray) -> mx.array:
         if _product_group(planes.dim):
             first, *others = (_dequantized(plane) * step for step, plane in self._affine(planes))
         else:
             first, *others = (_unpacked(planes, name) for name in HELD[self.bits])
-        return rotate_back(sum(others, start=first)) + self._means(planes).centres()
+        return rotate_back(sum(others, start=first)) + self.means_of(planes).centres()
 
     def scores_packed(self, q: mx.array, planes: EncodedArray) -> mx.array:
         q = q.astype(mx.float32)
@@ -192,7 +157,7 @@ class PlanesCodec:
             mx.quantized_matmul(rotated * step, *plane[:3], transpose=True, group_size=plane.group, bits=plane.bits)
             for step, plane in self._affine(planes)
         ]
-        return sum(products, start=self._means(planes).shares(q))
+        return sum(products, start=self.means_of(planes).shares(q))
 
     def mix_packed(self, p: mx.array, planes: EncodedArray) -> mx.array:
         p = p.astype(mx.float32)
@@ -200,9 +165,12 @@ class PlanesCodec:
             mx.quantized_matmul(p, *plane[:3], transpose=False, group_size=plane.group, bits=plane.bits) * step
             for step, plane in self._affine(planes)
         )
-        return rotate_back(sum(others, start=first)) + sums(p, planes.mean_runs) @ self._means(planes).values
+        return rotate_back(sum(others, start=first)) + sums(p, planes.mean_runs) @ self.means_of(planes).values
 
-    def _means(self, planes: EncodedArray) -> rope.RopeMeans:
+    def has_products(self, dim: int) -> bool:
+        return _product_group(dim) is not None
+
+    def means_of(self, planes: EncodedArray) -> rope.RopeMeans:
         values = planes.arrays["means"].astype(mx.float32)
         return rope.RopeMeans(values, planes.mean_runs, planes.position, self.rotation)
 

@@ -1,4 +1,4 @@
-"""Trials of the portable codec kernels on this machine, and calls of the kernels that passed.
+"""Trials of the portable codec kernels on this machine: cases, tolerances and timing.
 
 Encoding, decoding, and joining (decoding several stretches to one array) are tried once for each dtype and size of
 vectors, beside MLX's own operations: where a kernel fails, is inaccurate or is not faster, MLX's operations stay. CUDA
@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cache, partial
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from functools import partial
+from typing import Any, Literal, get_args
 
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.codecs.backends import StandIns, Trial, failed, largest
+from kvstrata.codecs.backends import StandIn, Trial, TrialKey, VectorKind, failed, largest, runtime
 from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.mean_runs import runs_of
 from kvstrata.codecs.metal import planes as metal_planes
@@ -43,117 +43,52 @@ TIMED_HEADS, TIMED_TOKENS, TIMED_BITS, ROUNDS = 8, 2048, 4, 3
 logger = logging.getLogger(__name__)
 
 
-class StockPlanes(Protocol):
-    """A codec with MLX's own operations."""
-
-    @property
-    def bits(self) -> int: ...
-
-    @property
-    def rotation(self) -> RopeRotation | None: ...
-
-    def encode_by_mlx(self, x: mx.array, position: int) -> dict[str, mx.array]: ...
-
-    def decode_by_mlx(self, planes: EncodedArray, dtype: mx.Dtype) -> mx.array: ...
-
-
-class VectorKind(NamedTuple):
-    dtype: mx.Dtype
-    dim: int
-
-
-_stands = StandIns()
-
-_tried: dict[tuple[VectorKind, What], Trial] = {}
-
-
 def as_if_tried(dialect: Dialect, run: Run) -> AbstractContextManager[None]:
     """Use the kernels as if their trials had passed, for tests."""
-    return _stands.use(dialect, run)
+    return runtime().codec_kernels.use(dialect, run)
 
 
 def dialect() -> Dialect | None:
-    return _stands.dialect
+    return runtime().codec_kernels.dialect
 
 
-def encode(x: mx.array, position: int, stock: StockPlanes) -> dict[str, mx.array] | None:
-    """Encode [..., tokens, dim] to planes. None: the kernel is not used."""
-    if (
-        dialect() is None
-        or not metal_planes.takes(x)
-        or not _is_used("encode", VectorKind(x.dtype, x.shape[-1]), stock)
-    ):
-        return None
-    try:
-        return _encoded(x, position, stock)
-    except Exception as failure:  # noqa: BLE001
-        # Encoding must not fail for the sake of speed.
-        _complain(f"{type(failure).__name__}: {failure}")
-        return None
-
-
-def decode(planes: EncodedArray, dtype: mx.Dtype, stock: StockPlanes) -> mx.array | None:
-    """Decode to [..., tokens, dim]. None: the kernel is not used."""
-    if dialect() is None or dtype not in DECODED_WITHIN or not metal_planes.takes_planes(planes):
-        return None
-    if not _is_used("decode", VectorKind(dtype, planes.dim), stock):
-        return None
-    try:
-        return _decoded(planes, dtype)
-    except Exception as failure:  # noqa: BLE001
-        _complain(f"{type(failure).__name__}: {failure}")
-        return None
-
-
-def join(stretches: Sequence[TokenRange], dtype: mx.Dtype) -> mx.array | None:
-    """Join consecutive stretches, planes among them, to [heads, tokens, dim]. None: the kernel is not used."""
-    codec = next((held.codec for held, _, _ in stretches if isinstance(held, EncodedArray)), None)
-    if dialect() is None or codec is None or not metal_planes.takes_ranges(stretches, dtype):
-        return None
-    if not _is_used("join", VectorKind(dtype, stretches[0].dim), codec):
-        return None
-    try:
-        return _joined(stretches, dtype)
-    except Exception as failure:  # noqa: BLE001
-        _complain(f"{type(failure).__name__}: {failure}")
-        return None
-
-
-def _encoded(x: mx.array, position: int, stock: StockPlanes) -> dict[str, mx.array]:
+def portable() -> StandIn:
+    """Return the dialect and the runner of the portable kernels, on a machine that has them."""
     found = dialect()
     assert found is not None
-    return metal_planes.encode(x, stock.bits, position, stock.rotation, found, _stands.run)
+    return StandIn(found, runtime().codec_kernels.run)
 
 
-def _decoded(planes: EncodedArray, dtype: mx.Dtype) -> mx.array:
-    found = dialect()
-    assert found is not None
-    return metal_planes.decode(planes, dtype, found, _stands.run)
+def is_used(what: What, kind: VectorKind, stock: Any) -> bool:
+    """Whether this machine has the kernel, and its trial passed; run the trial if it has not run yet."""
+    return dialect() is not None and (bool(runtime().codec_kernels) or trial(what, kind, stock).is_used)
 
 
-def _joined(stretches: Sequence[TokenRange], dtype: mx.Dtype) -> mx.array:
-    found = dialect()
-    assert found is not None
-    return metal_planes.join(stretches, dtype, found, _stands.run)
-
-
-def _is_used(what: What, kind: VectorKind, stock: Any) -> bool:
-    return bool(_stands) or trial(what, kind, stock).is_used
+def known_trial(what: What, kind: VectorKind) -> Trial | None:
+    """Return the trial if it has run."""
+    return runtime().trials.get(TrialKey(what, _tried_kind(kind)))
 
 
 def trial(what: What, kind: VectorKind, stock: Any) -> Trial:
     """Return the trial, which runs at the first call. `stock` is a codec; the trial sets its bits and RoPE rotation."""
-    found = _tried.get((kind, what))
-    if found is None:
-        found = _tried[kind, what] = _trial(what, kind, stock)
-        log = logger.info if found.is_used else logger.warning
-        log("Planes of vectors of %d, %s: %s.", kind.dim, kind.dtype, found)
-    return found
+    kind = _tried_kind(kind)
+    return runtime().run_once(what, kind, lambda: _logged(_trial(what, kind, stock), kind))
+
+
+def _tried_kind(kind: VectorKind) -> VectorKind:
+    """Return the kind without its RoPE rotation: a trial has cases with and without a rotation."""
+    return kind._replace(rotation=None)
+
+
+def _logged(trial: Trial, kind: VectorKind) -> Trial:
+    log = logger.info if trial.is_used else logger.warning
+    log("Planes of vectors of %d, %s: %s.", kind.dim, kind.dtype, trial)
+    return trial
 
 
 def try_now(kind: VectorKind, stock: Any, whats: Sequence[What] = get_args(What)) -> bool:
     """Run the trials that have not run yet. False: this machine has no such kernels, or none takes such vectors."""
-    if dialect() is None or not metal_planes.takes_vectors(*kind):
+    if dialect() is None or not metal_planes.takes_vectors(kind.dtype, kind.dim):
         return False
     for what in whats:
         trial(what, kind, stock)
@@ -163,20 +98,23 @@ def try_now(kind: VectorKind, stock: Any, whats: Sequence[What] = get_args(What)
 def kernels(kinds: Collection[VectorKind]) -> list[str]:
     """Describe for people to read which kernels encode and decode planes, without running a trial."""
     by_kind: dict[VectorKind, list[str]] = {}
-    for (kind, _), found in list(_tried.items()):  # another thread may add to it
-        if kind in kinds:
+    tried_kinds = {_tried_kind(kind) for kind in kinds}
+    for (_, kind), found in runtime().trials_of(VectorKind):
+        if kind in tried_kinds:
             by_kind.setdefault(kind, []).append(str(found))
     return [f"planes of {kind.dim} values, {kind.dtype}: {', '.join(said)}" for kind, said in by_kind.items()]
 
 
 def used() -> list[str]:
     """Names of the kernels that were tried and are used, the same at every start."""
-    return sorted(f"{what} {kind.dtype} {kind.dim}" for (kind, what), found in list(_tried.items()) if found.is_used)
+    tried = runtime().trials_of(VectorKind)
+    return sorted(f"{what} {kind.dtype} {kind.dim}" for (what, kind), found in tried if found.is_used)
 
 
 def report() -> list[dict[str, Any]]:
     """Results of all trials, for `doctor`."""
-    return [{"vectors": [str(kind.dtype), kind.dim], **found.as_json()} for (kind, _), found in list(_tried.items())]
+    tried = runtime().trials_of(VectorKind)
+    return [{"vectors": [str(kind.dtype), kind.dim], **found.as_json()} for (_, kind), found in tried]
 
 
 def _trial(what: What, kind: VectorKind, stock: Any) -> Trial:
@@ -197,16 +135,18 @@ def _timed(what: What, kind: VectorKind, stock: Any) -> tuple[Callable[[], objec
     codec = replace(stock, bits=TIMED_BITS, rotation=_turn(kind.dim))  # most models rotate keys, which takes longer
     x = _normal((TIMED_HEADS, TIMED_TOKENS, kind.dim), 1, kind.dtype)
     if what == "encode":
-        return lambda: _encoded(x, 0, codec), lambda: codec.encode_by_mlx(x, 0)
+        return lambda: _encoded_ours(x, 0, codec), lambda: codec.encode_by_mlx(x, 0)
     planes = _planes(codec, codec.encode_by_mlx(x, 0), x, 0)
     if what == "decode":
-        return lambda: _decoded(planes, kind.dtype), lambda: codec.decode_by_mlx(planes, kind.dtype)
+        return lambda: metal_planes.decode(planes, kind.dtype, *portable()), lambda: codec.decode_by_mlx(
+            planes, kind.dtype
+        )
     stretches = [
         TokenRange(planes, 0, TIMED_TOKENS),
         TokenRange(planes, 0, TIMED_TOKENS),
         TokenRange(x, 0, TIMED_TOKENS // 4),
     ]
-    return lambda: _joined(stretches, kind.dtype), lambda: _in_turn(
+    return lambda: metal_planes.join(stretches, kind.dtype, *portable()), lambda: _in_turn(
         stretches, lambda planes: codec.decode(planes, kind.dtype)
     )
 
@@ -238,7 +178,7 @@ def _join_error(kind: VectorKind, stock: Any) -> float:
     raw = TokenRange(_normal((HEADS, 50, kind.dim), 9, kind.dtype), 3, 44)
     errors = []
     for stretches in ([coded[0], raw], [coded[1], raw, *coded[2:4], raw], [*coded, raw]):
-        found = _joined(stretches, kind.dtype).astype(mx.float32)
+        found = metal_planes.join(stretches, kind.dtype, *portable()).astype(mx.float32)
         wanted = _in_turn(stretches, partial(_by_mlx, dtype=kind.dtype)).astype(mx.float32)
         errors.append(float(np.array(mx.abs(found - wanted).max() / mx.abs(wanted).max())))
     return largest(errors)
@@ -254,14 +194,18 @@ def _error(what: What, kind: VectorKind, stock: Any) -> float:
             theirs = _planes(codec, codec.encode_by_mlx(x, POSITION), x, POSITION)
             wanted = codec.decode_by_mlx(theirs, kind.dtype).astype(mx.float32)
             if what == "encode":
-                ours = _planes(codec, _encoded(x, POSITION, codec), x, POSITION)
+                ours = _planes(codec, _encoded_ours(x, POSITION, codec), x, POSITION)
                 found = codec.decode_by_mlx(ours, kind.dtype).astype(mx.float32)
                 error = mx.abs(found - wanted).mean() / mx.abs(wanted).mean()
             else:
-                found = _decoded(theirs, kind.dtype).astype(mx.float32)
+                found = metal_planes.decode(theirs, kind.dtype, *portable()).astype(mx.float32)
                 error = mx.abs(found - wanted).max() / mx.abs(wanted).max()
             errors.append(float(np.array(error)))
     return largest(errors)
+
+
+def _encoded_ours(x: mx.array, position: int, codec: Any) -> dict[str, mx.array]:
+    return metal_planes.encode(x, codec.bits, position, codec.rotation, *portable())
 
 
 def _turn(dim: int) -> RopeRotation:
@@ -290,9 +234,3 @@ def _normal(shape: tuple[int, ...], seed: int, dtype: mx.Dtype) -> mx.array:
     x = (mx.random.normal(shape, key=mx.random.key(seed)) + 1).astype(dtype)
     mx.eval(x)
     return x
-
-
-@cache
-def _complain(what: str) -> None:
-    """Log each fault once."""
-    logger.warning("Planes are made by MLX's operations, which is slower: a kernel could not be launched: %s", what)

@@ -29,6 +29,7 @@ from kvstrata.backend import device
 from kvstrata.backend.allocator import limits_restored
 from kvstrata.backend.notebook import read_notes, write_notes
 from kvstrata.codecs import backends, trials
+from kvstrata.codecs.backends import VectorKind
 from kvstrata.codecs.base import UnsupportedCodec
 from kvstrata.codecs.cuda import host_copy as cuda_host_copy
 from kvstrata.codecs.planes import PlanesCodec
@@ -422,8 +423,8 @@ def warm_up_kernels(layout: Layout) -> int:
 def _try_kernels(specs: Sequence[LayerSpec]) -> int:
     """Try the kernels for Metal on a vector of each dtype and dimension."""
     codec = PlanesCodec(8)
-    vectors = {trials.VectorKind(spec.dtype, dim) for spec in specs for dim in (spec.k_dim, spec.v_dim)}
-    assessed = {trials.VectorKind(mx.float32, spec.k_dim) for spec in specs} - vectors
+    vectors = {VectorKind(spec.dtype, dim) for spec in specs for dim in (spec.k_dim, spec.v_dim)}
+    assessed = {VectorKind(mx.float32, spec.k_dim) for spec in specs} - vectors
     tried = [trials.try_now(vector, codec) for vector in vectors]
     return sum(tried) + sum(trials.try_now(vector, codec, ("decode",)) for vector in assessed)
 

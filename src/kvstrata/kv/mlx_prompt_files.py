@@ -16,12 +16,13 @@ from kvstrata.attention.dispatch import segments_to_arrays
 from kvstrata.attention.segments import SealedSegment, Segment, SegmentSlice, cut_segments
 from kvstrata.codecs.affine import AffineCodec
 from kvstrata.codecs.base import EncodedArray, MismatchedArrays
+from kvstrata.codecs.dispatch import copy_to_host, host_bytes
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.errors import UnusableFile
 from kvstrata.kv.checkpoints import Checkpoint, LayerState, states_at
 from kvstrata.kv.layout import LayerSpec, Layout
 from kvstrata.kv.mlx_caches import adopt_layer, common_affine, to_mlx_cache
-from kvstrata.kv.packing import DTYPES, array_of, copy_octets, octets_of
+from kvstrata.kv.packing import DTYPES, array_of
 from kvstrata.kv.span import SpanRange, compact_segment
 from kvstrata.kv.work_sizes import slices, work_sizes_of
 from kvstrata.tiers.block import ITEM_BYTES, BlockTensor
@@ -413,7 +414,7 @@ def tensors_of(layer: LayerOut) -> Generator[None, None, list[Octets]]:
     if layer.state is not None:
         arrays = [array for array in _leaves(layer.state.state) if isinstance(array, mx.array)]
         states = [np.empty(array.nbytes, np.uint8) for array in arrays]
-        copy_octets(arrays, states)
+        copy_to_host(arrays, states)
         return states
     shapes = [leaf.shape for leaf in _leaves(layer.tree) if isinstance(leaf, FileArray)]
     made: list[np.ndarray] = []
@@ -427,7 +428,7 @@ def tensors_of(layer: LayerOut) -> Generator[None, None, list[Octets]]:
                 for shape, a in zip(shapes, arrays, strict=True)
             ]
         for out, array in zip(made, arrays, strict=True):
-            out[:, at : at + segment.num_tokens] = octets_of(array).reshape(*array.shape[:-1], -1)
+            out[:, at : at + segment.num_tokens] = host_bytes(array).reshape(*array.shape[:-1], -1)
         at += segment.num_tokens
         yield
     return [out.reshape(-1) for out in made]

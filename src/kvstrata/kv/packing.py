@@ -12,9 +12,8 @@ import mlx.core as mx
 import numpy as np
 
 from kvstrata.attention.segments import RawSegment, SealedSegment, Segment, SegmentSlice
-from kvstrata.codecs import backends
+from kvstrata.codecs import dispatch
 from kvstrata.codecs.base import EncodedArray
-from kvstrata.codecs.cuda import host_copy as cuda_host_copy
 from kvstrata.codecs.registry import from_spec, planes_from
 from kvstrata.errors import ConfigError
 from kvstrata.kv.checkpoints import Checkpoint, LayerState, RecurrentState
@@ -199,7 +198,7 @@ def _pack_stacked(arrays: Sequence[mx.array]) -> Generator[None, None, BlockTens
     first = arrays[0]
     out = np.empty((len(arrays), first.nbytes), np.uint8)
     for at in range(0, len(arrays), LAYERS_AT_ONCE):
-        copy_octets(arrays[at : at + LAYERS_AT_ONCE], list(out[at : at + LAYERS_AT_ONCE]))
+        dispatch.copy_to_host(arrays[at : at + LAYERS_AT_ONCE], list(out[at : at + LAYERS_AT_ONCE]))
         if at + LAYERS_AT_ONCE < len(arrays):
             yield
     return BlockTensor(DTYPES[first.dtype], (len(arrays), *first.shape), out.reshape(-1))
@@ -299,34 +298,11 @@ def _unpack_state(stacks: Mapping[str, mx.array], i: int, described: Mapping[str
 # Arrays and their bytes.
 
 
-def copy_octets(arrays: Sequence[mx.array], into: Sequence[np.ndarray]) -> None:  # of each: uint8 [bytes]
-    """Copy the bytes of each array, without gaps, into given memory: new memory for each would cost more."""
-    if backends.active() == "cuda":
-        cuda_host_copy.copy_octets(arrays, into)
-        return
-    mx.eval(arrays)
-    for array, octets in zip(arrays, into, strict=True):
-        octets[:] = _looked_at(array)
-
-
-def octets_of(array: mx.array) -> np.ndarray:
-    """Return the bytes of an array, without gaps. The result may be a view of an array that has none."""
-    if backends.active() == "cuda":
-        return own_octets(array)
-    mx.eval(array)
-    return _looked_at(array)
-
-
 def own_octets(array: mx.array) -> np.ndarray:
     """Return the bytes of an array, in memory of their own."""
     octets = np.empty(array.nbytes, np.uint8)
-    copy_octets([array], [octets])
+    dispatch.copy_to_host([array], [octets])
     return octets
-
-
-def _looked_at(array: mx.array) -> np.ndarray:
-    bits = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
-    return np.ascontiguousarray(np.asarray(bits)).reshape(-1).view(np.uint8)
 
 
 def array_of(tensor: BlockTensor) -> mx.array:

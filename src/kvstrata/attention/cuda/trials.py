@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from functools import cache
 
 import mlx.core as mx
 import numpy as np
@@ -18,7 +17,7 @@ from kvstrata.attention.cuda.join import JoinInput, join, join_input
 from kvstrata.attention.cuda.ranges import RAW_DTYPES, EncodedRange, Range, RawRange
 from kvstrata.attention.segments import KernelViews, KvSlot
 from kvstrata.codecs import backends
-from kvstrata.codecs.backends import relative_error
+from kvstrata.codecs.backends import checked_once, relative_error
 from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.cuda.planes import FUSED_DIMS, RAW_BITS
 from kvstrata.codecs.mean_runs import runs_of
@@ -37,7 +36,7 @@ _TOLERANCE = 0.02  # as a share of the largest value: 16-bit rounding stays well
 logger = logging.getLogger(__name__)
 
 
-@cache
+@checked_once
 def step_works(dtype: mx.Dtype, k_dim: int, v_dim: int) -> bool:
     """Whether this back-end has the step kernel and the kernel is right for keys and values of this kind."""
     if backends.active() != "cuda" or dtype not in RAW_DTYPES or not {k_dim, v_dim} <= {*FUSED_DIMS}:
@@ -71,7 +70,7 @@ def joined_works(dtype: mx.Dtype, parts: JoinInput) -> bool:
     return join_works(dtype, planes.k.dim, planes.v.dim, parts.rotation)
 
 
-@cache
+@checked_once
 def join_works(dtype: mx.Dtype, k_dim: int, v_dim: int, turn: RopeRotation | None) -> bool:
     if backends.active() != "cuda" or dtype not in RAW_DTYPES or not {k_dim, v_dim} <= {*FUSED_DIMS}:
         return False

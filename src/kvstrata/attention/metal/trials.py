@@ -18,7 +18,7 @@ import numpy as np
 from kvstrata.attention.metal import decode as metal_decode
 from kvstrata.attention.segments import RawSegment, SealedSegment, Segment, SegmentedKV
 from kvstrata.attention.stock import attend_rows
-from kvstrata.codecs.backends import StandIns, Trial, failed, largest, relative_error
+from kvstrata.codecs.backends import Trial, failed, largest, relative_error, runtime
 from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.metal import kernel_text as metal_kernel_text
 from kvstrata.codecs.metal.kernel_text import Dialect, Run
@@ -26,6 +26,8 @@ from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.rope import make_rotation
 
 Over = Literal["raw", "planes"]
+
+OVER: tuple[Over, ...] = ("raw", "planes")
 
 # Largest errors, as a share of the largest value of a result, which has the model's dtype.
 ALLOWED = {mx.float32: 2e-3, mx.float16: 4e-3, mx.bfloat16: 1.5e-2}
@@ -53,27 +55,22 @@ class DecodeKind(NamedTuple):
     group: int  # queries of a KV head
 
 
-_stands = StandIns()
-
-_tried: dict[DecodeKind, tuple[Trial, ...]] = {}
-
-
 def as_if_tried(dialect: Dialect, run: Run = metal_kernel_text.run_on_gpu) -> AbstractContextManager[None]:
     """Treat the kernel as correct and fast: for tests, and to count what it asks of a GPU."""
-    return _stands.use(dialect, run)
+    return runtime().attention_kernels.use(dialect, run)
 
 
 def dialect() -> Dialect | None:
-    return _stands.dialect
+    return runtime().attention_kernels.dialect
 
 
 def run() -> Run:
-    return _stands.run
+    return runtime().attention_kernels.run
 
 
 def is_used(q: mx.array, rows: Sequence[Sequence[metal_decode.SegmentRead | None]]) -> bool:
     """Whether the kernel is used for queries [rows, heads, 1, k_dim] over these parts."""
-    if _stands:
+    if runtime().attention_kernels:
         return True
     reads = [read for row in rows for read in row]
     first = reads[0] if reads else None
@@ -87,24 +84,24 @@ def is_used(q: mx.array, rows: Sequence[Sequence[metal_decode.SegmentRead | None
 
 def trials(kind: DecodeKind) -> tuple[Trial, ...]:
     """Return the trials over raw vectors and over planes; run them if they have not run yet."""
-    found = _tried.get(kind)
-    if found is None:
-        found = _tried[kind] = (_trial(kind, "raw"), _trial(kind, "planes"))
-        for trial in found:
-            log = logger.info if trial.is_used else logger.warning
-            log("Attention of decode steps over %s, heads of %d and %d.", trial, kind.k_dim, kind.v_dim)
-    return found
+    return tuple(runtime().run_once(over, kind, lambda over=over: _logged(_trial(kind, over), kind)) for over in OVER)
+
+
+def _logged(trial: Trial, kind: DecodeKind) -> Trial:
+    log = logger.info if trial.is_used else logger.warning
+    log("Attention of decode steps over %s, heads of %d and %d.", trial, kind.k_dim, kind.v_dim)
+    return trial
 
 
 def kernels(kinds: Collection[tuple[mx.Dtype, int, int]]) -> str:
     """Describe for people which kernels compute attention. Runs no trial."""
-    known = {str(trial) for kind, found in list(_tried.items()) if kind[:3] in kinds for trial in found}
+    known = {str(trial) for (_, kind), trial in runtime().trials_of(DecodeKind) if kind[:3] in kinds}
     return f"MLX; decode steps over {'; over '.join(sorted(known, reverse=True))}" if known else "MLX"
 
 
 def used() -> list[str]:
     """Names of the kernels that were tried and are used, the same at every start."""
-    return sorted(f"{trial.what} {kind}" for kind, found in list(_tried.items()) for trial in found if trial.is_used)
+    return sorted(f"{trial.what} {kind}" for (_, kind), trial in runtime().trials_of(DecodeKind) if trial.is_used)
 
 
 def report(kinds: Collection[DecodeKind]) -> list[dict[str, Any]]:

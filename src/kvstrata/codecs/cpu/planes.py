@@ -1,7 +1,7 @@
 """Planes on a CPU: kernels of our own on MLX's memory, where MLX's quantized kernels are slow.
 
-The kernels need numba (the extra `cpu`); `backends.active()` is "cpu" only with numba. Arrays are evaluated here, which
-costs nothing on a CPU. Results are float32.
+The kernels need numba (the extra `cpu`); the back-end of a process is "cpu" only with numba. Arrays are evaluated here,
+which costs nothing on a CPU. Results are float32.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.codecs import backends, rope
 from kvstrata.codecs import mean_runs as seg
+from kvstrata.codecs import rope
 from kvstrata.codecs.base import LARGEST, finite
 from kvstrata.codecs.hadamard import block_of, rotate, rotate_back, sign_values
 from kvstrata.codecs.rope import RopeRotation
@@ -35,13 +35,16 @@ _NO_NIBBLES = np.empty((0, 0, 0), np.uint16)
 
 def warm_up() -> None:
     """Compile every kernel now: the first one that is not cached on disk takes seconds."""
-    if backends.active() != "cpu":
-        return
     x, weights, segments = mx.zeros((1, 1, 64)), mx.zeros((1, 1, 1)), (1,)
     arrays = encode_planes(x, 0, None)
     decode_planes(arrays, 8, rope.RopeMeans(x, segments, 0, None))
     score_planes(x, arrays, 8)
     mix_planes(weights, arrays, 8, segments)
+
+
+def takes_queries(num_queries: int) -> bool:
+    """Whether scores and sums are computed faster from the codes than from decoded vectors."""
+    return num_queries <= FUSED_QUERIES
 
 
 def are_computed(arrays: Sequence[mx.array]) -> bool:

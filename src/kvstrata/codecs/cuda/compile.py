@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from functools import cache
 from hashlib import blake2s
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ import mlx.core as mx
 
 from kvstrata.backend import nvrtc
 from kvstrata.backend.string_hash import hashed_alike
+from kvstrata.codecs.backends import checked_once
 
 TYPES = {
     mx.bfloat16: "__nv_bfloat16",
@@ -138,7 +138,7 @@ class Compiled:
         )
 
 
-@cache
+@checked_once
 def works(header: str) -> bool:
     """Whether MLX runs kernels that we compile here behind this header; tried once."""
     try:

@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from kvstrata.codecs.backends import checked_once
 from kvstrata.codecs.cuda.addresses import PLANES_PLACES, take
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ def copied(array: mx.array) -> mx.array:
     return array.reshape(-1).view(_BITS[array.itemsize]) | 0
 
 
-@cache
+@checked_once
 def works() -> bool:
     """Whether the driver copies arrays that MLX has computed; tried once."""
     tried = mx.arange(_TRIED, dtype=mx.uint32) * 2654435761

@@ -45,7 +45,12 @@ RAW_BITS = 16  # marks raw vectors in tables
 _TABLE_ROWS, _LOWER = 32, 2048  # as in turned.cuh and queries.cuh
 
 
-def pays(num_queries: int, dim: int) -> bool:
+def takes(dim: int) -> bool:
+    """Whether the kernels encode and decode vectors of this size."""
+    return dim <= MAX_DIM
+
+
+def takes_queries(num_queries: int, dim: int) -> bool:
     """Whether scores and sums are computed faster from the codes than from decoded vectors."""
     return num_queries <= FUSED_QUERIES and dim in FUSED_DIMS
 

@@ -127,9 +127,10 @@ class TokenRange(NamedTuple):
         return rotation_of(self.held) if isinstance(self.held, EncodedArray) else None
 
 
-def takes_planes(planes: EncodedArray) -> bool:
+def takes_encoded(planes: EncodedArray, dtype: mx.Dtype) -> bool:
+    """Whether the kernel decodes planes to vectors of this dtype."""
     fits = "top" in planes.arrays and planes.dim <= LARGEST_DIM
-    return fits and min(array.size for array in planes.arrays.values()) >= FEWEST_ENTRIES
+    return dtype in RAW_KINDS and fits and min(array.size for array in planes.arrays.values()) >= FEWEST_ENTRIES
 
 
 def takes_ranges(stretches: Sequence[TokenRange], dtype: mx.Dtype) -> bool:
@@ -138,7 +139,9 @@ def takes_ranges(stretches: Sequence[TokenRange], dtype: mx.Dtype) -> bool:
     if dtype not in RAW_KINDS or len(dims) != 1 or dims.pop() % 16 or len(turns - {None}) > 1:
         return False
     return all(
-        takes_planes(held) if isinstance(held, EncodedArray) else held.dtype == dtype and held.shape[-1] <= LARGEST_DIM
+        takes_encoded(held, dtype)
+        if isinstance(held, EncodedArray)
+        else held.dtype == dtype and held.shape[-1] <= LARGEST_DIM
         for held, _, _ in stretches
     )
 
