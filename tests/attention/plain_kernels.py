@@ -17,7 +17,7 @@ from tempfile import mkdtemp
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.codecs.metal.kernel_text import FOLDER, KernelLaunch
+from kvstrata.codecs.metal.kernel_text import KernelLaunch
 
 COMPILER = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
 MARGIN_BYTES = 4096
@@ -48,7 +48,7 @@ def source_of(launch: KernelLaunch) -> str:
     ]
     unused = "".join(f"  (void){name};\n" for name in text.inputs)
     kernel = f"static void KV_KERNEL(void** arguments) {{\n{''.join([*inputs, *outputs])}{unused}{text.body}}}\n"
-    return text.header + kernel + (FOLDER / "plain_run.h").read_text()
+    return text.header + kernel + (Path(__file__).parent / "plain_run.h").read_text()
 
 
 @cache

@@ -43,7 +43,7 @@ def keys(*shape: int, seed: int = 0, dtype: mx.Dtype = mx.float32) -> mx.array:
     return x
 
 
-def relative_error(found: mx.array, wanted: mx.array) -> float:
+def rms_error(found: mx.array, wanted: mx.array) -> float:
     wanted = wanted.astype(mx.float32)
     return float(mx.linalg.norm(found.astype(mx.float32) - wanted) / mx.linalg.norm(wanted))
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvstrata.codecs.base import Codec, EncodedArray, MismatchedArrays, UnsupportedCodec
 from kvstrata.codecs.registry import from_spec, parse, planes_from
-from tests.codecs.arrays import HEAD_DIMS, NAMES, TURNING, allocated, keys, named, relative_error, same_bits
+from tests.codecs.arrays import HEAD_DIMS, NAMES, TURNING, allocated, keys, named, rms_error, same_bits
 
 pytestmark = pytest.mark.usefixtures("no_garbage")
 
@@ -64,7 +64,7 @@ def test_every_head_dim_is_taken_where_it_can_be() -> None:
 @pytest.mark.parametrize(("codec", "dim"), CASES)
 def test_round_trip_is_within_the_bound_of_its_bits(codec: Codec, dim: int) -> None:
     x = keys(2, 3, 300, dim)
-    assert relative_error(codec.decode(codec.encode(x), mx.float32), x) <= bound(codec)
+    assert rms_error(codec.decode(codec.encode(x), mx.float32), x) <= bound(codec)
 
 
 @pytest.mark.parametrize(("codec", "dim"), CASES + TURNING_CASES)
@@ -74,8 +74,8 @@ def test_scores_and_mixes_are_those_of_what_decodes(codec: Codec, dim: int, quer
     dense = codec.decode(planes, mx.float32)
     q = mx.random.normal((2, queries, dim), key=mx.random.key(1))
     p = mx.softmax(mx.random.normal((2, queries, 301), key=mx.random.key(2)), axis=-1)
-    assert relative_error(codec.scores(q, planes), q @ dense.swapaxes(-1, -2)) < 2e-5
-    assert relative_error(codec.mix(p, planes), p @ dense) < 2e-5
+    assert rms_error(codec.scores(q, planes), q @ dense.swapaxes(-1, -2)) < 2e-5
+    assert rms_error(codec.mix(p, planes), p @ dense) < 2e-5
     assert codec.scores(q, planes).shape == (2, queries, 301)
 
 
@@ -86,9 +86,7 @@ def test_every_dtype_goes_in_and_comes_out(codec: Codec, dtype: mx.Dtype) -> Non
     planes = codec.encode(x)
     decoded = codec.decode(planes, dtype)
     assert decoded.dtype == dtype
-    assert relative_error(decoded, x) <= bound(codec) + (
-        0.003 if dtype == mx.bfloat16 and codec.name != "raw" else 0.001
-    )
+    assert rms_error(decoded, x) <= bound(codec) + (0.003 if dtype == mx.bfloat16 and codec.name != "raw" else 0.001)
     assert codec.scores(x, planes).dtype == mx.float32
     assert codec.mix(mx.ones((2, 1, 70), dtype), planes).dtype == mx.float32
     if codec.name == "raw":
@@ -123,7 +121,7 @@ def test_what_was_encoded_apart_joins_without_a_change(codec: Codec, first: int,
     assert same_bits(codec.decode(joined, mx.float32), both)
     assert (joined.position, joined.num_tokens) == (position, first + second)
     q = mx.random.normal((2, 3, 128), key=mx.random.key(3))
-    assert relative_error(codec.scores(q, joined), q @ both.swapaxes(-1, -2)) < 2e-5
+    assert rms_error(codec.scores(q, joined), q @ both.swapaxes(-1, -2)) < 2e-5
     assert_same(joined.cut(first, first + second), b)
 
 
@@ -170,7 +168,7 @@ def test_odd_values_stay_where_they_are(codec: Codec) -> None:
     assert float(decoded[0, 9, 5]) == pytest.approx(65504, rel=0.35)
     assert float(decoded[1, 11, 4]) == pytest.approx(-65504, rel=0.35)
     usual = mx.array([token for token in range(260) if token not in (7, 9, 11)])
-    assert relative_error(decoded[:, usual], x[:, usual]) <= bound(codec) * 1.1
+    assert rms_error(decoded[:, usual], x[:, usual]) <= bound(codec) * 1.1
     assert bool(mx.isfinite(codec.scores(x[:, :1], planes)).all())
 
 
@@ -186,9 +184,9 @@ def test_zeros_constants_and_few_tokens(codec: Codec, dim: int, num_tokens: int)
     zeros = codec.decode(codec.encode(mx.zeros((2, num_tokens, dim))), mx.float32)
     assert bool((zeros == 0).all())
     constant = mx.full((2, num_tokens, dim), -2.5)
-    assert relative_error(codec.decode(codec.encode(constant), mx.float32), constant) <= max(bound(codec), 1e-6) * 4
+    assert rms_error(codec.decode(codec.encode(constant), mx.float32), constant) <= max(bound(codec), 1e-6) * 4
     few = keys(2, num_tokens, dim)
-    assert relative_error(codec.decode(codec.encode(few, 255), mx.float32), few) <= bound(codec) * 1.4
+    assert rms_error(codec.decode(codec.encode(few, 255), mx.float32), few) <= bound(codec) * 1.4
 
 
 @pytest.mark.parametrize("codec", EVERY_CODEC)
@@ -199,7 +197,7 @@ def test_sizes_that_strain_float16(codec: Codec, size: float) -> None:
     planes = codec.encode(x)
     decoded = codec.decode(planes, mx.float32)
     limit = {1e-12: 1.01, 1e-3: bound(codec) * 2}.get(size, bound(codec) * 1.5)
-    assert relative_error(decoded, x) <= limit
+    assert rms_error(decoded, x) <= limit
 
 
 @pytest.mark.parametrize("codec", EVERY_CODEC)

@@ -13,7 +13,7 @@ from kvstrata.codecs.mean_runs import runs_of
 from kvstrata.codecs.planes import HELD, PlanesCodec, step_down
 from kvstrata.codecs.registry import parse
 from kvstrata.codecs.rope import RopeMeans
-from tests.codecs.arrays import HEAD_DIMS, allocated, keys, relative_error, same_bits
+from tests.codecs.arrays import HEAD_DIMS, allocated, keys, rms_error, same_bits
 
 pytestmark = pytest.mark.usefixtures("no_garbage")
 
@@ -31,7 +31,7 @@ def test_a_step_down_leaves_what_stays_alone(high: int, low: int, dim: int) -> N
     assert kept.where() == planes.where()
     assert all(kept.arrays[name] is planes.arrays[name] for name in kept.arrays)
     direct = PlanesCodec(low).encode(keys(2, 300, dim), position=77)
-    assert relative_error(PlanesCodec(low).decode(kept, mx.float32), PlanesCodec(low).decode(direct, mx.float32)) < 1e-6
+    assert rms_error(PlanesCodec(low).decode(kept, mx.float32), PlanesCodec(low).decode(direct, mx.float32)) < 1e-6
 
 
 def test_a_step_down_frees_what_it_says() -> None:
@@ -63,8 +63,8 @@ def test_each_plane_is_an_affine_array(bits: int, dim: int) -> None:
     q = mx.random.normal((2, 3, dim), key=mx.random.key(1))
     p = mx.softmax(mx.random.normal((2, 3, 301), key=mx.random.key(2)), axis=-1)
     dense = codec.decode_stock(planes)
-    assert relative_error(codec.scores_packed(q, planes), q @ dense.swapaxes(-1, -2)) < 2e-5
-    assert relative_error(codec.mix_packed(p, planes), p @ dense) < 2e-5
+    assert rms_error(codec.scores_packed(q, planes), q @ dense.swapaxes(-1, -2)) < 2e-5
+    assert rms_error(codec.mix_packed(p, planes), p @ dense) < 2e-5
 
 
 def test_packed_products_need_groups_of_32() -> None:
@@ -83,13 +83,13 @@ def test_kernels_make_what_stock_operations_make(dim: int) -> None:
     x = keys(2, 301, dim)
     ours, stock = cpu_planes.encode_planes(x, 100, None), PlanesCodec(8).encode_stock(x, 100)
     # A sum in another order may round a scale or a mean to its neighbour in float16.
-    assert relative_error(ours["scales"], stock["scales"]) < 1e-4
-    assert relative_error(ours["means"], stock["means"]) < 1e-4
+    assert rms_error(ours["scales"], stock["scales"]) < 1e-4
+    assert rms_error(ours["means"], stock["means"]) < 1e-4
     for bits in HELD:
         a, b = (cpu_planes.decode_planes(arrays, bits, plain_means(arrays, 100, 301)) for arrays in (ours, stock))
         assert float(mx.mean(mx.abs(a - b) > 1e-4)) < 0.02
     planes = PlanesCodec(8).encode(x, 100)
-    assert relative_error(PlanesCodec(8).decode(planes, mx.float32), PlanesCodec(8).decode_stock(planes)) < 1e-6
+    assert rms_error(PlanesCodec(8).decode(planes, mx.float32), PlanesCodec(8).decode_stock(planes)) < 1e-6
 
 
 @needs_kernels

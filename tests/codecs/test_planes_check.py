@@ -15,7 +15,7 @@ from kvstrata.codecs import trials as codec_trials
 from kvstrata.codecs.backends import Trial, VectorKind, runtime
 from kvstrata.codecs.metal.kernel_text import KernelLaunch
 from kvstrata.codecs.planes import PlanesCodec
-from kvstrata.codecs.trials import What
+from kvstrata.codecs.trials import PlanesCase, RangeCase, What
 from tests.attention.plain_kernels import COMPILER, Plain
 from tests.codecs.arrays import a_turn, keys
 
@@ -26,8 +26,12 @@ KIND = VectorKind(mx.float32, 64)
 @pytest.fixture(autouse=True)
 def as_on_metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(runtime(), "trials", {})
-    for name, number in (("TIMED_HEADS", 1), ("TIMED_TOKENS", 16), ("ROUNDS", 1), ("BITS", (4,)), ("TOKENS", 80)):
+    for name, number in (("TIMED_HEADS", 1), ("TIMED_TOKENS", 16), ("ROUNDS", 1)):
         monkeypatch.setattr(codec_trials, name, number)
+    cases = tuple(PlanesCase(4, rotation, num_tokens=80) for rotation in (None, "halves"))
+    monkeypatch.setattr(codec_trials, "CODING_CASES", cases)
+    coded, raw = RangeCase(cases[1], 7, 60), RangeCase(cases[0], 3, 44, is_raw=True)
+    monkeypatch.setattr(codec_trials, "JOIN_CASES", ((coded, raw), (*[coded] * 6, raw)))
     with backends.as_on_metal():
         yield
 

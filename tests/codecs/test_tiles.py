@@ -12,7 +12,7 @@ from kvstrata.codecs import base
 from kvstrata.codecs.mean_runs import runs_of, spread, sums
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.registry import parse
-from tests.codecs.arrays import keys, relative_error, same_bits
+from tests.codecs.arrays import keys, rms_error, same_bits
 
 pytestmark = pytest.mark.usefixtures("as_on_metal")
 
@@ -60,7 +60,7 @@ def test_segments_as_encoded_and_as_joined(segments: tuple[int, ...]) -> None:
     p = mx.random.normal((2, 3, sum(segments)), key=mx.random.key(1))
     bounds = [sum(segments[:i]) for i in range(len(segments) + 1)]
     wanted = mx.stack([p[..., a:b].sum(axis=-1) for a, b in pairwise(bounds)], axis=-1)
-    assert relative_error(sums(p, segments), wanted) < 1e-6
+    assert rms_error(sums(p, segments), wanted) < 1e-6
     spreaded = mx.broadcast_to(spread(wanted, segments, axis=-1), p.shape)
     assert all(bool((spreaded[..., a] == wanted[..., i]).all()) for i, a in enumerate(bounds[:-1]))
 
@@ -74,10 +74,10 @@ def test_a_view_is_read_as_a_cut_is(bits: int) -> None:
     for start, end in ((0, 800), (10, 700), (299, 301), (512, 513)):
         view, cut = planes.view(start, end), planes.cut(start, end)
         assert view.mean_runs == cut.mean_runs
-        assert relative_error(codec.scores(q, view), codec.scores(q, cut)) < 1e-6
+        assert rms_error(codec.scores(q, view), codec.scores(q, cut)) < 1e-6
         p = mx.softmax(codec.scores(q, cut), axis=-1)
-        assert relative_error(codec.mix(p, view), codec.mix(p, cut)) < 1e-6
-        assert relative_error(codec.decode(view, mx.float32), codec.decode(cut, mx.float32)) < 1e-6
+        assert rms_error(codec.mix(p, view), codec.mix(p, cut)) < 1e-6
+        assert rms_error(codec.decode(view, mx.float32), codec.decode(cut, mx.float32)) < 1e-6
 
 
 def test_segments_of_a_long_prompt_are_regular() -> None:

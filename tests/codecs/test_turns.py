@@ -15,7 +15,7 @@ from kvstrata.codecs import backends
 from kvstrata.codecs.planes import HELD, PlanesCodec, step_down
 from kvstrata.codecs.registry import planes_from
 from kvstrata.codecs.rope import RopeRotation, make_rotation, rotation_from
-from tests.codecs.arrays import TURNS, a_turn, keys, relative_error, same_bits
+from tests.codecs.arrays import TURNS, a_turn, keys, rms_error, same_bits
 
 
 def turned_keys(
@@ -62,7 +62,7 @@ def test_positions_turn_as_the_models_own_rope_turns_them(kind: str) -> None:
     planes = PlanesCodec(8, turn).encode(constant, 500)
     largest = float(mx.max(planes.arrays["scales"].astype(mx.float32)))
     assert largest < 0.003 * float(mx.max(mx.abs(constant)))  # what rounding the mean to float16 leaves
-    assert relative_error(PlanesCodec(8, turn).decode(PlanesCodec(8, turn).encode(x, 500), mx.float32), x) < 0.001
+    assert rms_error(PlanesCodec(8, turn).decode(PlanesCodec(8, turn).encode(x, 500), mx.float32), x) < 0.001
 
 
 @st.composite
@@ -81,12 +81,12 @@ def test_kernels_and_stock_operations_agree(turn: RopeRotation, num_tokens: int,
     planes = codec.encode(x, position)
     dense, scores = codec.decode(planes, mx.float32), codec.scores(q, planes)
     with backends.as_on_metal():
-        assert relative_error(codec.decode(planes, mx.float32), dense) < 1e-6
-        assert relative_error(codec.scores(q, planes), scores) < 1e-5
+        assert rms_error(codec.decode(planes, mx.float32), dense) < 1e-6
+        assert rms_error(codec.scores(q, planes), scores) < 1e-5
         stock = codec.encode(x, position)
     # A sum in another order may round a mean or a scale to its neighbour in float16, and a few codes with it.
     assert float(mx.mean(mx.abs(codec.decode(stock, mx.float32) - dense) > 0.02)) < 0.02
-    assert relative_error(scores, q @ dense.swapaxes(-1, -2)) < 1e-5
+    assert rms_error(scores, q @ dense.swapaxes(-1, -2)) < 1e-5
 
 
 @settings(max_examples=40)
@@ -107,9 +107,9 @@ def test_pieces_encoded_apart_are_joined_and_cut_at_any_token(
     assert same_bits(with_kernels[0], expected)
     assert same_bits(with_kernels[2], expected[:, 100:600])
     with backends.as_on_metal():
-        assert relative_error(codec.decode(joined, mx.float32), expected) < 1e-6
-        assert relative_error(codec.scores(q, joined), with_kernels[1]) < 1e-5
-        assert relative_error(codec.scores(q, middle), with_kernels[1][..., 100:600]) < 1e-5
+        assert rms_error(codec.decode(joined, mx.float32), expected) < 1e-6
+        assert rms_error(codec.scores(q, joined), with_kernels[1]) < 1e-5
+        assert rms_error(codec.scores(q, middle), with_kernels[1][..., 100:600]) < 1e-5
 
 
 def test_stepping_down_keeps_the_turn() -> None:

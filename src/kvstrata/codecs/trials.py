@@ -11,14 +11,14 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.codecs.backends import StandIn, Trial, TrialKey, VectorKind, failed, largest, runtime
+from kvstrata.codecs.backends import StandIn, Trial, TrialKey, VectorKind, failed, largest, relative_error, runtime
 from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.mean_runs import runs_of
 from kvstrata.codecs.metal import planes as metal_planes
@@ -34,9 +34,58 @@ ENCODED_WITHIN = 5e-3
 # Largest difference, as a share of the largest value, which is rounded to the dtype.
 DECODED_WITHIN = {mx.float32: 1e-4, mx.float16: 2e-3, mx.bfloat16: 1.2e-2}
 
-BITS = (8, 4, 2)
+Placement = Literal["halves", "neighbours", "last"]  # of the dims that a RoPE rotation rotates
 
-HEADS, TOKENS, POSITION = 2, 300, 200
+
+@dataclass(frozen=True)
+class PlanesCase:
+    """Random vectors and the codec that encodes them. The conformance suite has these cases and more."""
+
+    bits: int
+    rotation: Placement | None = None
+    seed: int = 0
+    num_tokens: int = 300
+    position: int = 200
+    heads: int = 2
+
+    def vectors(self, kind: VectorKind) -> mx.array:
+        return random_vectors((self.heads, self.num_tokens, kind.dim), self.seed, kind.dtype)
+
+    def codec(self, dim: int, stock: Any) -> Any:
+        return replace(stock, bits=self.bits, rotation=rotation_for(self.rotation, dim) if self.rotation else None)
+
+    def encoded(self, kind: VectorKind, stock: Any) -> EncodedArray:
+        """Encode by MLX's operations."""
+        codec, x = self.codec(kind.dim, stock), self.vectors(kind)
+        return encoded_array(codec, codec.encode_by_mlx(x, self.position), x, self.position)
+
+
+@dataclass(frozen=True)
+class RangeCase:
+    """Tokens [start, end) of encoded vectors, or of raw vectors: `case` has their number of tokens."""
+
+    case: PlanesCase
+    start: int
+    end: int
+    is_raw: bool = False
+
+    def token_range(self, kind: VectorKind, stock: Any) -> TokenRange:
+        held = self.case.vectors(kind) if self.is_raw else self.case.encoded(kind, stock)
+        return TokenRange(held, self.start, self.end)
+
+
+# Every number of bits, with RoPE-aware and plain means.
+CODING_CASES = tuple(PlanesCase(bits, rotation, seed=bits) for bits in (8, 4, 2) for rotation in (None, "halves"))
+
+_CODED = tuple(
+    RangeCase(PlanesCase(bits, "halves" if i % 2 else None, seed=i), 7 * i, 300 - 5 * i)
+    for i, bits in enumerate((8, 4, 2, 8, 8, 4))
+)
+
+_RAW = RangeCase(PlanesCase(8, seed=9, num_tokens=50), 3, 44, is_raw=True)
+
+# Launches of each shape, and more ranges than a launch takes: planes of all bits, cut and whole, and raw vectors.
+JOIN_CASES = ((_CODED[0], _RAW), (_CODED[1], _RAW, *_CODED[2:4], _RAW), (*_CODED, _RAW))
 
 TIMED_HEADS, TIMED_TOKENS, TIMED_BITS, ROUNDS = 8, 2048, 4, 3
 
@@ -132,11 +181,13 @@ def _trial(what: What, kind: VectorKind, stock: Any) -> Trial:
 
 def _timed(what: What, kind: VectorKind, stock: Any) -> tuple[Callable[[], object], Callable[[], object]]:
     """Return our work, and the work of MLX that it would replace."""
-    codec = replace(stock, bits=TIMED_BITS, rotation=_turn(kind.dim))  # most models rotate keys, which takes longer
-    x = _normal((TIMED_HEADS, TIMED_TOKENS, kind.dim), 1, kind.dtype)
+    codec = replace(
+        stock, bits=TIMED_BITS, rotation=rotation_for("halves", kind.dim)
+    )  # most models rotate keys, which takes longer
+    x = random_vectors((TIMED_HEADS, TIMED_TOKENS, kind.dim), 1, kind.dtype)
     if what == "encode":
         return lambda: _encoded_ours(x, 0, codec), lambda: codec.encode_by_mlx(x, 0)
-    planes = _planes(codec, codec.encode_by_mlx(x, 0), x, 0)
+    planes = encoded_array(codec, codec.encode_by_mlx(x, 0), x, 0)
     if what == "decode":
         return lambda: metal_planes.decode(planes, kind.dtype, *portable()), lambda: codec.decode_by_mlx(
             planes, kind.dtype
@@ -166,41 +217,27 @@ def _by_mlx(planes: EncodedArray, dtype: mx.Dtype) -> mx.array:
 
 
 def _join_error(kind: VectorKind, stock: Any) -> float:
-    """Return the largest error for launches of each shape, and for more stretches than a launch takes: planes of all
-    bits, cut and whole, and raw vectors."""
-    turn = _turn(kind.dim)
-    coded = []
-    for number, bits in enumerate((8, 4, 2, 8, 8, 4)):
-        codec = replace(stock, bits=bits, rotation=turn if number % 2 else None)
-        x = _normal((HEADS, TOKENS, kind.dim), number, kind.dtype)
-        planes = _planes(codec, codec.encode_by_mlx(x, POSITION), x, POSITION)
-        coded.append(TokenRange(planes, 7 * number, TOKENS - 5 * number))
-    raw = TokenRange(_normal((HEADS, 50, kind.dim), 9, kind.dtype), 3, 44)
+    """Return the largest error of joined ranges."""
     errors = []
-    for stretches in ([coded[0], raw], [coded[1], raw, *coded[2:4], raw], [*coded, raw]):
-        found = metal_planes.join(stretches, kind.dtype, *portable()).astype(mx.float32)
-        wanted = _in_turn(stretches, partial(_by_mlx, dtype=kind.dtype)).astype(mx.float32)
-        errors.append(float(np.array(mx.abs(found - wanted).max() / mx.abs(wanted).max())))
+    for case in JOIN_CASES:
+        ranges = [each.token_range(kind, stock) for each in case]
+        found = metal_planes.join(ranges, kind.dtype, *portable())
+        errors.append(relative_error(found, _in_turn(ranges, partial(_by_mlx, dtype=kind.dtype))))
     return largest(errors)
 
 
 def _error(what: What, kind: VectorKind, stock: Any) -> float:
-    """Return the largest error over every number of bits, with RoPE-aware and plain means."""
+    """Return the largest error of encoded or decoded vectors."""
     errors = []
-    for bits in BITS:
-        for turn in (None, _turn(kind.dim)):
-            codec = replace(stock, bits=bits, rotation=turn)
-            x = _normal((HEADS, TOKENS, kind.dim), bits, kind.dtype)
-            theirs = _planes(codec, codec.encode_by_mlx(x, POSITION), x, POSITION)
-            wanted = codec.decode_by_mlx(theirs, kind.dtype).astype(mx.float32)
-            if what == "encode":
-                ours = _planes(codec, _encoded_ours(x, POSITION, codec), x, POSITION)
-                found = codec.decode_by_mlx(ours, kind.dtype).astype(mx.float32)
-                error = mx.abs(found - wanted).mean() / mx.abs(wanted).mean()
-            else:
-                found = metal_planes.decode(theirs, kind.dtype, *portable()).astype(mx.float32)
-                error = mx.abs(found - wanted).max() / mx.abs(wanted).max()
-            errors.append(float(np.array(error)))
+    for case in CODING_CASES:
+        codec, theirs = case.codec(kind.dim, stock), case.encoded(kind, stock)
+        wanted = codec.decode_by_mlx(theirs, kind.dtype)
+        if what == "encode":
+            x = case.vectors(kind)
+            ours = encoded_array(codec, _encoded_ours(x, case.position, codec), x, case.position)
+            errors.append(mean_error(codec.decode_by_mlx(ours, kind.dtype), wanted))
+        else:
+            errors.append(relative_error(metal_planes.decode(theirs, kind.dtype, *portable()), wanted))
     return largest(errors)
 
 
@@ -208,11 +245,21 @@ def _encoded_ours(x: mx.array, position: int, codec: Any) -> dict[str, mx.array]
     return metal_planes.encode(x, codec.bits, position, codec.rotation, *portable())
 
 
-def _turn(dim: int) -> RopeRotation:
-    return make_rotation(100.0 ** (-np.arange(dim // 2) / dim))
+def mean_error(found: mx.array, wanted: mx.array) -> float:
+    """Return the mean difference as a share of the mean magnitude of `wanted`."""
+    found, wanted = found.astype(mx.float32), wanted.astype(mx.float32)
+    return float(np.array(mx.abs(found - wanted).mean() / mx.abs(wanted).mean()))
 
 
-def _planes(codec: Any, arrays: dict[str, mx.array], x: mx.array, position: int) -> EncodedArray:
+def rotation_for(placement: Placement, dim: int) -> RopeRotation:
+    """Return a rotation of all dims, in halves or as neighbours, or of the last half of the dims."""
+    num_pairs = dim // 4 if placement == "last" else dim // 2
+    first = dim - 2 * num_pairs
+    return make_rotation(100.0 ** (-np.arange(num_pairs) / dim), first=first, is_interleaved=placement == "neighbours")
+
+
+def encoded_array(codec: Any, arrays: dict[str, mx.array], x: mx.array, position: int) -> EncodedArray:
+    """Evaluate the arrays of vectors that were encoded from `position` on."""
     mx.eval(list(arrays.values()))
     num_tokens, dim = x.shape[-2:]
     return EncodedArray(codec, arrays, num_tokens, position, dim, runs_of(position, num_tokens))
@@ -230,7 +277,7 @@ def _milliseconds(work: Callable[[], Any]) -> float:
     return min(found[1:])
 
 
-def _normal(shape: tuple[int, ...], seed: int, dtype: mx.Dtype) -> mx.array:
+def random_vectors(shape: tuple[int, ...], seed: int, dtype: mx.Dtype) -> mx.array:
     x = (mx.random.normal(shape, key=mx.random.key(seed)) + 1).astype(dtype)
     mx.eval(x)
     return x

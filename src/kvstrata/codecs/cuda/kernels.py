@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,10 @@ from kvstrata.codecs.cuda import compile as cuda_compile
 
 FOLDER = Path(__file__).parent / "source"
 
-ATTENTION = ("intrinsics", "codes", "shares", "turn", "queries", "turned", "attention")
+# Texts that only attention launches.
+ATTENTION_FOLDER = Path(__file__).parents[2] / "attention" / "cuda" / "source"
+
+ATTENTION = ("intrinsics", "codes", "operands", "rope", "queries", "rope_means", "attention")
 
 WARPS = 4  # of a block, as in queries.cuh
 
@@ -31,231 +35,10 @@ logger = logging.getLogger(__name__)
 
 _PLANES = ("top", "next", "low", "scales", "means")
 
-# Addresses of a head's planes and of the mean of a mean run.
-_SOURCE = """
-    const long {x}_row = long(head) * {x}_scales_shape[1];
-    const kvstrata::Source {x}_source{{{x}_top + {x}_row * ({dim} / 16), {x}_next + {x}_row * ({dim} / 16),
-        {x}_low + {x}_row * ({dim} / 8), {x}_scales + {x}_row,
-        {x}_means + (long(head) * {x}_means_shape[1] + {segment}) * {dim}, 0}};
-"""
-
-# Blocks: pieces by the warps of a block, heads, queries by tiles.
-_PLACE = """
-  const kvstrata::Lane lane;
-  const int head = blockIdx.y, first_query = blockIdx.z * 4 * TILES;
-"""
-
-_QUERIES = """
-  const int total_queries = {x}_shape[1], num_queries = min(4 * TILES, total_queries - first_query);
-"""
-
-# In this and the next two texts @ is the number of the attention segment. pieces [n, 5]: first token, number of tokens,
-# mean run of keys, mean run of values, and offset of the first token in the group that shares a mean. A warp without a
-# piece still helps with the queries.
-_PIECE = """
-    const int piece = block * kvstrata::WARPS + lane.warp;
-    const int* place = pieces@ + 5 * min(piece, num_pieces@ - 1);
-    const int start = place[0], count = place[1];
-"""
-
-_ATTEND_PLANES = f"""{_PIECE}
-    {_SOURCE.format(x="k@", dim="K_DIM", segment="place[2]")}{_SOURCE.format(x="v@", dim="V_DIM", segment="place[3]")}
-    kvstrata::Keys<K_BITS@, K_DIM> k;
-    kvstrata::Values<V_BITS@, V_DIM> v;
-    k.load(k@_source, start, start + count - 1, lane);
-    v.load(v@_source, start, start + count - 1, lane);
-    kvstrata::take_queries(shared.queries, q_row, q_strides[1], *scale, num_queries, lane);
-    kvstrata::rotate_queries(shared.rotated, shared.queries, k_signs, num_queries, lane);
-    __syncthreads();
-    if (piece < num_pieces@) {{
-      kvstrata::Asked<false, K_BITS@, K_DIM, TILES> asked;
-      asked.take(shared.rotated, num_queries, lane);
-      float* found = shared.found.sums[lane.warp];
-      // Until the piece is done, what it finds has no need of its memory.
-      float* shares = K_PAIRS@ > 0 ? found : nullptr;
-      if constexpr (K_PAIRS@ > 0) {{
-        using Turn = kvstrata::Turn<K_PAIRS@, K_FIRST@, K_INTERLEAVED@>;
-        kvstrata::add_turned(
-            Turn{{}}, shared.queries, k@_source.mean, turns@, place[4], num_queries,
-            shared.scratch[lane.warp].factors, shares, lane);
-      }} else {{
-        asked.centre(shared.queries, k@_source.mean, num_queries, lane);
-      }}
-      kvstrata::attend<false, K_BITS@, V_BITS@, K_DIM, V_DIM, TILES>(
-          shared.scratch[lane.warp].exchange, asked, k, v, k@_source, v@_source, shares, start, count,
-          num_queries, found, shared.found.stats[lane.warp][0], lane);
-      shared.found.says(v@_source.mean, lane);
-    }} else {{
-      shared.found.nothing(lane);
-    }}
-"""
-
-# k and v [1, heads, tokens, dim] may be views of longer arrays.
-_ATTEND_RAW = """
-    const int piece = block * kvstrata::WARPS + lane.warp;
-    const int start = min(piece, num_pieces@ - 1) * SIZE@, count = min(SIZE@, k@_shape[2] - start);
-    const kvstrata::Source k_source{k@ + head * k@_strides[1], nullptr, nullptr, nullptr, nullptr, k@_strides[2]};
-    const kvstrata::Source v_source{v@ + head * v@_strides[1], nullptr, nullptr, nullptr, nullptr, v@_strides[2]};
-    kvstrata::Keys<kvstrata::RAW, K_DIM> k;
-    kvstrata::Values<kvstrata::RAW, V_DIM> v;
-    k.load(k_source, start, start + count - 1, lane);
-    v.load(v_source, start, start + count - 1, lane);
-    kvstrata::take_queries(shared.queries, q_row, q_strides[1], *scale, num_queries, lane);
-    __syncthreads();
-    if (piece < num_pieces@) {
-      kvstrata::Asked<BF, kvstrata::RAW, K_DIM, TILES> asked;
-      asked.take(shared.queries, num_queries, lane);
-      kvstrata::attend<BF, kvstrata::RAW, kvstrata::RAW, K_DIM, V_DIM, TILES>(
-          shared.scratch[lane.warp].exchange, asked, k, v, k_source, v_source, nullptr, start, count,
-          num_queries, shared.found.sums[lane.warp], shared.found.stats[lane.warp][0], lane);
-      shared.found.says(nullptr, lane);
-    } else {
-      shared.found.nothing(lane);
-    }
-"""
-
 # MLX writes the first line of a kernel that it compiles, so launch bounds are added by redefining a word of that line.
 _BOUNDS = """
 #undef __global__
 #define __global__ __attribute__((global)) __launch_bounds__({threads}, {blocks})
-"""
-
-# A decode step over addresses: see step.cuh. `facts`: the scale, whether there are sinks, signs of keys and of values.
-_STEP = """
-  __shared__ kvstrata::Shared<K_DIM, V_DIM, TILES> shared;
-  __shared__ bool is_last;
-  const kvstrata::Lane lane;
-  const int num_heads = k_new_shape[1], num_queries = q_shape[1] / num_heads;
-  const int row = blockIdx.y / num_heads, head = blockIdx.y % num_heads;
-  const int* place = places + kvstrata::ENTRY * row;
-  const int num_known = place[5], num_pieces = num_known + (place[2] + place[3] - 1) / place[3];
-  const int num_blocks = (num_pieces + kvstrata::WARPS - 1) / kvstrata::WARPS;
-  if (blockIdx.x >= num_blocks) return;
-  const int piece = blockIdx.x * kvstrata::WARPS + lane.warp;
-  // A warp that has no piece still helps with the queries.
-  const bool has_piece = piece < num_pieces;
-  const int mine = has_piece ? piece : num_pieces - 1;
-  const kvstrata::Work work = kvstrata::work_of<K_DIM, V_DIM>(
-      place, pieces + kvstrata::ENTRY * (place[4] + mine), mine - num_known, kinds,
-      reinterpret_cast<const unsigned long long*>(addresses), head);
-  const bool has_coded_keys = has_piece && work.k_bits != kvstrata::RAW;
-  if (has_piece && mine >= num_known && place[1] >= work.start && place[1] < work.start + work.count) {
-    kvstrata::put_token<K_DIM>(work.k, place[1], k_new + long(blockIdx.y) * K_DIM, lane);
-    kvstrata::put_token<V_DIM>(work.v, place[1], v_new + long(blockIdx.y) * V_DIM, lane);
-    __syncwarp();
-  }
-  const auto* asked = q + long(blockIdx.y) * num_queries * K_DIM;
-  kvstrata::take_queries(shared.queries, asked, K_DIM, facts[0], num_queries, lane);
-  if (__syncthreads_or(has_coded_keys)) {
-    kvstrata::rotate_queries(shared.rotated, shared.queries, facts + 2, num_queries, lane);
-    __syncthreads();
-  }
-  float* shares = nullptr;
-  if (has_coded_keys && work.turn.pairs > 0) {
-    // Until the piece is done, what it finds has no need of its memory.
-    shares = shared.found.sums[lane.warp];
-    kvstrata::add_turned(
-        work.turn, shared.queries, work.k.mean, work.table, work.offset, num_queries,
-        shared.scratch[lane.warp].factors, shares, lane);
-  }
-  if (!has_piece) {
-    shared.found.nothing(lane);
-  } else if (work.k_bits == kvstrata::RAW) {
-    kvstrata::attend_values<BF, kvstrata::RAW, K_DIM, V_DIM, TILES>(shared, work, shares, num_queries, lane);
-  } else if (work.k_bits == 8) {
-    kvstrata::attend_values<BF, 8, K_DIM, V_DIM, TILES>(shared, work, shares, num_queries, lane);
-  } else if (work.k_bits == 4) {
-    kvstrata::attend_values<BF, 4, K_DIM, V_DIM, TILES>(shared, work, shares, num_queries, lane);
-  } else {
-    kvstrata::attend_values<BF, 2, K_DIM, V_DIM, TILES>(shared, work, shares, num_queries, lane);
-  }
-  const long first = long(blockIdx.y) * gridDim.x * num_queries, found = first + blockIdx.x * num_queries;
-  if (has_piece) shared.found.says(work.v.mean, lane);
-  shared.found.merge(num_queries, facts + 2 + K_DIM, sums + found * V_DIM, stats + 2 * found);
-  __threadfence();
-  __syncthreads();
-  unsigned* counter = const_cast<unsigned*>(counters) + blockIdx.y;
-  if (threadIdx.x == 0) is_last = atomicAdd(counter, 1u) + 1 == num_blocks;
-  __syncthreads();
-  if (!is_last) return;
-  __threadfence();
-  if (threadIdx.x == 0) *counter = 0;
-  kvstrata::combine_found(
-      shared.found, sums + first * V_DIM, stats + 2 * first, num_blocks, num_queries,
-      facts[1] != 0 ? sinks + head * num_queries : nullptr, out + long(blockIdx.y) * num_queries * V_DIM);
-"""
-
-_SCORE = f"""{_PLACE}{_QUERIES.format(x="q")}
-  __shared__ kvstrata::Queries<K_DIM, TILES> queries, rotated;
-  const int block = blockIdx.x, num_pieces0 = pieces0_shape[0];
-  {_PIECE.replace("@", "0")}{_SOURCE.format(x="k", dim="K_DIM", segment="place[2]")}
-  const long row = long(head) * total_queries + first_query;
-  kvstrata::take_queries(queries, q + row * K_DIM, K_DIM, 1.0f, num_queries, lane);
-  kvstrata::rotate_queries(rotated, queries, k_signs, num_queries, lane);
-  __syncthreads();
-  if (piece >= num_pieces0) return;
-  kvstrata::Asked<false, K_BITS, K_DIM, TILES> asked;
-  asked.take(rotated, num_queries, lane);
-  float* shares = nullptr;
-  if constexpr (K_PAIRS > 0) {{
-    __shared__ float turned[kvstrata::WARPS][4 * TILES * kvstrata::SHARES];
-    __shared__ kvstrata::Factors<K_DIM, TILES> factors[kvstrata::WARPS];
-    shares = turned[lane.warp];
-    using Turn = kvstrata::Turn<K_PAIRS, K_FIRST, K_INTERLEAVED>;
-    kvstrata::add_turned(
-        Turn{{}}, queries, k_source.mean, turns, place[4], num_queries, factors[lane.warp], shares, lane);
-  }} else {{
-    asked.centre(queries, k_source.mean, num_queries, lane);
-  }}
-  const long num_tokens = k_scales_shape[1];
-  kvstrata::score(asked, k_source, shares, start, count, num_queries, scores + row * num_tokens, num_tokens, lane);
-"""
-
-_MIX = f"""{_PLACE}{_QUERIES.format(x="p")}
-  const int block = blockIdx.x, num_pieces0 = pieces0_shape[0];
-  {_PIECE.replace("@", "0")}{_SOURCE.format(x="v", dim="V_DIM", segment="place[3]")}
-  if (piece >= num_pieces0) return;
-  const long num_tokens = v_scales_shape[1];
-  const float* weights = p + (long(head) * total_queries + first_query) * num_tokens;
-  float* out = sums + ((long(head) * num_pieces0 + piece) * total_queries + first_query) * V_DIM;
-  kvstrata::mix<V_BITS, V_DIM, TILES>(
-      v_source, weights, num_tokens, v_signs, start, count, num_queries, out, lane);
-"""
-
-# starts: first token and number of tokens to decode, offset of token 0 in its group, bits; then the first token of each
-# mean run, and the end.
-_DECODE = """
-  using Turn = kvstrata::Turn<PAIRS, FIRST, INTERLEAVED>;
-  const int num_tokens = k_scales_shape[1], num_segments = k_means_shape[1], start = starts[0], count = starts[1];
-  const long num_units = long(k_scales_shape[0]) * count * (DIM / 16);
-  kvstrata::decode<Turn, T, DIM>(
-      starts[3], k_top, k_next, k_low, k_scales, k_means, k_signs, angles, starts[2], starts + 4, num_segments,
-      long(blockIdx.x) * blockDim.x + threadIdx.x, num_units, num_tokens, start, count, out);
-"""
-
-# spans: the number of tokens and of attention segments in the first row, then as in decode.cuh. PLACE: place of keys or
-# of values in a row of addresses.
-_DECODE_PARTS = """
-  using Turn = kvstrata::Turn<PAIRS, FIRST, INTERLEAVED>;
-  const int total = spans[0];
-  kvstrata::decode_parts<Turn, T, DIM>(
-      spans + 8, spans[1], starts, reinterpret_cast<const unsigned long long*>(addresses) + PLACE, own, signs, angles,
-      long(blockIdx.x) * blockDim.x + threadIdx.x, long(own_shape[1]) * total * (DIM / 16), total, out);
-"""
-
-# Blocks: mean runs, heads.
-_ENCODE = """
-  __shared__ float sums[kvstrata::ENCODE_THREADS];
-  __shared__ float mean[DIM];
-  using Turn = kvstrata::Turn<PAIRS, FIRST, INTERLEAVED>;
-  const int num_tokens = x_shape[1], num_segments = starts_shape[0] - 5, head = blockIdx.y, offset = starts[2];
-  const int start = starts[4 + blockIdx.x], end = starts[5 + blockIdx.x];
-  const long row = long(head) * num_tokens;
-  kvstrata::mean_of<Turn, DIM>(
-      x + row * DIM, angles, offset, start, end, sums, mean, means + (long(head) * num_segments + blockIdx.x) * DIM);
-  kvstrata::encode<Turn, BITS, DIM>(
-      x + row * DIM, mean, signs, angles, offset, start, end, top + row * (DIM / 16),
-      next + (BITS >= 4 ? row * (DIM / 16) : 0), low + (BITS == 8 ? row * (DIM / 8) : 0), scales + row);
 """
 
 Constant = tuple[str, mx.Dtype | int]  # or a bool, which is an int
@@ -329,7 +112,7 @@ def _declared(name: str, value: mx.Dtype | int) -> str:
 @cache
 def attend(kinds: tuple[Kind, ...]) -> Kernel:
     """Attention over several segments in one launch; `combine` merges the results of the blocks."""
-    body = _PLACE + _QUERIES.format(x="q") + _parts(kinds)
+    body = _body("attend_place") + _parts(kinds)
     return _make(f"attend_{_letters(kinds)}", attend_inputs(kinds), ("sums", "stats"), body, ATTENTION, views=True)
 
 
@@ -338,7 +121,7 @@ def step(blocks: int) -> Kernel:
     """Decode step of a batch, over addresses. A multiprocessor has registers for `blocks` blocks at once."""
     tables = ("places", "pieces", "kinds", "addresses", "counters", "sinks", "facts")
     inputs, outputs = ("q", "k_new", "v_new", *tables), ("out", "sums", "stats")
-    kernel = _make(f"step{blocks}", inputs, outputs, _STEP, (*ATTENTION, "step"))
+    kernel = _make(f"step{blocks}", inputs, outputs, _body("step"), (*ATTENTION, "step"))
     return replace(kernel, header=kernel.header + _BOUNDS.format(threads=32 * WARPS, blocks=blocks))
 
 
@@ -376,7 +159,7 @@ def attend_inputs(kinds: tuple[Kind, ...]) -> tuple[str, ...]:
 def _parts(kinds: tuple[Kind, ...]) -> str:
     """Code for attention segments: a block works on one segment, and each of its warps on a piece of it."""
     counts = {"planes": "pieces{i}_shape[0]", "raw": "(k{i}_shape[2] + SIZE{i} - 1) / SIZE{i}"}
-    code = {"planes": _ATTEND_PLANES, "raw": _ATTEND_RAW}
+    code = {kind: _body(f"attend_{kind}") for kind in kinds}
     body = """
   __shared__ kvstrata::Shared<K_DIM, V_DIM, TILES> shared;
   const auto* q_row = q + blockIdx.y * q_strides[0] + first_query * q_strides[1];
@@ -407,30 +190,36 @@ def _letters(kinds: tuple[Kind, ...]) -> str:
 
 @cache
 def score_planes() -> Kernel:
-    return _make("score_planes", ("q", "k_signs", "turns", "pieces0", *_names("k")), ("scores",), _SCORE, ATTENTION)
+    return _make(
+        "score_planes",
+        ("q", "k_signs", "turns", "pieces0", *_names("k")),
+        ("scores",),
+        _body("score_planes"),
+        ATTENTION,
+    )
 
 
 @cache
 def mix_planes() -> Kernel:
-    return _make("mix_planes", ("p", "v_signs", "pieces0", *_names("v")), ("sums",), _MIX, ATTENTION)
+    return _make("mix_planes", ("p", "v_signs", "pieces0", *_names("v")), ("sums",), _body("mix_planes"), ATTENTION)
 
 
 @cache
 def decode_planes() -> Kernel:
     inputs = ("k_signs", "angles", "starts", *_names("k"))
-    return _make("decode_planes", inputs, ("out",), _DECODE, ("intrinsics", "codes", "turn", "decode"))
+    return _make("decode_planes", inputs, ("out",), _body("decode_planes"), ("intrinsics", "codes", "rope", "decode"))
 
 
 @cache
 def decode_parts() -> Kernel:
     inputs = ("signs", "angles", "spans", "starts", "addresses", "own")
-    return _make("decode_parts", inputs, ("out",), _DECODE_PARTS, ("intrinsics", "codes", "turn", "decode"))
+    return _make("decode_parts", inputs, ("out",), _body("decode_parts"), ("intrinsics", "codes", "rope", "decode"))
 
 
 @cache
 def encode_planes() -> Kernel:
-    files = ("intrinsics", "codes", "turn", "encode")
-    return _make("encode_planes", ("x", "signs", "angles", "starts"), _PLANES, _ENCODE, files)
+    files = ("intrinsics", "codes", "rope", "encode")
+    return _make("encode_planes", ("x", "signs", "angles", "starts"), _PLANES, _body("encode_planes"), files)
 
 
 @cache
@@ -473,4 +262,16 @@ def _make(
 
 @cache
 def _read_all(files: tuple[str, ...]) -> str:
-    return "\n".join(without_comments(FOLDER / f"{file}.cuh") for file in files)
+    return "\n".join(without_comments(_path(file)) for file in files)
+
+
+@cache
+def _body(name: str) -> str:
+    """Return the body of a kernel without the comment that begins its file."""
+    lines = _path(f"{name}_body").read_text(encoding="utf-8").splitlines(keepends=True)
+    return "".join(dropwhile(lambda line: line.startswith("//"), lines))
+
+
+def _path(name: str) -> Path:
+    path = FOLDER / f"{name}.cuh"
+    return path if path.exists() else ATTENTION_FOLDER / path.name

@@ -42,7 +42,7 @@ DECODE_THREADS = 256
 
 RAW_BITS = 16  # marks raw vectors in tables
 
-_TABLE_ROWS, _LOWER = 32, 2048  # as in turned.cuh and queries.cuh
+_TABLE_ROWS, _LOWER = 32, 2048  # as in rope_means.cuh and queries.cuh
 
 
 def takes(dim: int) -> bool:
@@ -76,7 +76,7 @@ def angles_of(turn: RopeRotation | None) -> mx.array:
 
 @lru_cache(maxsize=8)
 def table_of(turn: RopeRotation | None, dim: int) -> mx.array:
-    """float32, then pairs of float16 as the bits of one float32: see turned.cuh"""
+    """float32, then pairs of float16 as the bits of one float32: see rope_means.cuh"""
     if turn is None:
         return mx.zeros((1,))
     cos, sin, columns = tables(turn, dim)

@@ -9,7 +9,7 @@
 typedef kv_share<KV_K_DIM> kv_of_keys;
 typedef kv_share<KV_V_DIM> kv_of_values;
 
-// Of keys that are centred on a mean: what the mean adds to scores. See turns.py for A and B.
+// Of keys that are centred on a mean: what the mean adds to scores. See rope.py for A and B.
 struct kv_turning {
   bool is_on;
   const KV_DEVICE float* angles;  // [256][units][16]: 8 cosines and 8 sines for each lane's pairs

@@ -1,4 +1,4 @@
-// What a mean that turns adds to the scores of a piece: see turns.py, and attention.cuh for the products.
+// What a mean that turns adds to the scores of a piece: see rope.py, and attention.cuh for the products.
 //
 // The tokens of a piece are 8 columns of 32 rows. A token is turned as its column's first one, and then as its row. So the
 // factors of cos and sin are turned to the 8 columns, and one product with the cos and sin of 32 rows gives the shares of

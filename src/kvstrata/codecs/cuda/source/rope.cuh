@@ -1,4 +1,4 @@
-// Means that turn with RoPE: see turns.py. A row of angles has cos of all pairs, then sin; GROUP rows.
+// Means that turn with RoPE: see rope.py. A row of angles has cos of all pairs, then sin; GROUP rows.
 
 namespace kvstrata {
 
