@@ -1,9 +1,9 @@
 """Gather planes of like layers as rows of one array for each plane: [layers, kv_heads, tokens, words].
 
 Encoding goes layer by layer and leaves about ten small arrays for each layer. Metal allows half a million arrays
-(`resource_limit`): 1,600 turns of a chat reach that with 32 layers. A gathered span has about ten arrays. The
-planes of a layer are then views, and reading them copies nothing. A plane that is dropped in all layers is freed when
-the last layer has dropped it. Large arrays are not gathered, because there cannot be many.
+(`resource_limit`): 1,600 turns of a chat reach that with 32 layers. A gathered span has about ten arrays. The planes of
+a layer are then views, and reading them copies nothing. A plane that is dropped in all layers is freed when the last
+layer has dropped it. Large arrays are not gathered, because there cannot be many.
 """
 
 from __future__ import annotations

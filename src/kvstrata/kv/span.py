@@ -88,7 +88,7 @@ class Span:
         return tuple(cut_segments(content, start - first, end - first))
 
     def content(self, layer: int) -> LayerContent:
-        """Return the content of a layer: the same object until the layer is transcoded or sealed."""
+        """Return the content of a layer: the same object until `replace` is called."""
         return self._contents[layer]
 
     def sealed(self, layer: int) -> tuple[SealedSegment, ...]:
