@@ -223,6 +223,7 @@ GOOD = Report(
     cache_folder=Path("/cache"),
     disk_free_bytes=100 << 30,
     default_model=True,
+    kernels=(),
     versions={},
     heap=Heap("glibc", "at once"),
     open_files=OpenFiles(1024, 4096),

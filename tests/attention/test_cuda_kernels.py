@@ -34,7 +34,7 @@ from tests.attention import cuda_emulated
 from tests.codecs.arrays import TURNS, a_turn, keys
 from tests.gpu.step_right import Case, decoded, right
 
-ON_GPU = backends.active() == "cuda"
+ON_GPU = backends.runtime().backend == "cuda"
 
 
 def some(cases: Sequence[Any], first: int, step: int) -> Sequence[Any]:
@@ -104,7 +104,7 @@ JOINED = [(64, mx.float16, True), (128, mx.bfloat16, True), (128, mx.bfloat16, F
 def test_join_equals_decoded_segments(
     dim: int, dtype: mx.Dtype, turns: bool, with_own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstrata.attention.dispatch.backends", SimpleNamespace(active=lambda: "cuda"))
+    monkeypatch.setattr("kvstrata.attention.dispatch.runtime", lambda: SimpleNamespace(backend="cuda"))
     monkeypatch.setattr("kvstrata.attention.cuda.trials.joined_works", lambda *_: True)
     # Of any bits, some of them cut, one raw and some by half; each lies elsewhere in its groups.
     sealed = [
@@ -153,7 +153,7 @@ def _numbers(array: mx.array) -> np.ndarray:
 
 @needs_kernels
 def test_trial_accepts_the_join_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstrata.attention.cuda.trials.backends", SimpleNamespace(active=lambda: "cuda"))
+    monkeypatch.setattr("kvstrata.attention.cuda.trials.runtime", lambda: SimpleNamespace(backend="cuda"))
     monkeypatch.setattr(backends.runtime(), "checks", {})
     assert cuda_trials.join_works(mx.bfloat16, 128, 128, None)
     tables = cuda_join._tables
@@ -167,7 +167,7 @@ def test_trial_accepts_the_join_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_join_leaves_buffers_of_other_sequences_to_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstrata.attention.dispatch.backends", SimpleNamespace(active=lambda: "cuda"))
+    monkeypatch.setattr("kvstrata.attention.dispatch.runtime", lambda: SimpleNamespace(backend="cuda"))
     monkeypatch.setattr("kvstrata.attention.cuda.trials.joined_works", lambda *_: True)
     monkeypatch.setattr("kvstrata.attention.cuda.join.join", lambda *_: pytest.fail("not this way"))
     planes = _encoded(8, 64, turn="")

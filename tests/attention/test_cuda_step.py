@@ -167,7 +167,7 @@ def test_step_keeps_no_replaced_segment_alive(
     assert [_bits(made) for made in launches] == [[RAW_BITS, 4, RAW_BITS, RAW_BITS]]
 
 
-@pytest.mark.skipif(backends.active() == "cuda", reason="a GPU's allocator does not count to the byte")
+@pytest.mark.skipif(backends.runtime().backend == "cuda", reason="a GPU's allocator does not count to the byte")
 @pytest.mark.usefixtures("exact_buffers", "launches")
 @pytest.mark.parametrize("alone", [True, False])
 def test_end_pass_issues_launches(monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
@@ -319,7 +319,7 @@ def test_wrong_or_failing_kernel_is_not_used(
     def fails(*_: Any) -> mx.array:
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(cuda_trials, "backends", SimpleNamespace(active=lambda: "cuda"))
+    monkeypatch.setattr(cuda_trials, "runtime", lambda: SimpleNamespace(backend="cuda"))
     for launch, works in ((right, True), (wrong, False), (writes_elsewhere, False), (fails, False)):
         monkeypatch.setattr(cuda_step, "attend_step", launch)
         backends.runtime().checks.clear()

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.attention.cpu import step as cpu_step
-from kvstrata.attention.dispatch import attend, decode, decode_row_by_row, kernels
+from kvstrata.attention.dispatch import attend, decode, decode_row_by_row, explain
 from kvstrata.attention.metal import decode as metal_decode
 from kvstrata.attention.metal import launch_plan as metal_launch_plan
 from kvstrata.attention.metal import trials as metal_trials
@@ -17,7 +17,7 @@ from kvstrata.attention.metal.trials import DecodeKind
 from kvstrata.attention.segments import SegmentedKV
 from kvstrata.bench import selftest
 from kvstrata.codecs import backends
-from kvstrata.codecs.backends import Trial, TrialKey, runtime
+from kvstrata.codecs.backends import HeadKind, KernelChoice, Trial, TrialKey, VectorKind, runtime
 from kvstrata.codecs.metal.kernel_text import KernelLaunch
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.kv.attention_rows import AttentionRows
@@ -29,6 +29,12 @@ from tests.codecs.arrays import keys
 
 DIM, GROUP = 64, 2
 KIND = DecodeKind(mx.float32, DIM, DIM, GROUP)
+
+
+def step_choice(dtype: mx.Dtype = mx.float32) -> KernelChoice:
+    """Return the explained path of decode steps."""
+    choice, *_ = explain([HeadKind(VectorKind(dtype, DIM), VectorKind(dtype, DIM))])
+    return choice
 
 
 @pytest.fixture(autouse=True)
@@ -124,13 +130,15 @@ def test_trial_accepts_a_right_and_faster_kernel(
         slow = _tried(Plain())
     assert all(trial.is_right and not trial.is_used for trial in slow)
     assert "raw: MLX (" in caplog.text
-    assert "over planes: MLX (" in kernels([KIND[:3]])
+    assert step_choice().backend == "stock"
+    assert "planes: MLX (" in step_choice().reason
     monkeypatch.setattr(runtime(), "trials", {})
     monkeypatch.setattr(metal_trials, "_milliseconds", lambda *_: [1.0, 2.5])
     fast = _tried(Plain())
     assert all(trial.is_used for trial in fast)
-    assert kernels([KIND[:3]]) == ("MLX; decode steps over raw: own (1 ms, MLX 2.5); over planes: own (1 ms, MLX 2.5)")
-    assert kernels([(mx.float16, DIM, DIM)]) == "MLX"
+    assert step_choice().backend == "metal"
+    assert step_choice().reason == "raw: own (1 ms, MLX 2.5); planes: own (1 ms, MLX 2.5)"
+    assert step_choice(mx.float16).backend == "stock"
 
 
 @needs_compiler
@@ -151,7 +159,7 @@ def test_trial_rejects_a_wrong_or_failing_kernel() -> None:
         trials = _tried(run)
         assert not any(trial.is_used for trial in trials)
         assert all(said in str(trial) for trial in trials)
-        assert said in kernels([KIND[:3]])
+        assert said in step_choice().reason
 
 
 def test_kernel_is_used_only_after_an_accepting_trial(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,5 +200,5 @@ def test_no_trial_runs_without_metal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert metal_trials.dialect() is None
     assert metal_trials.report([KIND]) == []
     assert selftest.kernels()["decode_step_trials"] == []
-    assert kernels([KIND[:3]]) == "MLX"
+    assert step_choice().backend == "stock"
     assert not cpu_step.available()

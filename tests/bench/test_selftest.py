@@ -61,7 +61,7 @@ def test_a_report_says_what_fails_and_hides_whose_machine_it_is(
     assert any("attention over raw" in finding["what"] for finding in told["findings"])
     assert told["timings"][0]["reason"] == "RuntimeError: no such operation"
     assert len(told["timings"]) > 10
-    assert told["kernels"]["path"] == backends.active()
+    assert told["kernels"]["path"] == backends.runtime().backend
     assert str(tmp_path) not in file.read_text()
 
 

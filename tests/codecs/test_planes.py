@@ -19,7 +19,9 @@ pytestmark = pytest.mark.usefixtures("no_garbage")
 
 STEPS = [(8, 4), (8, 2), (4, 2)]
 
-needs_kernels = pytest.mark.skipif(backends.active() != "cpu", reason="a CPU with numba has kernels to compare")
+needs_kernels = pytest.mark.skipif(
+    backends.runtime().backend != "cpu", reason="a CPU with numba has kernels to compare"
+)
 
 
 @pytest.mark.parametrize(("high", "low"), STEPS)

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from kvstrata.codecs import backends
+from kvstrata.codecs import dispatch as codec_dispatch
 from kvstrata.codecs import trials as codec_trials
-from kvstrata.codecs.backends import Trial, VectorKind, runtime
+from kvstrata.codecs.backends import HeadKind, Trial, VectorKind, runtime
 from kvstrata.codecs.metal.kernel_text import KernelLaunch
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.trials import PlanesCase, RangeCase, What
@@ -90,8 +91,13 @@ def test_a_trial_finds_what_is_right_wrong_slow_or_fails(monkeypatch: pytest.Mon
         known = codec_trials.known_trial("encode", KIND)
         assert known is not None
         assert known.is_used == is_used
-        (said,) = codec_trials.kernels([KIND, VectorKind(mx.float16, 64)])
-        assert said.count("own (" if is_used else "MLX (") == 3
+        heads = HeadKind(KIND, VectorKind(mx.float16, 64))
+        chosen = {choice.operation.partition(" (")[0]: choice for choice in codec_dispatch.explain([heads])}
+        for operation in ("encode keys", "decode keys"):
+            assert chosen[operation].backend == ("metal" if is_used else "stock")
+            assert ("own (" if is_used else "MLX (") in chosen[operation].reason
+        assert chosen["encode values"].reason == "the kernel was not tried yet"
+        assert codec_dispatch.join_path(KIND)[0] == ("metal" if is_used else "stock")
 
 
 def test_without_metal_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,7 @@ def test_context_sources_on_cuda_include_tokens_of_another_sequence(monkeypatch:
     runner, storage = ModelRunner(loaded.module, layout), KvConfig(k=parse("planes:8"), v=parse("planes:4"))
     pairs = sealed_pairs(layout, storage)
     assert pairs is not None
-    monkeypatch.setattr(profiling, "backends", SimpleNamespace(active=lambda: "cuda"))
+    monkeypatch.setattr(profiling, "runtime", lambda: SimpleNamespace(backend="cuda"))
     first, second = profiling.context_sources(layout.flat()[0], pairs[0], 700)
     assert (first.num_tokens, second.num_tokens) == (350, 350)
     assert isinstance(second.segments()[0], RawSegment)

@@ -27,7 +27,7 @@ def test_warm_up_on_cuda_encodes_and_decodes_each_vector_once(monkeypatch: pytes
         return decode(codec, planes, dtype)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(PlanesCodec, "decode", recording_decode)
-    monkeypatch.setattr(profiling, "backends", SimpleNamespace(active=lambda: "cuda"))
+    monkeypatch.setattr(profiling, "runtime", lambda: SimpleNamespace(backend="cuda"))
     assert profiling.warm_up_kernels(layout) == 6
     # Keys are also decoded to float32.
     vectors = ((64, False), (64, True), (128, False))
@@ -35,7 +35,7 @@ def test_warm_up_on_cuda_encodes_and_decodes_each_vector_once(monkeypatch: pytes
 
 
 def test_warm_up_skips_vectors_that_planes_cannot_encode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "backends", SimpleNamespace(active=lambda: "cuda"))
+    monkeypatch.setattr(profiling, "runtime", lambda: SimpleNamespace(backend="cuda"))
     assert profiling.warm_up_kernels(Layout((LayerSpec("full", kv_heads=2, k_dim=20, v_dim=64),))) == 3
 
 

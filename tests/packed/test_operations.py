@@ -15,7 +15,7 @@ from mlx_lm.models import activations, qwen3_next, switch_layers
 from kvstrata.codecs import backends
 from kvstrata.packed import operations
 
-pytestmark = pytest.mark.skipif(backends.active() != "cpu", reason="needs numba, and no GPU")
+pytestmark = pytest.mark.skipif(backends.runtime().backend != "cpu", reason="needs numba, and no GPU")
 
 SIZES = st.integers(1, 3 * operations.MIN_VALUES)
 

@@ -18,7 +18,7 @@ from tests.models.conftest import QUANTIZATION, quantized_module, write_model
 from tests.server.conftest import Served, running
 from tests.tiny import tiny_config
 
-pytestmark = pytest.mark.skipif(backends.active() != "cpu", reason="packed weights are for a CPU with numba")
+pytestmark = pytest.mark.skipif(backends.runtime().backend != "cpu", reason="packed weights are for a CPU with numba")
 
 PROMPT = [5 + i % 80 for i in range(300)]
 RAW, EXACT, CODED = CpuOptions("raw"), CpuOptions(activations=32), CpuOptions(activations=16)

@@ -38,15 +38,12 @@ from kvstrata.attention.segments import (
     has_codes,
 )
 from kvstrata.backend.rebinding import rebind
-from kvstrata.codecs import backends, trials
 from kvstrata.codecs import dispatch as codec_dispatch
-from kvstrata.codecs.backends import VectorKind
+from kvstrata.codecs.backends import HeadKind, KernelChoice, known_result, no_kernels, runtime
 from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.metal.planes import TokenRange
 
 logger = logging.getLogger(__name__)
-
-HeadKind = tuple[mx.Dtype, int, int]  # dtype, and the sizes of a key and of a value
 
 
 class StepInput(Protocol):
@@ -128,7 +125,7 @@ def _attend_mixed(queries: mx.array, keys: MixedKeys, scale: float, sinks: mx.ar
     out, start = [], 0
     for kv, count, mask in keys.chunks:
         chunk = as_chunk(queries[start : start + count])
-        if count == 1 and mask is None and backends.active() == "cuda":
+        if count == 1 and mask is None and runtime().backend == "cuda":
             mask = "causal"  # as in longer chunks: otherwise MLX compiles kernels for one token, for seconds
         out.append(as_chunk(attend(chunk, kv, kv, None, scale, mask, sinks)))
         start += count
@@ -189,7 +186,7 @@ def decode_row_by_row(q: mx.array, kv: SegmentedKV, scale: float, sinks: mx.arra
 
 
 def _decode_row(q: mx.array, segments: Sequence[Segment], scale: float, sinks: mx.array | None) -> mx.array:
-    if backends.active() == "cuda" and not (len(segments) == 1 and isinstance(segments[0], RawSegment)):
+    if runtime().backend == "cuda" and not (len(segments) == 1 and isinstance(segments[0], RawSegment)):
         ranges = [cuda_ranges.range_of(segment) for segment in segments]
         if cuda_ranges.fit_together(ranges):
             return cuda_ranges.attend(q, ranges, scale, sinks)
@@ -204,10 +201,10 @@ def prefill(
     k, v = segments_to_arrays(segments, q.dtype)
     if mask == "causal" and sinks is None and cpu_step.fits(q, k, v):
         return cpu_step.prefill(q, k, v, scale)
-    if backends.active() == "cuda" and cuda_prefill.takes(q, k, v, mask, sinks):
+    if runtime().backend == "cuda" and cuda_prefill.takes(q, k, v, mask, sinks):
         return cuda_prefill.attend(q, k, v, scale, mask)
     out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
-    if backends.active() == "cpu" or (backends.active() != "cuda" and has_codes(segments)):
+    if runtime().backend == "cpu" or (runtime().backend != "cuda" and has_codes(segments)):
         # Without this evaluation the pass would keep the decoded arrays of every layer until its end.
         mx.eval(out)
     return out
@@ -216,9 +213,9 @@ def prefill(
 def segments_to_arrays(segments: Sequence[Segment], dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
     """Join consecutive segments to plain K and V, [1, kv_heads, tokens, dim]. Encoded ones are decoded to `dtype`."""
     if has_codes(segments):
-        if backends.active() == "cuda" and (joined := _join_on_cuda(segments, dtype)) is not None:
+        if runtime().backend == "cuda" and (joined := _join_on_cuda(segments, dtype)) is not None:
             return joined
-        if backends.active() == "metal" and (joined := _join_on_metal(segments, dtype)) is not None:
+        if runtime().backend == "metal" and (joined := _join_on_metal(segments, dtype)) is not None:
             return joined
     dense = [segment.dense(dtype) for segment in segments]
     if len(dense) == 1:
@@ -270,11 +267,43 @@ def token_ranges(segment: Segment) -> tuple[TokenRange, TokenRange]:
     return k, v
 
 
-def kernels(kinds: Collection[HeadKind]) -> str:
-    """Describe for people which kernels compute attention over heads of these kinds."""
-    if backends.active() == "cuda":
-        return cuda_trials.kernels(kinds)
-    if backends.active() == "metal":
-        vectors = {VectorKind(dtype, dim) for dtype, *dims in kinds for dim in dims}
-        return "; ".join([metal_trials.kernels(kinds), *trials.kernels(vectors)])
-    return cpu_step.kernels()
+def explain(kinds: Collection[HeadKind]) -> list[KernelChoice]:
+    """Return the path of each attention operation over heads of these kinds, and why. Runs no trial."""
+    return [choice for kind in sorted(kinds, key=repr) for choice in _explain_heads(kind)]
+
+
+def _explain_heads(kind: HeadKind) -> list[KernelChoice]:
+    paths = {"decode step": _step_path(kind), "prefill": _prefill_path(kind), "segments to arrays": _join_path(kind)}
+    return [KernelChoice(f"{operation} ({kind.label})", *path) for operation, path in paths.items()]
+
+
+def _step_path(kind: HeadKind) -> tuple[str, str]:
+    backend, (dtype, k_dim, *_), v_dim = runtime().backend, kind.k, kind.v.dim
+    if backend == "cpu":
+        if dtype == mx.float32:
+            return "cpu", "one call in numba for each layer writes the new tokens and attends for all rows"
+        return "stock", "the kernels for CPUs compute in float32 only"
+    if backend == "cuda":
+        if known_result(cuda_trials.step_works, dtype, k_dim, v_dim):
+            return "cuda", "one launch for each layer writes the new tokens and attends for all rows"
+        return "stock", "the kernel does not take such heads, was not tried yet, or failed its trial (see the log)"
+    if known := metal_trials.known_trials(dtype, k_dim, v_dim):
+        return "metal" if any(trial.is_used for trial in known) else "stock", "; ".join(map(str, known))
+    return "stock", no_kernels() if metal_trials.dialect() is None else "the kernel was not tried yet"
+
+
+def _prefill_path(kind: HeadKind) -> tuple[str, str]:
+    backend = runtime().backend
+    if backend == "cpu" and kind.k.dtype == mx.float32:
+        return "cpu", "blocks of 128 queries with a softmax in numba; MLX where a mask or sinks need it"
+    if backend == "cuda":
+        return "cuda", "plain products for new lengths; MLX for lengths that came often"
+    return "stock", "MLX's fused attention"
+
+
+def _join_path(kind: HeadKind) -> tuple[str, str]:
+    if runtime().backend == "cuda":
+        if known_result(cuda_trials.join_works, kind.k.dtype, kind.k.dim, kind.v.dim, kind.k.rotation):
+            return "cuda", "one launch for keys and one for values"
+        return "stock", "the kernel does not take such vectors, was not tried yet, or failed its trial (see the log)"
+    return codec_dispatch.join_path(kind.k)

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from kvstrata.attention import dispatch as attention_dispatch
 from kvstrata.attention.dispatch import attend
-from kvstrata.attention.dispatch import kernels as attention_kernels
 from kvstrata.attention.metal import trials as metal_trials
 from kvstrata.attention.segments import RawSegment, SealedSegment, Segment, SegmentedKV, SegmentSlice
-from kvstrata.codecs import backends
+from kvstrata.codecs import dispatch as codec_dispatch
 from kvstrata.codecs import trials as codec_trials
+from kvstrata.codecs.backends import HeadKind, KernelChoice, VectorKind, runtime
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.raw import RawCodec, exact_scores, least_rows
 from kvstrata.codecs.registry import parse
+from kvstrata.codecs.rope import make_rotation
 
 HEADS, KV_HEADS, DIM = 8, 2, 128
 TOKENS, OWN_TOKENS, CUT = 1000, 37, 700
@@ -91,15 +93,22 @@ def timings() -> list[Timing]:
 def kernels() -> dict[str, Any]:
     """What computes here."""
     halves = dict(_halves())
-    kinds = [(dtype, DIM, DIM) for dtype in DTYPES.values()]
-    trials = metal_trials.report([metal_trials.DecodeKind(*kind, HEADS // KV_HEADS) for kind in kinds])
+    trials = metal_trials.report([metal_trials.DecodeKind(d, DIM, DIM, HEADS // KV_HEADS) for d in DTYPES.values()])
     return {
-        "path": backends.active(),
+        "path": runtime().backend,
         "decode_step_trials": trials,
         "planes_trials": codec_trials.report(),
-        "attention": attention_kernels(kinds),
+        "choices": [asdict(choice) for choice in typical_choices(*DTYPES)],
         "rows_for_16_bit_scores": {name: least_rows(dtype) for name, dtype in halves.items()},
     }
+
+
+def typical_choices(*names: str) -> list[KernelChoice]:
+    """Return the back-end that computes each operation on KV of a usual model of these dtypes, and why. Runs no
+    trial."""
+    k_rotation = make_rotation(10_000.0 ** (-np.arange(DIM // 2) / (DIM // 2)))
+    kinds = [HeadKind(VectorKind(DTYPES[name], DIM, k_rotation), VectorKind(DTYPES[name], DIM)) for name in names]
+    return [*attention_dispatch.explain(kinds), *codec_dispatch.explain(kinds)]
 
 
 def _halves() -> Iterator[tuple[str, mx.Dtype]]:

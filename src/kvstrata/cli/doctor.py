@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -53,6 +54,7 @@ class Report:
     versions: dict[str, str]
     heap: Heap
     open_files: OpenFiles
+    kernels: tuple[dict[str, str], ...]  # back-end of each operation on KV, and why: of a usual or the served model
     weights: str = ""  # what becomes of quantized ones, on a CPU
     served_memory: dict[str, int] | None = None  # what the limit of a running server consists of
     remote: dict[str, float] | None = None  # how fast a store is that servers share
@@ -85,7 +87,7 @@ def doctor(
     if url is not None:
         with connect(url, api_key) as server:
             props = server.ask("GET", "/props")
-            report = replace(report, served_memory=props["memory"])
+            report = replace(report, served_memory=props["memory"], kernels=tuple(props["attention"]["kernels"]))
             token_bytes = PLANES_SHARE * props["kv_bytes_per_token"] / ITEM_BYTES.get(props["kv"]["dtype"], 2)
             prefill_tokens_s = props["state"]["prefill_tokens_s"]
     if remote is not None:
@@ -158,6 +160,7 @@ def _write_report(file: Path, report: Report, findings: list[Finding]) -> list[F
 def examine() -> Report:
     from kvstrata.backend import device
     from kvstrata.backend.speed import mlx_gflops, numpy_gflops
+    from kvstrata.bench.selftest import typical_choices
     from kvstrata.models.cpu_form import weights_here
     from kvstrata.models.default import default_is_whole
 
@@ -174,6 +177,7 @@ def examine() -> Report:
         versions={"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         heap=heap(),
         open_files=open_files(),
+        kernels=tuple(asdict(choice) for choice in typical_choices("float32" if here.backend == "cpu" else "bfloat16")),
         weights=weights_here() if here.backend == "cpu" else "",
     )
 
@@ -253,6 +257,8 @@ def _table(report: Report) -> Table:
     table.add_row("speed", f"{rate} (float32)")
     if report.weights:
         table.add_row("weights", f"quantized ones {report.weights}")
+    for number, line in enumerate(_kernel_lines(report.kernels)):
+        table.add_row("" if number else "kernels", line)
     table.add_row("memory", f"{_size(report.device.memory_bytes)}, {_size(report.memory_available_bytes)} available")
     table.add_row("freed memory", f"goes back {report.heap.gives_back}")
     if report.served_memory is not None:
@@ -264,6 +270,18 @@ def _table(report: Report) -> Table:
     table.add_row("default model", "here" if report.default_model else "not here")
     table.add_row("versions", ", ".join(f"{name} {number}" for name, number in report.versions.items()))
     return table
+
+
+def _kernel_lines(choices: Sequence[Mapping[str, str]]) -> list[str]:
+    """One line for each back-end and reason, with the operations that it computes."""
+    labels = {label for choice in choices if (label := choice["operation"].partition(" (")[2])}
+    operations: dict[str, list[str]] = {}
+    for choice in choices:
+        # Heads of one kind are named once.
+        name = choice["operation"] if len(labels) > 1 else choice["operation"].partition(" (")[0]
+        operations.setdefault(f"{choice['backend']} ({choice['reason']})", []).append(name)
+    title = [f"for {labels.pop().rstrip(')')}:"] if len(labels) == 1 else []
+    return [*title, *(f"{', '.join(names)}: {path}" for path, names in operations.items())]
 
 
 def _remote_words(remote: dict[str, float]) -> str:

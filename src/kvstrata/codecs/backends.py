@@ -31,6 +31,18 @@ class VectorKind(NamedTuple):
     rotation: RopeRotation | None = None
 
 
+class HeadKind(NamedTuple):
+    """Keys and values of a head that kernels are chosen for."""
+
+    k: VectorKind
+    v: VectorKind
+
+    @property
+    def label(self) -> str:
+        dims = f"{self.k.dim}" if self.k.dim == self.v.dim else f"{self.k.dim} and {self.v.dim}"
+        return f"heads of {dims}, {str(self.k.dtype).rpartition('.')[2]}"
+
+
 @dataclass(frozen=True)
 class KernelChoice:
     """Back-end that computes an operation: "stock" for MLX's own operations."""
@@ -180,8 +192,16 @@ def checked_once(check: Callable[P, R]) -> Callable[P, R]:
     return known
 
 
-def active() -> Backend:
-    return _runtime.backend
+def known_result(check: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
+    """Return the result of a check that is `checked_once`. None: it has not run yet."""
+    return _runtime.checks.get((check, *args, *kwargs.items()))
+
+
+def no_kernels() -> str:
+    """Say for people why MLX computes where no kernel of ours can."""
+    if mx.default_device() == mx.cpu and importlib.util.find_spec("numba") is None:
+        return "numba is not installed, and MLX is slow on a CPU: pip install 'kvstrata[cpu]'"
+    return f"no kernel for the back-end {_runtime.backend}"
 
 
 def on_cpu() -> bool:

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvstrata.codecs import trials
-from kvstrata.codecs.backends import KernelChoice, VectorKind, checked_once, runtime
+from kvstrata.codecs.backends import HeadKind, KernelChoice, VectorKind, checked_once, no_kernels, runtime
 from kvstrata.codecs.base import EncodedArray, StockPlanes, StockProducts, decode_tiles
 from kvstrata.codecs.cpu import planes as cpu_planes
 from kvstrata.codecs.cuda import host_copy as cuda_host_copy
@@ -157,52 +157,58 @@ def _host_view(array: mx.array) -> np.ndarray:
     return np.ascontiguousarray(np.asarray(bits)).reshape(-1).view(np.uint8)
 
 
-def explain(kinds: Collection[VectorKind]) -> list[KernelChoice]:
-    """Return the path of each operation on planes of vectors of these kinds, with few queries. Runs no trial."""
-    return [choice for kind in kinds for choice in _explain_kind(kind)]
+def explain(kinds: Collection[HeadKind]) -> list[KernelChoice]:
+    """Return the path of each operation on planes of such keys and values, with few queries, and why. Runs no trial."""
+    return [choice for kind in sorted(kinds, key=repr) for choice in _explain_heads(kind)]
 
 
-def _explain_kind(kind: VectorKind) -> list[KernelChoice]:
-    label = f"planes of {kind.dim} values, {kind.dtype}"
+def _explain_heads(kind: HeadKind) -> list[KernelChoice]:
+    k, v = kind
     paths = {
-        "encode": _coding_path("encode", kind),
-        "decode": _coding_path("decode", kind),
-        "scores": _product_path(kind.dim),
-        "mix": ("stock", "values with a RoPE rotation are decoded") if kind.rotation else _product_path(kind.dim),
-        "join": _portable_path("join", kind),
+        "encode keys": _coding_path("encode", k),
+        "decode keys": _coding_path("decode", k),
+        "scores": _product_path(k.dim),
+        "encode values": _coding_path("encode", v),
+        "decode values": _coding_path("decode", v),
+        "mix": ("stock", "values with a RoPE rotation are decoded") if v.rotation else _product_path(v.dim),
     }
-    return [KernelChoice(f"{operation}, {label}", *path) for operation, path in paths.items()]
+    return [KernelChoice(f"{operation} ({kind.label})", *path) for operation, path in paths.items()]
+
+
+def join_path(kind: VectorKind) -> tuple[str, str]:
+    """Return the path of `join_planes`, and why."""
+    if runtime().backend != "metal":
+        return "stock", "segments are decoded one by one, and MLX concatenates them"
+    return _portable_path("join", kind)
 
 
 def _coding_path(operation: trials.What, kind: VectorKind) -> tuple[str, str]:
     backend = runtime().backend
     if backend == "cuda" and cuda_planes.takes(kind.dim):
-        return "cuda", "own kernels"
+        return "cuda", "kernels compiled at the start"
     if backend == "cpu":
-        return "cpu", "own kernels (numba)"
+        return "cpu", "kernels in numba"
     return _portable_path(operation, kind)
 
 
 def _product_path(dim: int) -> tuple[str, str]:
     backend = runtime().backend
     if backend == "cpu":
-        return "cpu", "own kernels (numba)"
+        return "cpu", "kernels in numba"
     if backend == "cuda" and cuda_planes.takes_queries(1, dim):
-        return "cuda", "own kernels"
-    return "stock", "quantized products of MLX, or vectors are decoded"
+        return "cuda", "kernels compiled at the start"
+    return "stock", "MLX's quantized products, or its products over decoded vectors"
 
 
 def _portable_path(operation: trials.What, kind: VectorKind) -> tuple[str, str]:
-    if trials.dialect() is None:
-        return "stock", f"no such kernel for the back-end {runtime().backend}"
     if not metal_planes.takes_vectors(kind.dtype, kind.dim):
         return "stock", "the kernel does not take vectors of this kind"
     if runtime().codec_kernels:
         return "metal", "stand-in"
     trial = trials.known_trial(operation, kind)
-    if trial is None:
-        return "stock", "the kernel was not tried yet"
-    return "metal" if trial.is_used else "stock", str(trial)
+    if trial is not None:
+        return "metal" if trial.is_used else "stock", str(trial)
+    return "stock", no_kernels() if trials.dialect() is None else "the kernel was not tried yet"
 
 
 def _unless_it_fails(run: Callable[[], T]) -> T | None:

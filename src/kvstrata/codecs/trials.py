@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -142,16 +142,6 @@ def try_now(kind: VectorKind, stock: Any, whats: Sequence[What] = get_args(What)
     for what in whats:
         trial(what, kind, stock)
     return True
-
-
-def kernels(kinds: Collection[VectorKind]) -> list[str]:
-    """Describe for people to read which kernels encode and decode planes, without running a trial."""
-    by_kind: dict[VectorKind, list[str]] = {}
-    tried_kinds = {_tried_kind(kind) for kind in kinds}
-    for (_, kind), found in runtime().trials_of(VectorKind):
-        if kind in tried_kinds:
-            by_kind.setdefault(kind, []).append(str(found))
-    return [f"planes of {kind.dim} values, {kind.dtype}: {', '.join(said)}" for kind, said in by_kind.items()]
 
 
 def used() -> list[str]:

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from kvstrata.attention import dispatch
-from kvstrata.codecs import backends
+from kvstrata.codecs.backends import runtime
 from kvstrata.engine.build import identity_of
 from kvstrata.engine.bundle_transfer import BundleTransfer
 from kvstrata.engine.cache_api import CacheApi
@@ -27,6 +26,7 @@ from kvstrata.engine.sequence import Sequence
 from kvstrata.engine.thread import EndRequest, EngineThread, Submit
 from kvstrata.errors import ContextTooLong, InvalidRequest, QueueFull, RequestError, Unavailable
 from kvstrata.kv.checkpoints import needs_checkpoints
+from kvstrata.kv.decode_step import explain
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.entry_table import CacheListener
@@ -140,8 +140,8 @@ class Engine:
             "attention": {
                 "path": layout.batching,
                 "why": layout.reason,
-                "kernels": dispatch.kernels(layout.head_kinds()),
-                "quantized": backends.active(),
+                "kernels": [dataclasses.asdict(choice) for choice in explain(layout)],
+                "quantized": runtime().backend,
             },
             "key_means": layout.describe_rope(),
             "max_kv_size": self._limits.max_kv_size,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvstrata.codecs import backends
+from kvstrata.codecs.backends import runtime
 from kvstrata.engine.admission import Admission, MemoryAccount, Unservable
 from kvstrata.engine.background import BackgroundPacer
 from kvstrata.engine.budget import FULL_PRECISION, Budget, FormatCatalog
@@ -55,7 +55,7 @@ class StepExecutor:
         self._metrics = metrics
         self._detokenizer_for = detokenizer_for
         self._vocab_size = vocab_size
-        self.overlaps = backends.active() != "cpu"
+        self.overlaps = runtime().backend != "cpu"
         self._pending: PendingStep | None = None
         self.is_stalled = False  # the last step had nothing to do: waiting requests wait for the disk
 

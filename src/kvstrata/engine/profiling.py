@@ -28,8 +28,8 @@ from kvstrata.attention.segments import RawSegment, SealedSegment, Segment, Segm
 from kvstrata.backend import device
 from kvstrata.backend.allocator import limits_restored
 from kvstrata.backend.notebook import read_notes, write_notes
-from kvstrata.codecs import backends, trials
-from kvstrata.codecs.backends import VectorKind
+from kvstrata.codecs import trials
+from kvstrata.codecs.backends import VectorKind, runtime
 from kvstrata.codecs.base import UnsupportedCodec
 from kvstrata.codecs.cuda import host_copy as cuda_host_copy
 from kvstrata.codecs.planes import PlanesCodec
@@ -139,7 +139,7 @@ def _notes_key(loaded: LoadedModel, runner: ModelRunner, shape: PassShape) -> st
         [repr(spec) for spec in runner.layout.flat()],
         [shape.rows, shape.vocab_size, shape.chunk_tokens, codecs],
         min(shape.max_context_tokens, measured_context() + shape.chunk_tokens),
-        [device().name, backends.active(), version("mlx"), version("mlx-lm"), source_digest()],
+        [device().name, runtime().backend, version("mlx"), version("mlx-lm"), source_digest()],
         [*metal_trials.used(), *trials.used()],
     ]
     return blake3(json.dumps(conditions, sort_keys=True, default=repr).encode()).hexdigest()
@@ -291,9 +291,9 @@ def context_sources(spec: LayerSpec, pair: CodecPair, num_tokens: int) -> tuple[
 
     On a GPU these are segments that no single launch decodes: on Metal many, on CUDA some that another sequence writes.
     """
-    if backends.active() == "metal":
+    if runtime().backend == "metal":
         return tuple(_seal(*_zeros(spec, size), pair) for size in _split_evenly(num_tokens, NUM_METAL_SEGMENTS))
-    if backends.active() == "cuda" and num_tokens > 1:
+    if runtime().backend == "cuda" and num_tokens > 1:
         num_sealed, num_others = _split_evenly(num_tokens, 2)
         k, v = (array[None] for array in _zeros(spec, num_others))
         mx.eval(k, v)
@@ -415,9 +415,9 @@ def warm_up_kernels(layout: Layout) -> int:
     because a change of precision is assessed in float32.
     """
     cached = [spec for spec in layout.flat() if spec.kind in ("full", "window")]
-    if backends.active() == "metal":
+    if runtime().backend == "metal":
         return _try_kernels(cached)
-    return _compile_kernels(cached) if backends.active() == "cuda" else 0
+    return _compile_kernels(cached) if runtime().backend == "cuda" else 0
 
 
 def _try_kernels(specs: Sequence[LayerSpec]) -> int:

@@ -11,9 +11,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvstrata.attention import dispatch as attention_dispatch
 from kvstrata.attention.cuda.step import PreparedStep, StepLaunch, UntraceableRead
 from kvstrata.attention.dispatch import Keys
-from kvstrata.codecs import backends
+from kvstrata.codecs import dispatch as codec_dispatch
+from kvstrata.codecs.backends import KernelChoice, runtime
 from kvstrata.kv.attention_rows import AttentionRows
 from kvstrata.kv.batch_cache import BatchCache
 from kvstrata.kv.layout import Layout
@@ -24,7 +26,22 @@ MOST_SHAPES = 128  # up to 32 of them are traced at the start
 def can_compile(layout: Layout) -> bool:
     """Whether all layers have the launches of which a compiled step consists. Only CUDA has such launches."""
     attends = all(spec.kind in ("full", "window") for spec in layout.layers)
-    return backends.active() == "cuda" and layout.batching == "batched" and attends
+    return runtime().backend == "cuda" and layout.batching == "batched" and attends
+
+
+def explain(layout: Layout) -> list[KernelChoice]:
+    """Return the back-end that computes each operation on a model's KV, and why. Runs no trial."""
+    kinds = layout.head_kinds()
+    return [_explain_whole_step(layout), *attention_dispatch.explain(kinds), *codec_dispatch.explain(kinds)]
+
+
+def _explain_whole_step(layout: Layout) -> KernelChoice:
+    if layout.compiles:
+        return KernelChoice("whole decode step", runtime().backend, "one compiled graph for all layers")
+    if layout.batching == "per_sequence":
+        return KernelChoice("whole decode step", "stock", f"one pass for each sequence: {layout.reason}")
+    reason = "layer by layer: compiled steps need CUDA and attention layers only"
+    return KernelChoice("whole decode step", "stock", reason)
 
 
 class PlannedLayer:

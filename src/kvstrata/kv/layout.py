@@ -19,6 +19,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+from kvstrata.codecs.backends import HeadKind, VectorKind
 from kvstrata.codecs.rope import RopeRotation
 from kvstrata.errors import ConfigError
 from kvstrata.kv.buffers import KvShape
@@ -95,9 +96,15 @@ class Layout:
     def _flat(self) -> tuple[LayerSpec, ...]:
         return tuple(spec for layer in self.layers for spec in (layer.children or (layer,)))
 
-    def head_kinds(self) -> set[tuple[mx.Dtype, int, int]]:
-        """Return dtype, key dim and value dim of the layers that attend to segments."""
-        return {(spec.dtype, spec.k_dim, spec.v_dim) for spec in self.flat() if spec.kind in ("full", "window")}
+    def head_kinds(self) -> set[HeadKind]:
+        """Return the keys and values of the layers that attend to segments."""
+        return {
+            HeadKind(
+                VectorKind(spec.dtype, spec.k_dim, spec.k_rotation), VectorKind(spec.dtype, spec.v_dim, spec.v_rotation)
+            )
+            for spec in self.flat()
+            if spec.kind in ("full", "window")
+        }
 
     def describe_rope(self) -> dict[str, Any]:
         """Count layers with RoPE-aware means and without RoPE, and list the others by reason. For people to read."""

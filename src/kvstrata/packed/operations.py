@@ -15,7 +15,7 @@ import numpy as np
 from mlx_lm.models import activations
 
 from kvstrata.backend.rebinding import rebind
-from kvstrata.codecs import backends
+from kvstrata.codecs.backends import runtime
 from kvstrata.codecs.cpu.planes import are_computed, threads_for
 
 # Fewest values for a loop of ours: with fewer, MLX ends before the loop has begun.
@@ -71,7 +71,7 @@ def conv1d(
 
 
 def _can_run(*arrays: mx.array) -> bool:
-    is_ours = backends.active() == "cpu" and arrays[0].size >= MIN_VALUES
+    is_ours = runtime().backend == "cpu" and arrays[0].size >= MIN_VALUES
     return is_ours and all(array.dtype == mx.float32 for array in arrays) and are_computed(arrays)
 
 

@@ -21,7 +21,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvstrata.attention.segments import DecodeRow, KvSlot, RawSegment, SealedSegment, Segment, SegmentSlice
-from kvstrata.codecs import backends
+from kvstrata.codecs.backends import runtime
 from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.cpu import planes as codecs_cpu
 from kvstrata.codecs.cpu.planes import hadamard_of, threads_for
@@ -90,18 +90,11 @@ class TokenRun(NamedTuple):
 
 
 def available() -> bool:
-    return backends.active() == "cpu"
+    return runtime().backend == "cpu"
 
 
 def fits(*arrays: mx.array) -> bool:
     return available() and all(array.dtype == mx.float32 for array in arrays)
-
-
-def kernels() -> str:
-    """Describe for people which kernels compute attention."""
-    if available():
-        return "own (numba), MLX where a mask or a dtype other than float32 needs it"
-    return "MLX" if not backends.on_cpu() else "MLX, slow on a CPU: install kvstrata[cpu] for numba"
 
 
 def warm_up() -> None:

@@ -31,7 +31,7 @@ from kvstrata.attention.cuda.tables import (
     tables_of,
 )
 from kvstrata.attention.segments import DecodeRow, KernelViews, KvSlot, SlotPlace
-from kvstrata.codecs import backends
+from kvstrata.codecs.backends import runtime
 from kvstrata.codecs.cuda import addresses as cuda_addresses
 from kvstrata.codecs.cuda import kernels as cuda_kernels
 from kvstrata.codecs.cuda.addresses import PLANES_PLACES, RAW_PLACES
@@ -206,7 +206,7 @@ def _facts(scale: float, has_sinks: bool, k_dim: int, v_dim: int) -> mx.array:
 @cache
 def compile_all(dtype: mx.Dtype, kv_heads: int, group: int, k_dim: int, v_dim: int) -> None:
     """Compile the kernels that steps of such heads run, seconds for each, so that no later step waits for one."""
-    if backends.active() != "cuda":
+    if runtime().backend != "cuda":
         return
     heads = kv_heads * group
     q, k, v = (mx.zeros((1, n, 1, dim), dtype) for n, dim in ((heads, k_dim), (kv_heads, k_dim), (kv_heads, v_dim)))

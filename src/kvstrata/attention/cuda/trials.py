@@ -7,7 +7,7 @@ differ from MLX's own attention, attention goes by sequence: slower, but correct
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -16,8 +16,7 @@ from kvstrata.attention.cuda import step as cuda_step
 from kvstrata.attention.cuda.join import JoinInput, join, join_input
 from kvstrata.attention.cuda.ranges import RAW_DTYPES, EncodedRange, Range, RawRange
 from kvstrata.attention.segments import KernelViews, KvSlot
-from kvstrata.codecs import backends
-from kvstrata.codecs.backends import checked_once, relative_error
+from kvstrata.codecs.backends import checked_once, relative_error, runtime
 from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.cuda.planes import FUSED_DIMS, RAW_BITS
 from kvstrata.codecs.mean_runs import runs_of
@@ -39,7 +38,7 @@ logger = logging.getLogger(__name__)
 @checked_once
 def step_works(dtype: mx.Dtype, k_dim: int, v_dim: int) -> bool:
     """Whether this back-end has the step kernel and the kernel is right for keys and values of this kind."""
-    if backends.active() != "cuda" or dtype not in RAW_DTYPES or not {k_dim, v_dim} <= {*FUSED_DIMS}:
+    if runtime().backend != "cuda" or dtype not in RAW_DTYPES or not {k_dim, v_dim} <= {*FUSED_DIMS}:
         return False
     try:
         error = _step_error(dtype, k_dim, v_dim)
@@ -57,13 +56,6 @@ def step_takes(keys: mx.array, values: mx.array) -> bool:
     return keys.shape[2] == 1 and keys.dtype == values.dtype and step_works(keys.dtype, keys.shape[3], values.shape[3])
 
 
-def kernels(kinds: Collection[tuple[mx.Dtype, int, int]]) -> str:
-    """Describe for people which kernels compute attention over heads of these kinds."""
-    if kinds and all(step_works(*kind) for kind in kinds):
-        return "own (CUDA) for decode steps of up to 8 queries for each KV head (4 beyond 128 dims), MLX for the rest"
-    return "MLX, by sequence: it has no step of a whole batch for these layers, or it did not work here (see the log)"
-
-
 def joined_works(dtype: mx.Dtype, parts: JoinInput) -> bool:
     """Whether the join kernel is right for parts of this kind."""
     planes = next(part for part in parts.ranges if isinstance(part, EncodedRange))
@@ -72,7 +64,7 @@ def joined_works(dtype: mx.Dtype, parts: JoinInput) -> bool:
 
 @checked_once
 def join_works(dtype: mx.Dtype, k_dim: int, v_dim: int, turn: RopeRotation | None) -> bool:
-    if backends.active() != "cuda" or dtype not in RAW_DTYPES or not {k_dim, v_dim} <= {*FUSED_DIMS}:
+    if runtime().backend != "cuda" or dtype not in RAW_DTYPES or not {k_dim, v_dim} <= {*FUSED_DIMS}:
         return False
     try:
         error = _join_error(dtype, k_dim, v_dim, turn)

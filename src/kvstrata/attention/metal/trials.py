@@ -93,10 +93,9 @@ def _logged(trial: Trial, kind: DecodeKind) -> Trial:
     return trial
 
 
-def kernels(kinds: Collection[tuple[mx.Dtype, int, int]]) -> str:
-    """Describe for people which kernels compute attention. Runs no trial."""
-    known = {str(trial) for (_, kind), trial in runtime().trials_of(DecodeKind) if kind[:3] in kinds}
-    return f"MLX; decode steps over {'; over '.join(sorted(known, reverse=True))}" if known else "MLX"
+def known_trials(dtype: mx.Dtype, k_dim: int, v_dim: int) -> list[Trial]:
+    """Return the trials that have run for such heads, over planes and over raw vectors."""
+    return [trial for (_, kind), trial in runtime().trials_of(DecodeKind) if kind[:3] == (dtype, k_dim, v_dim)]
 
 
 def used() -> list[str]:
