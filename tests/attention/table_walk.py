@@ -73,7 +73,7 @@ class Walk:
         if not isinstance(k, EncodedArray):
             assert kind[:3] == [RAW_BITS, RAW_BITS, k.shape[2]]
             return [x[:, :, start:end] for x in (k, v)]
-        assert kind[:5] == [bits_of(k), bits_of(v), k.num_tokens, len(k.mean_runs), len(v.segments)]
+        assert kind[:5] == [bits_of(k), bits_of(v), k.num_tokens, len(k.mean_runs), len(v.mean_runs)]
         assert offset == (k.position + start) % GROUP_TOKENS
         for planes, segment in ((k, k_segment), (v, v_segment)):
             assert not planes.mean_runs or (ids(planes.mean_runs)[start:end] == segment).all()
