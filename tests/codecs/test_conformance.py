@@ -55,21 +55,21 @@ def assert_same(a: EncodedArray, b: EncodedArray) -> None:
         assert same_bits(array, b.arrays[name]), name
 
 
-def test_every_head_dim_is_taken_where_it_can_be() -> None:
+def test_affine_refuses_head_dims_that_no_group_divides() -> None:
     refused = {(name, dim) for name in NAMES for dim in HEAD_DIMS if not takes(name, dim)}
     assert {name.split(":")[0] for name, _ in refused} == {"affine"}
     assert {dim for name, dim in refused if name in ("affine:8:g32", "affine:4:g32")} == {80}
 
 
 @pytest.mark.parametrize(("codec", "dim"), CASES)
-def test_round_trip_is_within_the_bound_of_its_bits(codec: Codec, dim: int) -> None:
+def test_round_trip_error_is_within_the_bound_of_the_bits(codec: Codec, dim: int) -> None:
     x = keys(2, 3, 300, dim)
     assert rms_error(codec.decode(codec.encode(x), mx.float32), x) <= bound(codec)
 
 
 @pytest.mark.parametrize(("codec", "dim"), CASES + TURNING_CASES)
 @pytest.mark.parametrize("queries", [1, 4, 40])
-def test_scores_and_mixes_are_those_of_what_decodes(codec: Codec, dim: int, queries: int) -> None:
+def test_scores_and_mixes_equal_products_with_decoded_vectors(codec: Codec, dim: int, queries: int) -> None:
     planes = codec.encode(keys(2, 301, dim), position=130)
     dense = codec.decode(planes, mx.float32)
     q = mx.random.normal((2, queries, dim), key=mx.random.key(1))
@@ -81,7 +81,7 @@ def test_scores_and_mixes_are_those_of_what_decodes(codec: Codec, dim: int, quer
 
 @pytest.mark.parametrize("codec", EVERY_CODEC)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
-def test_every_dtype_goes_in_and_comes_out(codec: Codec, dtype: mx.Dtype) -> None:
+def test_codec_encodes_and_decodes_each_dtype(codec: Codec, dtype: mx.Dtype) -> None:
     x = keys(2, 70, 128, dtype=dtype)
     planes = codec.encode(x)
     decoded = codec.decode(planes, dtype)
@@ -95,7 +95,7 @@ def test_every_dtype_goes_in_and_comes_out(codec: Codec, dtype: mx.Dtype) -> Non
 
 @settings(max_examples=60)
 @given(codec=codecs, num_tokens=st.integers(1, 600), position=st.integers(0, 600), where=st.data())
-def test_a_cut_is_decode_then_slice_and_joins_again(
+def test_cut_pieces_decode_to_slices_and_rejoin_unchanged(
     codec: Codec, num_tokens: int, position: int, where: st.DataObject
 ) -> None:
     start = where.draw(st.integers(0, num_tokens - 1))
@@ -113,7 +113,7 @@ def test_a_cut_is_decode_then_slice_and_joins_again(
 
 @settings(max_examples=40)
 @given(codec=codecs, first=st.integers(1, 400), second=st.integers(1, 400), position=st.integers(0, 300))
-def test_what_was_encoded_apart_joins_without_a_change(codec: Codec, first: int, second: int, position: int) -> None:
+def test_join_of_arrays_encoded_apart_changes_no_code(codec: Codec, first: int, second: int, position: int) -> None:
     a = codec.encode(keys(2, first, 128, seed=1), position)
     b = codec.encode(keys(2, second, 128, seed=2) + 3, position + first)
     joined = codec.join(a, b)
@@ -126,7 +126,7 @@ def test_what_was_encoded_apart_joins_without_a_change(codec: Codec, first: int,
 
 
 @pytest.mark.parametrize("codec", EVERY_CODEC)
-def test_a_spec_goes_to_json_and_back(codec: Codec) -> None:
+def test_spec_survives_json(codec: Codec) -> None:
     assert from_spec(json.loads(json.dumps(codec.spec()))) == codec
     assert parse(codec.name).name == codec.name
     planes = codec.encode(keys(2, 400, 128), 100).cut(30, 333)
@@ -134,7 +134,7 @@ def test_a_spec_goes_to_json_and_back(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize(("codec", "dim"), CASES)
-def test_nbytes_is_what_is_allocated(codec: Codec, dim: int) -> None:
+def test_nbytes_equals_allocated_bytes(codec: Codec, dim: int) -> None:
     x = keys(8, 1024, dim)
     before = allocated()
     planes = codec.encode(x)
@@ -146,7 +146,7 @@ def test_nbytes_is_what_is_allocated(codec: Codec, dim: int) -> None:
 @pytest.mark.parametrize("codec", EVERY_CODEC)
 @pytest.mark.parametrize("leading", [(), (8,)])
 @pytest.mark.parametrize("kept_tokens", [2000, 16], ids=["most", "few"])
-def test_a_cut_keeps_no_parent_alive(codec: Codec, leading: tuple[int, ...], kept_tokens: int) -> None:
+def test_cut_keeps_no_parent_alive(codec: Codec, leading: tuple[int, ...], kept_tokens: int) -> None:
     planes = codec.encode(keys(*leading, 2048, 128))
     before = allocated() - planes.nbytes
     planes = planes.cut(20, 20 + kept_tokens)
@@ -155,7 +155,7 @@ def test_a_cut_keeps_no_parent_alive(codec: Codec, leading: tuple[int, ...], kep
 
 
 @pytest.mark.parametrize("codec", EVERY_CODEC)
-def test_odd_values_stay_where_they_are(codec: Codec) -> None:
+def test_nan_and_infinities_do_not_change_other_vectors(codec: Codec) -> None:
     """NaN counts as 0, infinities as +-65504; other vectors do not feel them."""
     if codec.name == "raw":
         pytest.skip("raw keeps every bit: the next test")
@@ -172,7 +172,7 @@ def test_odd_values_stay_where_they_are(codec: Codec) -> None:
     assert bool(mx.isfinite(codec.scores(x[:, :1], planes)).all())
 
 
-def test_raw_keeps_odd_values() -> None:
+def test_raw_keeps_every_bit_of_odd_values() -> None:
     codec = parse("raw")
     x = mx.array([[math.nan, math.inf, -math.inf, -0.0, 1e-40, 3e38]])
     assert same_bits(codec.decode(codec.encode(x), mx.float32), x)
@@ -180,7 +180,7 @@ def test_raw_keeps_odd_values() -> None:
 
 @pytest.mark.parametrize(("codec", "dim"), CASES)
 @pytest.mark.parametrize("num_tokens", [1, 3])
-def test_zeros_constants_and_few_tokens(codec: Codec, dim: int, num_tokens: int) -> None:
+def test_zeros_constants_and_few_tokens_decode_within_bounds(codec: Codec, dim: int, num_tokens: int) -> None:
     zeros = codec.decode(codec.encode(mx.zeros((2, num_tokens, dim))), mx.float32)
     assert bool((zeros == 0).all())
     constant = mx.full((2, num_tokens, dim), -2.5)
@@ -191,7 +191,7 @@ def test_zeros_constants_and_few_tokens(codec: Codec, dim: int, num_tokens: int)
 
 @pytest.mark.parametrize("codec", EVERY_CODEC)
 @pytest.mark.parametrize("size", [1e-12, 1e-3, 300.0, 4e4])
-def test_sizes_that_strain_float16(codec: Codec, size: float) -> None:
+def test_values_near_the_limits_of_float16_keep_their_precision(codec: Codec, size: float) -> None:
     """Large norms keep their precision as long as each value fits float16; what is far below it may become 0."""
     x = mx.random.normal((2, 100, 128), key=mx.random.key(4)) * (size / 4)
     planes = codec.encode(x)
@@ -201,7 +201,7 @@ def test_sizes_that_strain_float16(codec: Codec, size: float) -> None:
 
 
 @pytest.mark.parametrize("codec", EVERY_CODEC)
-def test_what_does_not_fit_is_refused(codec: Codec) -> None:
+def test_mismatched_arguments_are_refused(codec: Codec) -> None:
     planes = codec.encode(keys(2, 20, 128))
     for start, end in ((-1, 5), (3, 3), (5, 4), (0, 21)):
         with pytest.raises(MismatchedArrays, match="cannot be cut"):
@@ -223,7 +223,7 @@ def test_what_does_not_fit_is_refused(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("codec", EVERY_CODEC)
-def test_planes_that_are_damaged_are_refused(codec: Codec) -> None:
+def test_damaged_arrays_are_refused(codec: Codec) -> None:
     planes = codec.encode(keys(2, 20, 128))
     for name, array in planes.arrays.items():
         others = {other: kept for other, kept in planes.arrays.items() if other != name}

@@ -47,7 +47,7 @@ STEPS = [
 
 
 @pytest.mark.parametrize(("dtype", "k_dim", "v_dim", "tiles"), STEPS)
-def test_a_step(dtype: mx.Dtype, k_dim: int, v_dim: int, tiles: int) -> None:
+def test_step_kernel_compiles(dtype: mx.Dtype, k_dim: int, v_dim: int, tiles: int) -> None:
     constants = (("BF", dtype == mx.bfloat16), ("K_DIM", k_dim), ("V_DIM", v_dim), ("TILES", tiles))
     dtypes = TABLES | dict.fromkeys(("q", "k_new", "v_new", "out"), dtype)
     blocks = blocks_for(tiles, max(k_dim, v_dim))
@@ -57,25 +57,25 @@ def test_a_step(dtype: mx.Dtype, k_dim: int, v_dim: int, tiles: int) -> None:
 
 
 @pytest.mark.parametrize("places", [RAW_PLACES, PLANES_PLACES])
-def test_taking_addresses(places: tuple[int, ...]) -> None:
+def test_address_kernel_compiles(places: tuple[int, ...]) -> None:
     kernel = cuda_kernels.addresses(places)
     assert assembled(kernel, (), dict.fromkeys(kernel.inputs, mx.bfloat16) | {"out": mx.uint64})
 
 
-def test_collecting_addresses() -> None:
+def test_collect_kernel_compiles() -> None:
     kernel = cuda_kernels.collect(COLLECTED)
     assert assembled(kernel, (), dict.fromkeys((*kernel.inputs, "out"), mx.uint64))
 
 
 @pytest.mark.parametrize(("dtype", "turn", "place"), [(mx.bfloat16, TURN, 0), (mx.float16, NO_TURN, 5)])
-def test_joining_parts(dtype: mx.Dtype, turn: tuple[Constant, ...], place: int) -> None:
+def test_join_kernel_compiles(dtype: mx.Dtype, turn: tuple[Constant, ...], place: int) -> None:
     constants = (("T", dtype), ("DIM", 128), ("PLACE", place), *turn)
     types = {"spans": mx.int32, "starts": mx.int32, "addresses": mx.uint64, "own": dtype, "out": dtype}
     assert assembled(cuda_kernels.decode_parts(), constants, types)
 
 
 @pytest.mark.parametrize(("bits", "turn"), [(8, TURN), (4, NO_TURN), (2, TURN)])
-def test_encoding(bits: int, turn: tuple[Constant, ...]) -> None:
+def test_encode_kernel_compiles(bits: int, turn: tuple[Constant, ...]) -> None:
     """To machine code: shared memory is known then."""
     constants = (("T", mx.bfloat16), ("BITS", bits), ("DIM", 128), *turn)
     text = text_of(cuda_kernels.encode_planes(), constants, PLANES | {"x": mx.bfloat16, "starts": mx.int32})
@@ -83,30 +83,30 @@ def test_encoding(bits: int, turn: tuple[Constant, ...]) -> None:
 
 
 @pytest.mark.parametrize("turn", [TURN, NO_TURN])
-def test_decoding(turn: tuple[Constant, ...]) -> None:
+def test_decode_kernel_compiles(turn: tuple[Constant, ...]) -> None:
     constants = (("T", mx.float16), ("DIM", 128), *turn)
     text = text_of(cuda_kernels.decode_planes(), constants, named("k") | {"starts": mx.int32, "out": mx.float16})
     assert nvrtc.machine_code(text, "sm_90")
 
 
 @pytest.mark.parametrize("turn", [TURN, NO_TURN])
-def test_scores(turn: tuple[Constant, ...]) -> None:
+def test_score_kernel_compiles(turn: tuple[Constant, ...]) -> None:
     turned = tuple((f"K_{name}", number) for name, number in turn)
     constants = (("T", mx.bfloat16), ("K_BITS", 8), ("K_DIM", 128), ("TILES", 2), *turned)
     assert assembled(cuda_kernels.score_planes(), constants, named("k") | {"q": mx.bfloat16, "pieces0": mx.int32})
 
 
-def test_sums() -> None:
+def test_mix_kernel_compiles() -> None:
     constants = (("V_BITS", 4), ("V_DIM", 256), ("TILES", 1))
     assert assembled(cuda_kernels.mix_planes(), constants, named("v") | {"pieces0": mx.int32})
 
 
-def test_combining() -> None:
+def test_combine_kernel_compiles() -> None:
     constants = (("T", mx.float16), ("V_DIM", 64), ("HAS_SINKS", True))
     assert assembled(cuda_kernels.combine(2), constants, {"out": mx.float16})
 
 
-def test_an_error_is_seen() -> None:
+def test_compiler_reports_an_error() -> None:
     constants = (("BF", True), ("K_DIM", 128), ("V_DIM", 128), ("TILES", "one"))
     with pytest.raises(nvrtc.CompileError, match="TILES"):
         assembled(cuda_kernels.step(3), constants, TABLES)  # pyright: ignore[reportArgumentType]

@@ -26,7 +26,7 @@ needs_kernels = pytest.mark.skipif(
 
 @pytest.mark.parametrize(("high", "low"), STEPS)
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_a_step_down_leaves_what_stays_alone(high: int, low: int, dim: int) -> None:
+def test_step_down_keeps_the_remaining_arrays(high: int, low: int, dim: int) -> None:
     planes = PlanesCodec(high).encode(keys(2, 300, dim), position=77)
     kept = step_down(planes, low)
     assert kept.name == f"planes:{low}"
@@ -36,7 +36,7 @@ def test_a_step_down_leaves_what_stays_alone(high: int, low: int, dim: int) -> N
     assert rms_error(PlanesCodec(low).decode(kept, mx.float32), PlanesCodec(low).decode(direct, mx.float32)) < 1e-6
 
 
-def test_a_step_down_frees_what_it_says() -> None:
+def test_step_down_frees_the_bytes_of_dropped_planes() -> None:
     planes = PlanesCodec(8).encode(keys(8, 2048, 128))
     before = allocated()
     expected = planes.arrays["low"].nbytes
@@ -44,7 +44,7 @@ def test_a_step_down_frees_what_it_says() -> None:
     assert abs(before - allocated() - expected) <= 0.02 * expected
 
 
-def test_only_planes_step_down_and_only_down() -> None:
+def test_step_down_refuses_other_codecs_and_more_bits() -> None:
     four = step_down(PlanesCodec(8).encode(keys(2, 300, 64)), 4)
     two = step_down(four, 2)
     for bits in (8, 5, 0):
@@ -59,7 +59,7 @@ def test_only_planes_step_down_and_only_down() -> None:
 
 @pytest.mark.parametrize("bits", HELD)
 @pytest.mark.parametrize("dim", [dim for dim in HEAD_DIMS if dim % 32 == 0])
-def test_each_plane_is_an_affine_array(bits: int, dim: int) -> None:
+def test_packed_products_equal_products_with_decoded_planes(bits: int, dim: int) -> None:
     codec = PlanesCodec(bits)
     planes = codec.encode(keys(2, 301, dim), position=200)
     q = mx.random.normal((2, 3, dim), key=mx.random.key(1))
@@ -81,7 +81,7 @@ def plain_means(arrays: dict[str, mx.array], position: int, num_tokens: int) -> 
 
 @needs_kernels
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_kernels_make_what_stock_operations_make(dim: int) -> None:
+def test_cpu_kernels_encode_as_stock_operations_do(dim: int) -> None:
     x = keys(2, 301, dim)
     ours, stock = cpu_planes.encode_planes(x, 100, None), PlanesCodec(8).encode_stock(x, 100)
     # A sum in another order may round a scale or a mean to its neighbour in float16.
@@ -96,7 +96,7 @@ def test_kernels_make_what_stock_operations_make(dim: int) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("odd", [False, True])
-def test_many_values_are_encoded_as_few_are(odd: bool) -> None:
+def test_cpu_kernels_encode_large_arrays_as_single_rows(odd: bool) -> None:
     x = keys(20, 600, 64)
     if odd:
         x[7, 300, 5] = float("nan")
@@ -109,14 +109,14 @@ def test_many_values_are_encoded_as_few_are(odd: bool) -> None:
 
 
 @needs_kernels
-def test_a_range_of_a_buffer_is_read_where_it_lies() -> None:
+def test_cpu_kernels_encode_a_range_of_a_buffer_in_place() -> None:
     buffer = keys(3, 700, 128)
     ours = cpu_planes.encode_planes(buffer[:, 4:396], 4, None)
     copied = cpu_planes.encode_planes(mx.array(np.array(buffer)[:, 4:396]), 4, None)
     assert all(same_bits(ours[name], copied[name]) for name in copied)
 
 
-def test_a_piece_keeps_the_mean_of_its_group() -> None:
+def test_cut_piece_keeps_the_mean_of_its_group() -> None:
     codec = PlanesCodec(4)
     planes = codec.encode(keys(2, 700, 64), position=200)
     assert planes.mean_runs == (56, 256, 256, 132)
@@ -125,13 +125,13 @@ def test_a_piece_keeps_the_mean_of_its_group() -> None:
     assert same_bits(piece.arrays["means"], planes.arrays["means"][:, 1:3])
 
 
-def test_pieces_that_were_encoded_apart_keep_their_means() -> None:
+def test_join_keeps_means_of_pieces_encoded_apart() -> None:
     codec = PlanesCodec(4)
     joined = codec.join(codec.encode(keys(2, 100, 64)), codec.encode(keys(2, 200, 64, seed=1), 100))
     assert joined.mean_runs == (100, 156, 44)
 
 
-def test_golden_planes_decode_to_what_they_always_did() -> None:
+def test_golden_planes_of_version_1_decode_unchanged() -> None:
     """The format, from bytes written down: version 1 must read them like this for ever."""
     words = {"top": [0xE4E4E4E4], "next": [0x1B1B1B1B], "low": [0x76543210, 0xFEDCBA98]}
     arrays = {name: mx.array([value], mx.uint32) for name, value in words.items()}

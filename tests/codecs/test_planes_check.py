@@ -38,7 +38,7 @@ def as_on_metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @needs_compiler
-def test_a_codec_encodes_and_decodes_by_the_kernels() -> None:
+def test_codec_uses_portable_kernels_that_passed() -> None:
     codec, run = PlanesCodec(4, a_turn("halves", 64)), Plain()
     x = keys(2, 2, 150, 64)
     with codec_trials.as_if_tried("plain", run):
@@ -50,7 +50,7 @@ def test_a_codec_encodes_and_decodes_by_the_kernels() -> None:
     assert np.abs(found - np.array(x)).mean() < 0.3
 
 
-def test_whatever_goes_wrong_mlx_does_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_launch_falls_back_to_mlx_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     def fails(_: KernelLaunch) -> list[mx.array]:
         raise RuntimeError("no such device")
 
@@ -68,7 +68,7 @@ def _tried(run: object) -> dict[What, Trial]:
 
 
 @needs_compiler
-def test_a_trial_finds_what_is_right_wrong_slow_or_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trial_rejects_kernels_that_are_wrong_slow_or_failing(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(Plain):
         def __call__(self, launch: KernelLaunch) -> list[mx.array]:
             return [made * 1.02 if made.dtype != mx.uint32 else made for made in super().__call__(launch)]
@@ -100,7 +100,7 @@ def test_a_trial_finds_what_is_right_wrong_slow_or_fails(monkeypatch: pytest.Mon
         assert codec_dispatch.join_path(KIND)[0] == ("metal" if is_used else "stock")
 
 
-def test_without_metal_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_without_metal_runs_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     PlanesCodec(8).encode(keys(2, 20, 64))
     assert codec_trials.dialect() is None

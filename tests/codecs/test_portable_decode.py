@@ -55,7 +55,7 @@ def check(stretches: Sequence[TokenRange], dtype: mx.Dtype = mx.float32, num_lau
     assert len(run.launches) == num_launches
 
 
-def test_five_turns_of_a_chat_and_what_follows_are_one_launch() -> None:
+def test_join_of_five_chat_turns_and_own_tokens_is_one_launch() -> None:
     """Whole and cut, of all bits, with means that turn and plain ones: an older part has those."""
     cases = ((8, "halves"), (4, "halves"), (2, None), (8, None), (8, "halves"))
     coded = [
@@ -68,7 +68,7 @@ def test_five_turns_of_a_chat_and_what_follows_are_one_launch() -> None:
     check([coded[0], own])
 
 
-def test_more_parts_than_a_launch_has_places_for() -> None:
+def test_join_of_more_ranges_than_slots_takes_several_launches() -> None:
     """Then raw ones are not copied by a launch first."""
     coded = [TokenRange(planes(8, 40 + i, i), 0, 40) for i in range(7)]
     raw = [TokenRange(keys(HEADS, 20 + i, 64, seed=i), 2, 9 + i) for i in range(4)]
@@ -77,7 +77,7 @@ def test_more_parts_than_a_launch_has_places_for() -> None:
     check([coded[0], raw[0], *coded[1:], raw[1]], num_launches=3)
 
 
-def test_a_kernel_is_compiled_for_a_shape_and_a_type_alone() -> None:
+def test_unused_slots_compile_no_further_kernel() -> None:
     """Whatever fills the places that are left."""
     own, run = TokenRange(keys(HEADS, 20, 64), 0, 20), Plain()
     for stretches in ([TokenRange(planes(2, 20, 1), 0, 20)], [TokenRange(planes(8, 20, 1), 0, 20), own]):
@@ -86,7 +86,7 @@ def test_a_kernel_is_compiled_for_a_shape_and_a_type_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_sixteen_bits(dtype: mx.Dtype) -> None:
+def test_join_to_16_bits_keeps_raw_vectors(dtype: mx.Dtype) -> None:
     """Raw vectors come through as they are."""
     own = TokenRange(keys(HEADS, 70, 64, seed=3, dtype=dtype), 3, 65)
     check([TokenRange(planes(4, 100, 1, turn="neighbours"), 0, 100), own], dtype)
@@ -95,7 +95,7 @@ def test_sixteen_bits(dtype: mx.Dtype) -> None:
 
 
 @pytest.mark.parametrize(("dim", "turn"), [(80, "last"), (192, "halves"), (256, "neighbours")])
-def test_head_sizes(dim: int, turn: str) -> None:
+def test_join_takes_each_head_size(dim: int, turn: str) -> None:
     check([TokenRange(planes(8, 90, 1, 200, turn, dim), 1, 88), TokenRange(keys(HEADS, 12, dim), 0, 12)])
 
 
@@ -106,7 +106,9 @@ STRETCHES = st.tuples(
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(cases=st.lists(STRETCHES, min_size=1, max_size=9), turn=st.sampled_from([None, *TURNS]))
-def test_any_stretches(cases: list[tuple[int, int, int, int, int]], turn: str | None) -> None:
+def test_join_of_random_ranges_equals_stock_decoding(
+    cases: list[tuple[int, int, int, int, int]], turn: str | None
+) -> None:
     stretches = []
     for seed, (bits, num_tokens, position, before, after) in enumerate(cases):
         size = before + num_tokens + after
@@ -116,13 +118,13 @@ def test_any_stretches(cases: list[tuple[int, int, int, int, int]], turn: str | 
     np.testing.assert_allclose(np.array(found), stock(stretches), rtol=0, atol=1e-4)
 
 
-def test_lanes_in_another_order_find_the_same() -> None:
+def test_lane_order_does_not_change_results() -> None:
     stretches = [TokenRange(planes(8, 100, 1, turn="halves"), 3, 90), TokenRange(keys(HEADS, 30, 64), 0, 30)]
     forth, back = (metal_planes.join(stretches, mx.float32, "plain", Plain(backwards=way)) for way in (False, True))
     assert mx.array_equal(forth, back)
 
 
-def test_what_is_not_taken() -> None:
+def test_unsupported_vectors_are_not_taken() -> None:
     coded, raw = TokenRange(planes(4, 20, 1, turn="halves"), 0, 20), TokenRange(keys(HEADS, 20, 64), 0, 20)
     assert metal_planes.takes_ranges([coded, raw], mx.float32)
     # Raw vectors of another type or size; keys that turn in two ways; what the kernel does not know.

@@ -45,7 +45,7 @@ def _close(found: mx.array, wanted: mx.array, steps: float) -> bool:
 
 
 @pytest.mark.parametrize(("dim", "bits", "turn"), CASES)
-def test_codes_are_those_of_the_stock_path(dim: int, bits: int, turn: str | None) -> None:
+def test_portable_codes_equal_stock_codes(dim: int, bits: int, turn: str | None) -> None:
     codec = _codec(dim, bits, turn)
     x = keys(HEADS, TOKENS, dim)
     found = _encoded(x, codec)
@@ -59,7 +59,7 @@ def test_codes_are_those_of_the_stock_path(dim: int, bits: int, turn: str | None
     assert (difference > 0).mean() < 0.03
 
 
-def test_sixteen_bit_vectors_and_odd_values() -> None:
+def test_portable_encoding_of_odd_values_equals_stock_encoding() -> None:
     """NaN is stored as 0, what float16 cannot hold as its largest number, and neither moves the others' mean."""
     dim = 64
     x = keys(HEADS, 40, dim, dtype=mx.bfloat16)
@@ -76,13 +76,13 @@ def test_sixteen_bit_vectors_and_odd_values() -> None:
     assert (np.abs(ours - decoded) <= scales * 0.1 + 0.02).all()
 
 
-def test_vectors_that_are_their_mean() -> None:
+def test_constant_vectors_decode_exactly() -> None:
     x = mx.ones((1, 20, 64)) * 3
     planes = _encoded(x, PlanesCodec(4), 0)
     assert mx.array_equal(metal_planes.decode(planes, mx.float32, "plain", Plain()), x)
 
 
-def test_lanes_in_another_order_find_the_same() -> None:
+def test_lane_order_does_not_change_results() -> None:
     codec = _codec(64, 4, "halves")
     x = keys(HEADS, TOKENS, 64)
     forth, back = (
@@ -92,7 +92,7 @@ def test_lanes_in_another_order_find_the_same() -> None:
 
 
 @pytest.mark.parametrize("turn", TURNS)
-def test_what_is_joined_inside_a_group_is_decoded(turn: str) -> None:
+def test_planes_joined_inside_a_group_decode_as_stock(turn: str) -> None:
     codec = _codec(64, 4, turn)
     with backends.as_on_metal():
         joined = codec.join(
@@ -103,7 +103,7 @@ def test_what_is_joined_inside_a_group_is_decoded(turn: str) -> None:
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
 
 
-def test_what_is_not_taken() -> None:
+def test_unsupported_vectors_are_not_taken() -> None:
     assert metal_planes.takes(keys(HEADS, 4, 64))
     assert not metal_planes.takes(keys(1, 4, 64))
     assert not metal_planes.takes(keys(HEADS, 4, 72))

@@ -25,7 +25,9 @@ def wide(x: mx.array) -> np.ndarray:
 @pytest.mark.parametrize("rows", [1, 2, None])
 @pytest.mark.parametrize(("queries", "tokens"), [(1, 1), (1, 300), (3, 1), (3, 300)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_scores(dtype: mx.Dtype, queries: int, tokens: int, rows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_of_16_bit_arrays_are_exact(
+    dtype: mx.Dtype, queries: int, tokens: int, rows: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`rows`: how many a product needs on the machine."""
     monkeypatch.setattr("kvstrata.codecs.raw.least_rows", lambda _: rows)
     q, k = arrays(dtype, queries, tokens)
@@ -36,7 +38,7 @@ def test_scores(dtype: mx.Dtype, queries: int, tokens: int, rows: int | None, mo
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_mix_loses_what_rounding_its_result_loses(dtype: mx.Dtype) -> None:
+def test_mix_loses_only_the_rounding_of_its_result(dtype: mx.Dtype) -> None:
     """Over so many tokens that single weights are smaller than the smallest number of float16."""
     rng = np.random.default_rng(5)
     v = mx.array(rng.standard_normal((1, 40_000, 16)).astype(np.float32) + 1).astype(dtype)

@@ -13,7 +13,7 @@ from tests.codecs.arrays import NAMES
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if ":g64" not in name])
-def test_names_are_printed_as_they_are_read(name: str) -> None:
+def test_codec_names_parse_to_themselves(name: str) -> None:
     assert parse(name).name == name
 
 
@@ -25,7 +25,7 @@ def test_defaults_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("word", "name"), [("f16", "raw"), ("bf16", "raw"), ("q8_0", "planes:8"), ("q4_0", "planes:4")]
 )
-def test_words_of_llama_cpp(word: str, name: str) -> None:
+def test_names_of_llama_cpp_parse(word: str, name: str) -> None:
     assert parse(word) == parse(name)
 
 
@@ -46,7 +46,7 @@ def test_words_of_llama_cpp(word: str, name: str) -> None:
         ("affine:8:g16", "groups of 32, 64 or 128, not 16"),
     ],
 )
-def test_bad_names_are_refused_with_the_reason(name: str, reason: str) -> None:
+def test_bad_codec_names_are_refused_with_the_reason(name: str, reason: str) -> None:
     with pytest.raises(UnsupportedCodec, match=reason):
         parse(name)
 

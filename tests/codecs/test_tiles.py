@@ -22,7 +22,7 @@ MOST = 3.0  # times what is read and written
 
 @pytest.mark.parametrize("position", [0, 100, 255])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_tiles_make_what_one_piece_makes(precision: str, position: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_encode_and_decode_as_one_piece(precision: str, position: int, monkeypatch: pytest.MonkeyPatch) -> None:
     codec, x = parse(precision), keys(2, 3000, 64, dtype=mx.bfloat16)
     tiled = codec.encode(x, position)
     decoded = codec.decode(tiled, mx.bfloat16)
@@ -56,7 +56,7 @@ def _peak(act: Callable[[], object]) -> int:
 @pytest.mark.parametrize(
     "segments", [(7,), (256, 256), (100, 256, 256, 3), (256, 44, 212, 256, 9), (1, 1, 1), (3, 256)], ids=str
 )
-def test_segments_as_encoded_and_as_joined(segments: tuple[int, ...]) -> None:
+def test_sums_and_spread_follow_mean_runs(segments: tuple[int, ...]) -> None:
     p = mx.random.normal((2, 3, sum(segments)), key=mx.random.key(1))
     bounds = [sum(segments[:i]) for i in range(len(segments) + 1)]
     wanted = mx.stack([p[..., a:b].sum(axis=-1) for a, b in pairwise(bounds)], axis=-1)
@@ -66,7 +66,7 @@ def test_segments_as_encoded_and_as_joined(segments: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
-def test_a_view_is_read_as_a_cut_is(bits: int) -> None:
+def test_view_reads_as_a_cut(bits: int) -> None:
     codec = PlanesCodec(bits)
     first = codec.encode(keys(2, 300, 64), position=40)
     planes = codec.join(first, codec.encode(keys(2, 500, 64, seed=1), position=340))
@@ -80,5 +80,5 @@ def test_a_view_is_read_as_a_cut_is(bits: int) -> None:
         assert rms_error(codec.decode(view, mx.float32), codec.decode(cut, mx.float32)) < 1e-6
 
 
-def test_segments_of_a_long_prompt_are_regular() -> None:
+def test_mean_runs_of_a_long_prompt_are_regular() -> None:
     assert runs_of(100, 700) == (156, 256, 256, 32)

@@ -44,7 +44,7 @@ def error(codec: PlanesCodec, x: mx.array, position: int) -> float:
 @pytest.mark.parametrize("kind", TURNS)
 @pytest.mark.parametrize("bits", list(HELD))
 @pytest.mark.parametrize("position", [0, 130, 100_000])
-def test_a_bias_before_rope_costs_nothing(kind: str, bits: int, position: int) -> None:
+def test_rope_means_remove_a_bias_before_rope(kind: str, bits: int, position: int) -> None:
     turn = a_turn(kind, 64)
     x = turned_keys(turn, 600, position)
     # What is left is noise of size 1: the error is that of noise alone, and a tenth or less of a plain mean's.
@@ -54,7 +54,7 @@ def test_a_bias_before_rope_costs_nothing(kind: str, bits: int, position: int) -
 
 
 @pytest.mark.parametrize("kind", TURNS)
-def test_positions_turn_as_the_models_own_rope_turns_them(kind: str) -> None:
+def test_rope_means_follow_the_rope_of_mlx(kind: str) -> None:
     """A constant key is stored whole in its mean, so nothing is left to code."""
     turn = a_turn(kind, 64)
     x = turned_keys(turn, 300, 500)
@@ -75,7 +75,9 @@ def any_turn(draw: st.DrawFn, dim: int = 64) -> RopeRotation:
 
 @settings(max_examples=60)
 @given(turn=any_turn(), num_tokens=st.integers(1, 700), position=st.integers(0, 2000), bits=st.sampled_from([8, 4, 2]))
-def test_kernels_and_stock_operations_agree(turn: RopeRotation, num_tokens: int, position: int, bits: int) -> None:
+def test_rope_planes_of_kernels_and_stock_operations_agree(
+    turn: RopeRotation, num_tokens: int, position: int, bits: int
+) -> None:
     codec, x = PlanesCodec(bits, turn), keys(2, num_tokens, 64)
     q = mx.random.normal((2, 3, 64), key=mx.random.key(1))
     planes = codec.encode(x, position)
@@ -112,7 +114,7 @@ def test_pieces_encoded_apart_are_joined_and_cut_at_any_token(
         assert rms_error(codec.scores(q, middle), with_kernels[1][..., 100:600]) < 1e-5
 
 
-def test_stepping_down_keeps_the_turn() -> None:
+def test_step_down_keeps_the_rotation() -> None:
     turn = a_turn("halves", 64)
     planes = PlanesCodec(8, turn).encode(turned_keys(turn, 300, 7), 7)
     lower = step_down(planes, 4)
@@ -123,7 +125,7 @@ def test_stepping_down_keeps_the_turn() -> None:
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), -1e30])
 @pytest.mark.parametrize("metal", [False, True])
-def test_an_odd_vector_moves_no_other(odd: float, metal: bool, request: pytest.FixtureRequest) -> None:
+def test_odd_vector_does_not_change_others(odd: float, metal: bool, request: pytest.FixtureRequest) -> None:
     if metal:
         request.getfixturevalue("as_on_metal")
     turn = a_turn("halves", 64)
@@ -137,7 +139,7 @@ def test_an_odd_vector_moves_no_other(odd: float, metal: bool, request: pytest.F
     assert float(mx.max(mx.abs(found[:, others] - usual[:, others]))) < 0.1
 
 
-def test_specs_come_back() -> None:
+def test_rotation_spec_survives_a_round_trip() -> None:
     for turn in (a_turn("halves", 64), a_turn("last", 128), make_rotation(np.array([0.0, 1.0]), is_interleaved=True)):
         assert rotation_from(turn.spec()) == turn
 
@@ -155,12 +157,12 @@ def test_specs_come_back() -> None:
         ({"frequencies": "AADAfw=="}, "all of them finite"),
     ],
 )
-def test_other_specs_are_refused(change: dict[str, object], reason: str) -> None:
+def test_malformed_rotation_specs_are_refused(change: dict[str, object], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         rotation_from({**a_turn("halves", 64).spec(), **change})
 
 
-def test_golden_planes_of_version_2_decode_to_what_they_always_did() -> None:
+def test_golden_planes_of_version_2_decode_unchanged() -> None:
     """Two tokens that differ in their place alone, at offsets 255 and 0 of their groups."""
     spec = {"codec": "planes", "version": 2, "bits": 2}
     turn = {"first": 0, "interleaved": False, "frequencies": "AACAPwAAAD8="}  # 1.0 and 0.5
@@ -174,7 +176,7 @@ def test_golden_planes_of_version_2_decode_to_what_they_always_did() -> None:
     np.testing.assert_allclose(np.asarray(planes.codec.decode(planes, mx.float32)), [at_255, mean], atol=1e-5)
 
 
-def test_a_turn_is_that_of_mlx() -> None:
+def test_rotation_equals_rope_of_mlx() -> None:
     """nn.RoPE with the frequencies that its base gives."""
     x = mx.random.normal((1, 1, 9, 32), key=mx.random.key(0))
     rope = nn.RoPE(32, base=500.0)

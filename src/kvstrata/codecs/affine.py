@@ -90,33 +90,33 @@ class AffineCodec:
             raise MismatchedArrays("Packed values, scales and biases are [..., tokens, width].")
         return EncodedArray(self, arrays, packed.shape[-2], position, scales.shape[-1] * self.group)
 
-    def yield_tuple(self, planes: EncodedArray) -> tuple[mx.array, mx.array, mx.array]:
+    def yield_tuple(self, encoded: EncodedArray) -> tuple[mx.array, mx.array, mx.array]:
         """Return the arrays as mlx-lm's QuantizedKVCache holds them."""
-        return planes.arrays["packed"], planes.arrays["scales"], planes.arrays["biases"]
+        return encoded.arrays["packed"], encoded.arrays["scales"], encoded.arrays["biases"]
 
-    def decode(self, planes: EncodedArray, dtype: mx.Dtype) -> mx.array:
-        return dispatch.decode_affine(planes, dtype, self._decode_tile)
+    def decode(self, encoded: EncodedArray, dtype: mx.Dtype) -> mx.array:
+        return dispatch.decode_affine(encoded, dtype, self._decode_tile)
 
-    def _decode_tile(self, planes: EncodedArray, dtype: mx.Dtype) -> mx.array:
-        packed, scales, biases = self._read(planes, dtype)
+    def _decode_tile(self, encoded: EncodedArray, dtype: mx.Dtype) -> mx.array:
+        packed, scales, biases = self._read(encoded, dtype)
         return mx.dequantize(packed, scales, biases, group_size=self.group, bits=self.bits)
 
-    def scores(self, q: mx.array, planes: EncodedArray) -> mx.array:
-        check_queries(q, planes, planes.dim)
-        return dispatch.affine_scores(q, planes, self)
+    def scores(self, q: mx.array, encoded: EncodedArray) -> mx.array:
+        check_queries(q, encoded, encoded.dim)
+        return dispatch.affine_scores(q, encoded, self)
 
-    def mix(self, p: mx.array, planes: EncodedArray) -> mx.array:
-        check_queries(p, planes, planes.num_tokens)
-        return dispatch.affine_mix(p, planes, self)
+    def mix(self, p: mx.array, encoded: EncodedArray) -> mx.array:
+        check_queries(p, encoded, encoded.num_tokens)
+        return dispatch.affine_mix(p, encoded, self)
 
-    def scores_packed(self, q: mx.array, planes: EncodedArray) -> mx.array:
-        packed, scales, biases = self._read(planes, mx.float32)
+    def scores_packed(self, q: mx.array, encoded: EncodedArray) -> mx.array:
+        packed, scales, biases = self._read(encoded, mx.float32)
         return mx.quantized_matmul(
             q.astype(mx.float32), packed, scales, biases, transpose=True, group_size=self.group, bits=self.bits
         )
 
-    def mix_packed(self, p: mx.array, planes: EncodedArray) -> mx.array:
-        packed, scales, biases = self._read(planes, mx.float32)
+    def mix_packed(self, p: mx.array, encoded: EncodedArray) -> mx.array:
+        packed, scales, biases = self._read(encoded, mx.float32)
         return mx.quantized_matmul(
             p.astype(mx.float32), packed, scales, biases, transpose=False, group_size=self.group, bits=self.bits
         )
@@ -124,8 +124,8 @@ class AffineCodec:
     def join(self, a: EncodedArray, b: EncodedArray) -> EncodedArray:
         return join_plain(a, b)
 
-    def _read(self, planes: EncodedArray, dtype: mx.Dtype) -> tuple[mx.array, mx.array, mx.array]:
-        packed, scales, biases = self.yield_tuple(planes)
+    def _read(self, encoded: EncodedArray, dtype: mx.Dtype) -> tuple[mx.array, mx.array, mx.array]:
+        packed, scales, biases = self.yield_tuple(encoded)
         return packed, scales.astype(dtype), biases.astype(dtype)
 
 

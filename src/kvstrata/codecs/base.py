@@ -31,12 +31,12 @@ def encode_tiles(
     return {name: _joined([tile[name] for tile in tiles]) for name in tiles[0]}
 
 
-def decode_tiles(planes: EncodedArray, decode: Callable[[EncodedArray], mx.array]) -> mx.array:
+def decode_tiles(encoded: EncodedArray, decode: Callable[[EncodedArray], mx.array]) -> mx.array:
     """Decode in tiles, each evaluated before the next."""
     tiles: list[mx.array] = []
-    ranges = list(_ranges(planes.position, planes.num_tokens, planes.num_values))
+    ranges = list(_ranges(encoded.position, encoded.num_tokens, encoded.num_values))
     for start, end in ranges:
-        tiles.append(decode(planes.view(start, end) if len(ranges) > 1 else planes))
+        tiles.append(decode(encoded.view(start, end) if len(ranges) > 1 else encoded))
         if len(ranges) > 1:
             mx.eval(tiles[-1])
     return _joined(tiles)
@@ -92,7 +92,7 @@ class Plane(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class EncodedArray:
-    """Encoded consecutive tokens. `Planes` own their memory, unless they are a view."""
+    """Encoded consecutive tokens. Arrays own their memory, unless they are a view."""
 
     codec: Codec
     arrays: Mapping[str, mx.array]  # by plane name
@@ -146,16 +146,16 @@ class EncodedArray:
     def view(self, start: int, end: int) -> EncodedArray:
         """Return tokens [start, end), counted from the first, without encoding or copying anything: the view is valid
         while these planes live."""
-        ranges, segments = self._ranges(start, end)
+        ranges, mean_runs = self._ranges(start, end)
         arrays = {name: array[..., slice(*ranges[name]), :] for name, array in self.arrays.items()}
-        return EncodedArray(self.codec, arrays, end - start, self.position + start, self.dim, segments)
+        return EncodedArray(self.codec, arrays, end - start, self.position + start, self.dim, mean_runs)
 
     def cut(self, start: int, end: int) -> EncodedArray:
         """Return tokens [start, end), counted from the first, in memory of their own."""
-        ranges, segments = self._ranges(start, end)
+        ranges, mean_runs = self._ranges(start, end)
         arrays = {name: copy_rows(array, *ranges[name]) for name, array in self.arrays.items()}
         mx.eval(list(arrays.values()))
-        return EncodedArray(self.codec, arrays, end - start, self.position + start, self.dim, segments)
+        return EncodedArray(self.codec, arrays, end - start, self.position + start, self.dim, mean_runs)
 
     def _ranges(self, start: int, end: int) -> tuple[dict[str, tuple[int, int]], MeanRuns]:
         """Return the rows of each array that tokens [start, end) need, and the mean runs of these tokens."""
@@ -164,8 +164,8 @@ class EncodedArray:
         ranges = dict.fromkeys(self.arrays, (start, end))
         if not self.mean_runs:
             return ranges, ()
-        segments, first, last = cut_runs(self.mean_runs, start, end)
-        return ranges | {"means": (first, last)}, segments
+        mean_runs, first, last = cut_runs(self.mean_runs, start, end)
+        return ranges | {"means": (first, last)}, mean_runs
 
     def where(self) -> dict[str, Any]:
         """Return as JSON-able data what planes need beside their arrays and spec."""
@@ -199,20 +199,20 @@ class Codec(Protocol):
     def layout(self, extent: Extent) -> dict[str, Plane]: ...
 
     def bits_per_value(self, dim: int) -> float:
-        """Return the bits per value of long arrays, overhead included; `Planes.nbytes` is exact for given planes."""
+        """Return the bits per value of long arrays, overhead included; `EncodedArray.nbytes` is exact."""
         ...
 
     def encode(self, x: mx.array, position: int = 0) -> EncodedArray: ...
 
-    def decode(self, planes: EncodedArray, dtype: mx.Dtype) -> mx.array:
+    def decode(self, encoded: EncodedArray, dtype: mx.Dtype) -> mx.array:
         """-> [..., tokens, dim]"""
         ...
 
-    def scores(self, q: mx.array, planes: EncodedArray) -> mx.array:
+    def scores(self, q: mx.array, encoded: EncodedArray) -> mx.array:
         """q [..., queries, dim] against keys -> float32 [..., queries, tokens]"""
         ...
 
-    def mix(self, p: mx.array, planes: EncodedArray) -> mx.array:
+    def mix(self, p: mx.array, encoded: EncodedArray) -> mx.array:
         """p [..., queries, tokens] with values -> float32 [..., queries, dim]"""
         ...
 
@@ -224,11 +224,11 @@ class Codec(Protocol):
 class StockProducts(Protocol):
     """Codec with products of MLX's own operations over encoded arrays."""
 
-    def decode(self, planes: EncodedArray, dtype: mx.Dtype) -> mx.array: ...
+    def decode(self, encoded: EncodedArray, dtype: mx.Dtype) -> mx.array: ...
 
-    def scores_packed(self, q: mx.array, planes: EncodedArray) -> mx.array: ...
+    def scores_packed(self, q: mx.array, encoded: EncodedArray) -> mx.array: ...
 
-    def mix_packed(self, p: mx.array, planes: EncodedArray) -> mx.array: ...
+    def mix_packed(self, p: mx.array, encoded: EncodedArray) -> mx.array: ...
 
 
 class StockPlanes(StockProducts, Protocol):
@@ -242,11 +242,11 @@ class StockPlanes(StockProducts, Protocol):
 
     def encode_by_mlx(self, x: mx.array, position: int) -> dict[str, mx.array]: ...
 
-    def decode_by_mlx(self, planes: EncodedArray, dtype: mx.Dtype) -> mx.array: ...
+    def decode_by_mlx(self, encoded: EncodedArray, dtype: mx.Dtype) -> mx.array: ...
 
-    def decode_stock(self, planes: EncodedArray) -> mx.array: ...
+    def decode_stock(self, encoded: EncodedArray) -> mx.array: ...
 
-    def means_of(self, planes: EncodedArray) -> RopeMeans: ...
+    def means_of(self, encoded: EncodedArray) -> RopeMeans: ...
 
     def has_products(self, dim: int) -> bool:
         """Whether MLX's quantized products take vectors of this size."""
@@ -263,10 +263,10 @@ def check_input(codec: Codec, x: mx.array, position: int) -> None:
     codec.check(x.shape[-1])
 
 
-def check_queries(q: mx.array, planes: EncodedArray, width: int) -> None:
-    if q.ndim < 2 or q.shape[:-2] != planes.leading or q.shape[-1] != width:
-        wanted = (*planes.leading, "any", width)
-        raise MismatchedArrays(f"{planes.name} needs an array of shape {wanted} here, not {q.shape}.")
+def check_queries(q: mx.array, encoded: EncodedArray, width: int) -> None:
+    if q.ndim < 2 or q.shape[:-2] != encoded.leading or q.shape[-1] != width:
+        wanted = (*encoded.leading, "any", width)
+        raise MismatchedArrays(f"{encoded.name} needs an array of shape {wanted} here, not {q.shape}.")
 
 
 def finite(x: mx.array) -> mx.array:
@@ -279,10 +279,12 @@ def half(x: mx.array) -> mx.array:
     return mx.minimum(x, LARGEST).astype(mx.float16)
 
 
-def own(codec: Codec, arrays: dict[str, mx.array], x: mx.array, position: int, segments: MeanRuns = ()) -> EncodedArray:
+def own(
+    codec: Codec, arrays: dict[str, mx.array], x: mx.array, position: int, mean_runs: MeanRuns = ()
+) -> EncodedArray:
     """Make planes of arrays that are evaluated now, so that nothing keeps `x` alive."""
     mx.eval(list(arrays.values()))
-    return EncodedArray(codec, arrays, x.shape[-2], position, x.shape[-1], segments)
+    return EncodedArray(codec, arrays, x.shape[-2], position, x.shape[-1], mean_runs)
 
 
 def copy_rows(array: mx.array, start: int, end: int) -> mx.array:

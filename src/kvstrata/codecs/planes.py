@@ -95,9 +95,9 @@ class PlanesCodec:
             raise UnsupportedCodec(f"{self.name} cannot turn {self.rotation.end} dims of vectors that have {dim}.")
 
     def layout(self, extent: Extent) -> dict[str, Plane]:
-        dim, num_tokens, num_segments = extent
+        dim, num_tokens, num_mean_runs = extent
         codes = {name: Plane(num_tokens, dim * CODE_PLANES[name].bits // 32, WORDS) for name in HELD[self.bits]}
-        return {**codes, "scales": Plane(num_tokens, 1, HALF), "means": Plane(num_segments, dim, HALF)}
+        return {**codes, "scales": Plane(num_tokens, 1, HALF), "means": Plane(num_mean_runs, dim, HALF)}
 
     def bits_per_value(self, dim: int) -> float:
         return self.bits + 16 / dim + 16 / GROUP_TOKENS
@@ -115,11 +115,11 @@ class PlanesCodec:
 
     def encode_stock(self, x: mx.array, position: int) -> dict[str, mx.array]:
         """Encode to all planes, whatever the bits."""
-        x, segments = x.astype(mx.float32), runs_of(position, x.shape[-2])
+        x, mean_runs = x.astype(mx.float32), runs_of(position, x.shape[-2])
         # NaN, infinities and values beyond float16's range must not move the mean.
         usual = mx.where(mx.abs(x) <= LARGEST, x, 0.0)
         means = rope.means_of(usual, position, self.rotation).astype(mx.float16)
-        centres = rope.RopeMeans(means.astype(mx.float32), segments, position, self.rotation).centres()
+        centres = rope.RopeMeans(means.astype(mx.float32), mean_runs, position, self.rotation).centres()
         y = rotate(finite(x) - centres)
         scales = half(mx.max(mx.abs(y), axis=-1, keepdims=True))
         # Codes are computed from the stored scale, so the rounding of the scale costs nothing.
@@ -128,98 +128,98 @@ class PlanesCodec:
         codes = {"top": pack(code >> 6, 2), "next": pack((code >> 4) & 3, 2), "low": pack(code & 15, 4)}
         return {**codes, "scales": scales, "means": means}
 
-    def decode(self, planes: EncodedArray, dtype: mx.Dtype) -> mx.array:
-        return dispatch.decode_planes(planes, dtype, self)
+    def decode(self, encoded: EncodedArray, dtype: mx.Dtype) -> mx.array:
+        return dispatch.decode_planes(encoded, dtype, self)
 
-    def decode_by_mlx(self, planes: EncodedArray, dtype: mx.Dtype) -> mx.array:
+    def decode_by_mlx(self, encoded: EncodedArray, dtype: mx.Dtype) -> mx.array:
         """Decode with MLX's operations, in tiles."""
-        return dispatch.decode_by_tiles(planes, lambda tile: self.decode_stock(tile).astype(dtype))
+        return dispatch.decode_by_tiles(encoded, lambda tile: self.decode_stock(tile).astype(dtype))
 
-    def scores(self, q: mx.array, planes: EncodedArray) -> mx.array:
-        check_queries(q, planes, planes.dim)
-        return dispatch.planes_scores(q, planes, self)
+    def scores(self, q: mx.array, encoded: EncodedArray) -> mx.array:
+        check_queries(q, encoded, encoded.dim)
+        return dispatch.planes_scores(q, encoded, self)
 
-    def mix(self, p: mx.array, planes: EncodedArray) -> mx.array:
-        check_queries(p, planes, planes.num_tokens)
-        return dispatch.planes_mix(p, planes, self)
+    def mix(self, p: mx.array, encoded: EncodedArray) -> mx.array:
+        check_queries(p, encoded, encoded.num_tokens)
+        return dispatch.planes_mix(p, encoded, self)
 
-    def decode_stock(self, planes: EncodedArray) -> mx.array:
-        if _product_group(planes.dim):
-            first, *others = (_dequantized(plane) * step for step, plane in self._affine(planes))
+    def decode_stock(self, encoded: EncodedArray) -> mx.array:
+        if _product_group(encoded.dim):
+            first, *others = (_dequantized(plane) * step for step, plane in self._affine(encoded))
         else:
-            first, *others = (_unpacked(planes, name) for name in HELD[self.bits])
-        return rotate_back(sum(others, start=first)) + self.means_of(planes).centres()
+            first, *others = (_unpacked(encoded, name) for name in HELD[self.bits])
+        return rotate_back(sum(others, start=first)) + self.means_of(encoded).centres()
 
-    def scores_packed(self, q: mx.array, planes: EncodedArray) -> mx.array:
+    def scores_packed(self, q: mx.array, encoded: EncodedArray) -> mx.array:
         q = q.astype(mx.float32)
         rotated = rotate(q)
         products = [
             mx.quantized_matmul(rotated * step, *plane[:3], transpose=True, group_size=plane.group, bits=plane.bits)
-            for step, plane in self._affine(planes)
+            for step, plane in self._affine(encoded)
         ]
-        return sum(products, start=self.means_of(planes).shares(q))
+        return sum(products, start=self.means_of(encoded).shares(q))
 
-    def mix_packed(self, p: mx.array, planes: EncodedArray) -> mx.array:
+    def mix_packed(self, p: mx.array, encoded: EncodedArray) -> mx.array:
         p = p.astype(mx.float32)
         first, *others = (
             mx.quantized_matmul(p, *plane[:3], transpose=False, group_size=plane.group, bits=plane.bits) * step
-            for step, plane in self._affine(planes)
+            for step, plane in self._affine(encoded)
         )
-        return rotate_back(sum(others, start=first)) + sums(p, planes.mean_runs) @ self.means_of(planes).values
+        return rotate_back(sum(others, start=first)) + sums(p, encoded.mean_runs) @ self.means_of(encoded).values
 
     def has_products(self, dim: int) -> bool:
         return _product_group(dim) is not None
 
-    def means_of(self, planes: EncodedArray) -> rope.RopeMeans:
-        values = planes.arrays["means"].astype(mx.float32)
-        return rope.RopeMeans(values, planes.mean_runs, planes.position, self.rotation)
+    def means_of(self, encoded: EncodedArray) -> rope.RopeMeans:
+        values = encoded.arrays["means"].astype(mx.float32)
+        return rope.RopeMeans(values, encoded.mean_runs, encoded.position, self.rotation)
 
-    def _affine(self, planes: EncodedArray) -> Iterator[tuple[float, _Affine]]:
+    def _affine(self, encoded: EncodedArray) -> Iterator[tuple[float, _Affine]]:
         """Yield each plane as an affine array in units of its step: planes then share scales, and share biases that
         are the same number of steps."""
-        group = _product_group(planes.dim)
+        group = _product_group(encoded.dim)
         if group is None:
-            raise UnsupportedCodec(f"MLX's quantized products need a head_dim that 32 divides, not {planes.dim}.")
-        scales = planes.arrays["scales"].astype(mx.float32)
-        if planes.dim > group:
-            scales = mx.repeat(scales, planes.dim // group, axis=-1)
+            raise UnsupportedCodec(f"MLX's quantized products need a head_dim that 32 divides, not {encoded.dim}.")
+        scales = encoded.arrays["scales"].astype(mx.float32)
+        if encoded.dim > group:
+            scales = mx.repeat(scales, encoded.dim // group, axis=-1)
         biases: dict[float, mx.array] = {}
         for name in HELD[self.bits]:
             bits, step, bias = CODE_PLANES[name]
             in_steps = bias / step
             if in_steps not in biases:
                 biases[in_steps] = scales * in_steps
-            yield step, _Affine(planes.arrays[name], scales, biases[in_steps], group, bits)
+            yield step, _Affine(encoded.arrays[name], scales, biases[in_steps], group, bits)
 
     def join(self, a: EncodedArray, b: EncodedArray) -> EncodedArray:
         check_neighbours(a, b)
         arrays = {name: mx.concatenate([array, b.arrays[name]], axis=-2) for name, array in a.arrays.items()}
-        segments = (*a.mean_runs, *b.mean_runs)
+        mean_runs = (*a.mean_runs, *b.mean_runs)
         if _one_group(a, b):
             boundary = len(a.mean_runs)
             arrays["means"] = mx.concatenate([a.arrays["means"], b.arrays["means"][..., 1:, :]], axis=-2)
-            segments = (*a.mean_runs[:-1], a.mean_runs[-1] + b.mean_runs[0], *segments[boundary + 1 :])
+            mean_runs = (*a.mean_runs[:-1], a.mean_runs[-1] + b.mean_runs[0], *mean_runs[boundary + 1 :])
         mx.eval(list(arrays.values()))
-        return EncodedArray(self, arrays, a.num_tokens + b.num_tokens, a.position, a.dim, segments)
+        return EncodedArray(self, arrays, a.num_tokens + b.num_tokens, a.position, a.dim, mean_runs)
 
 
-def step_down(planes: EncodedArray, bits: int) -> EncodedArray:
+def step_down(encoded: EncodedArray, bits: int) -> EncodedArray:
     """Drop planes until `bits` are left. The remaining arrays are the same objects, and equal the arrays that encoding
     with `bits` would have made."""
-    codec = _progressive(planes)
+    codec = _progressive(encoded)
     held = codec.bits
     if bits not in HELD or bits >= held:
         lower = [f"{fewer}" for fewer in HELD if fewer < held]
-        raise UnsupportedCodec(f"{planes.name} steps down to {' or '.join(lower) or 'nothing'}, not to {bits} bits.")
+        raise UnsupportedCodec(f"{encoded.name} steps down to {' or '.join(lower) or 'nothing'}, not to {bits} bits.")
     gone = {*HELD[held]}.difference(HELD[bits])
-    stay = {name: array for name, array in planes.arrays.items() if name not in gone}
-    return replace(planes, codec=replace(codec, bits=bits), arrays=stay)
+    stay = {name: array for name, array in encoded.arrays.items() if name not in gone}
+    return replace(encoded, codec=replace(codec, bits=bits), arrays=stay)
 
 
-def _progressive(planes: EncodedArray) -> PlanesCodec:
-    if not isinstance(planes.codec, PlanesCodec):
-        raise UnsupportedCodec(f"{planes.name} has no planes to drop. Decode it and encode it as planes.")
-    return planes.codec
+def _progressive(encoded: EncodedArray) -> PlanesCodec:
+    if not isinstance(encoded.codec, PlanesCodec):
+        raise UnsupportedCodec(f"{encoded.name} has no planes to drop. Decode it and encode it as planes.")
+    return encoded.codec
 
 
 def _product_group(dim: int) -> int | None:
@@ -232,10 +232,10 @@ def _dequantized(plane: _Affine) -> mx.array:
     return mx.dequantize(codes, scales, biases, group_size=group, bits=bits)
 
 
-def _unpacked(planes: EncodedArray, name: str) -> mx.array:
+def _unpacked(encoded: EncodedArray, name: str) -> mx.array:
     """The contribution of a plane to the values, for a dim that no group divides."""
     bits, scale, bias = CODE_PLANES[name]
-    return (unpack(planes.arrays[name], bits) * scale + bias) * planes.arrays["scales"].astype(mx.float32)
+    return (unpack(encoded.arrays[name], bits) * scale + bias) * encoded.arrays["scales"].astype(mx.float32)
 
 
 def _one_group(a: EncodedArray, b: EncodedArray) -> bool:

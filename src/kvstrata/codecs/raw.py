@@ -58,16 +58,16 @@ class RawCodec:
         check_input(self, values, position)
         return own(self, {"values": values}, values, position)
 
-    def decode(self, planes: EncodedArray, dtype: mx.Dtype) -> mx.array:
-        return planes.arrays["values"].astype(dtype)
+    def decode(self, encoded: EncodedArray, dtype: mx.Dtype) -> mx.array:
+        return encoded.arrays["values"].astype(dtype)
 
-    def scores(self, q: mx.array, planes: EncodedArray) -> mx.array:
-        check_queries(q, planes, planes.dim)
-        return exact_scores(q, planes.arrays["values"])
+    def scores(self, q: mx.array, encoded: EncodedArray) -> mx.array:
+        check_queries(q, encoded, encoded.dim)
+        return exact_scores(q, encoded.arrays["values"])
 
-    def mix(self, p: mx.array, planes: EncodedArray) -> mx.array:
-        check_queries(p, planes, planes.num_tokens)
-        return exact_mix(p.astype(mx.float32), planes.arrays["values"])
+    def mix(self, p: mx.array, encoded: EncodedArray) -> mx.array:
+        check_queries(p, encoded, encoded.num_tokens)
+        return exact_mix(p.astype(mx.float32), encoded.arrays["values"])
 
     def join(self, a: EncodedArray, b: EncodedArray) -> EncodedArray:
         return join_plain(a, b)

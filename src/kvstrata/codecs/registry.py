@@ -3,7 +3,7 @@
     raw | affine:B[:gG] | planes:B      as in the settings; `affine:8` has groups of 64
     f16, bf16 = raw, q8_0 = planes:8, q4_0 = planes:4      llama.cpp's names
 
-On a tier, `codec.spec()` and `planes.where()` are JSON, and `planes.arrays` the bytes; `planes_from` restores planes
+On a tier, `codec.spec()` and `encoded.where()` are JSON, and `encoded.arrays` the bytes; `planes_from` restores planes
 from them and refuses inconsistent input.
 """
 
@@ -69,12 +69,12 @@ def from_spec(spec: Mapping[str, Any]) -> Codec:
         if type(value) is not int:
             raise UnsupportedCodec(f"A spec of {family} needs {name!r} as a whole number, not {value!r}.")
     if (family, version) == ("planes", 2):
-        return PlanesCodec(spec["bits"], _turn_from(spec.get("turn")))
+        return PlanesCodec(spec["bits"], _rotation_from(spec.get("turn")))
     types = {"raw": RawCodec, "affine": AffineCodec, "planes": PlanesCodec}
     return types[family](**fields)
 
 
-def _turn_from(spec: object) -> RopeRotation:
+def _rotation_from(spec: object) -> RopeRotation:
     try:
         return rotation_from(spec)
     except ValueError as error:
@@ -83,12 +83,14 @@ def _turn_from(spec: object) -> RopeRotation:
 
 def planes_from(spec: Mapping[str, Any], where: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> EncodedArray:
     numbers = [where.get(name) for name in ("num_tokens", "position", "dim")]
-    segments = where.get("segments")
-    if not isinstance(segments, list) or any(type(number) is not int or number < 0 for number in [*numbers, *segments]):
+    mean_runs = where.get("segments")
+    if not isinstance(mean_runs, list) or any(
+        type(number) is not int or number < 0 for number in [*numbers, *mean_runs]
+    ):
         raise MismatchedArrays(f"Planes need num_tokens, position, dim and segments, not {dict(where)}.")
     codec = from_spec(spec)
     codec.check(where["dim"])
-    return EncodedArray(codec, dict(arrays), where["num_tokens"], where["position"], where["dim"], tuple(segments))
+    return EncodedArray(codec, dict(arrays), where["num_tokens"], where["position"], where["dim"], tuple(mean_runs))
 
 
 def _parts(name: str) -> tuple[str, int, int | None]:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.codecs import mean_runs as seg
+from kvstrata.codecs import mean_runs as runs
 from kvstrata.codecs.mean_runs import GROUP_TOKENS, MeanRuns, runs_of
 
 MAX_TABLES = 64  # of models with a few kinds of RoPE rotation each, and of joined planes
@@ -68,7 +68,7 @@ class RopeRotation:
 
 
 def rotation_from(spec: object) -> RopeRotation:
-    """Read the result of `Turn.spec`. ValueError for anything else."""
+    """Read the result of `RopeRotation.spec`. ValueError for anything else."""
     if not isinstance(spec, Mapping):
         raise ValueError(f"a turn is described by its first dim, its pairs and their frequencies, not by {spec!r}")
     first, is_interleaved, octets = (spec.get(name) for name in ("first", "interleaved", "frequencies"))
@@ -97,13 +97,13 @@ class RotationTables(NamedTuple):
 
 
 @lru_cache(maxsize=MAX_TABLES)
-def tables(turn: RopeRotation, dim: int) -> RotationTables:
-    angles = turn.angles(np.arange(GROUP_TOKENS))
+def tables(rotation: RopeRotation, dim: int) -> RotationTables:
+    angles = rotation.angles(np.arange(GROUP_TOKENS))
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     # Kernels read the table in vectors, which may begin near its end.
     room = np.ones(dim * GROUP_TOKENS + 16, np.float32)
     columns = room[:-16].reshape(dim, GROUP_TOKENS)
-    firsts, seconds = turn.pairs()
+    firsts, seconds = rotation.pairs()
     columns[firsts], columns[seconds] = cos.T, sin.T
     return RotationTables(cos, sin, columns)
 
@@ -120,8 +120,8 @@ class _Wide(NamedTuple):
 
 
 @lru_cache(maxsize=MAX_TABLES)
-def _wide(turn: RopeRotation, dim: int) -> _Wide:
-    narrow, (firsts, seconds) = tables(turn, dim), turn.pairs()
+def _wide(rotation: RopeRotation, dim: int) -> _Wide:
+    narrow, (firsts, seconds) = tables(rotation, dim), rotation.pairs()
     cos, sin = np.ones((GROUP_TOKENS, dim), np.float32), np.zeros((GROUP_TOKENS, dim), np.float32)
     cos[:, firsts] = cos[:, seconds] = narrow.cos
     sin[:, firsts], sin[:, seconds] = -narrow.sin, narrow.sin
@@ -133,30 +133,30 @@ def _wide(turn: RopeRotation, dim: int) -> _Wide:
     return _Wide(*arrays, *flags)
 
 
-def means_of(x: mx.array, position: int, turn: RopeRotation | None) -> mx.array:
-    """float32 [..., tokens, dim] -> [..., segments, dim], of vectors rotated back to the start of their group"""
-    segments = runs_of(position, x.shape[-2])
-    if turn is None:
-        return seg.means_of(x, segments)
-    wide = _wide(turn, x.shape[-1])
+def means_of(x: mx.array, position: int, rotation: RopeRotation | None) -> mx.array:
+    """float32 [..., tokens, dim] -> [..., mean runs, dim], of vectors rotated back to the start of their group"""
+    mean_runs = runs_of(position, x.shape[-2])
+    if rotation is None:
+        return runs.means_of(x, mean_runs)
+    wide = _wide(rotation, x.shape[-1])
     offsets = mx.array((position + np.arange(x.shape[-2], dtype=np.int64)) % GROUP_TOKENS)
     back = x * wide.cos[offsets] - x[..., wide.partner] * wide.sin[offsets]
-    return seg.means_of(back, segments)
+    return runs.means_of(back, mean_runs)
 
 
 @dataclass(frozen=True)
 class RopeMeans:
     """Means of the mean runs of consecutive tokens, the first token at `position`."""
 
-    values: mx.array  # float32 [..., segments, dim]
-    segments: MeanRuns
+    values: mx.array  # float32 [..., mean runs, dim]
+    mean_runs: MeanRuns
     position: int
     rotation: RopeRotation | None
 
     def centres(self) -> mx.array:
         """Return each token's mean: [..., tokens, dim], or an array that broadcasts to it."""
         if self.rotation is None:
-            return seg.spread(self.values, self.segments, axis=-2)
+            return runs.spread(self.values, self.mean_runs, axis=-2)
         wide = _wide(self.rotation, self.values.shape[-1])
         cos, sin = (self._narrowed(table, axis=-2) for table in (wide.cos, wide.sin))
         partners = self.values[..., wide.partner]
@@ -167,7 +167,7 @@ class RopeMeans:
         """Return the contribution of the means to scores: q [..., queries, dim] -> [..., queries, tokens], or an array
         that broadcasts to it."""
         if self.rotation is None:
-            return seg.spread(q @ self.values.swapaxes(-1, -2), self.segments, axis=-1)
+            return runs.spread(q @ self.values.swapaxes(-1, -2), self.mean_runs, axis=-1)
         wide = _wide(self.rotation, self.values.shape[-1])
         q, means = q[..., :, None, :], self.values[..., None, :, :]
         straight, crossed = q * means, q * means[..., wide.partner]
@@ -178,24 +178,24 @@ class RopeMeans:
 
     def _narrowed(self, table: mx.array, axis: int) -> mx.array:
         """Cut a table of 256 offsets to those of the mean run, if there is a single one."""
-        if len(self.segments) > 1:
+        if len(self.mean_runs) > 1:
             return table
         start = self.position % GROUP_TOKENS
-        end = start + sum(self.segments)
+        end = start + sum(self.mean_runs)
         return table[:, start:end] if axis == -1 else table[start:end]
 
     def _by_token(self, by_offset: mx.array, axis: int) -> mx.array:
         """256 entries for each mean run -> one for each token"""
-        if len(self.segments) == 1:
+        if len(self.mean_runs) == 1:
             return by_offset
-        start, num_tokens = self.position % GROUP_TOKENS, sum(self.segments)
-        if self.segments == runs_of(self.position, num_tokens):
+        start, num_tokens = self.position % GROUP_TOKENS, sum(self.mean_runs)
+        if self.mean_runs == runs_of(self.position, num_tokens):
             return mx.split(by_offset, [start, start + num_tokens], axis=axis)[1]
-        return mx.take(by_offset, _entries(self.segments, start), axis=axis)
+        return mx.take(by_offset, _entries(self.mean_runs, start), axis=axis)
 
 
 @lru_cache(maxsize=MAX_TABLES)
-def _entries(segments: MeanRuns, start: int) -> mx.array:
+def _entries(mean_runs: MeanRuns, start: int) -> mx.array:
     """Index of each token's entry, for planes that were joined inside a group."""
-    offsets = (start + np.arange(sum(segments))) % GROUP_TOKENS
-    return mx.array((seg.ids(segments) * GROUP_TOKENS + offsets).astype(np.int32))
+    offsets = (start + np.arange(sum(mean_runs))) % GROUP_TOKENS
+    return mx.array((runs.ids(mean_runs) * GROUP_TOKENS + offsets).astype(np.int32))

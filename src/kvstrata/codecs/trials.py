@@ -1,6 +1,6 @@
 """Trials of the portable codec kernels on this machine: cases, tolerances and timing.
 
-Encoding, decoding, and joining (decoding several stretches to one array) are tried once for each dtype and size of
+Encoding, decoding, and joining (decoding several ranges to one array) are tried once for each dtype and size of
 vectors, beside MLX's own operations: where a kernel fails, is inaccurate or is not faster, MLX's operations stay. CUDA
 and the CPU have other kernels.
 """
@@ -182,28 +182,28 @@ def _timed(what: What, kind: VectorKind, stock: Any) -> tuple[Callable[[], objec
         return lambda: metal_planes.decode(planes, kind.dtype, *portable()), lambda: codec.decode_by_mlx(
             planes, kind.dtype
         )
-    stretches = [
+    ranges = [
         TokenRange(planes, 0, TIMED_TOKENS),
         TokenRange(planes, 0, TIMED_TOKENS),
         TokenRange(x, 0, TIMED_TOKENS // 4),
     ]
-    return lambda: metal_planes.join(stretches, kind.dtype, *portable()), lambda: _in_turn(
-        stretches, lambda planes: codec.decode(planes, kind.dtype)
+    return lambda: metal_planes.join(ranges, kind.dtype, *portable()), lambda: _in_turn(
+        ranges, lambda planes: codec.decode(planes, kind.dtype)
     )
 
 
-def _in_turn(stretches: Sequence[TokenRange], decode: Callable[[EncodedArray], mx.array]) -> mx.array:
-    """Decode stretches one by one, then concatenate."""
+def _in_turn(ranges: Sequence[TokenRange], decode: Callable[[EncodedArray], mx.array]) -> mx.array:
+    """Decode ranges one by one, then concatenate."""
     dense = [
         held[:, start:end] if isinstance(held, mx.array) else decode(held.view(start, end))
-        for held, start, end in stretches
+        for held, start, end in ranges
     ]
     return mx.concatenate(dense, axis=1)
 
 
-def _by_mlx(planes: EncodedArray, dtype: mx.Dtype) -> mx.array:
-    codec: Any = planes.codec
-    return codec.decode_by_mlx(planes, dtype)
+def _by_mlx(encoded: EncodedArray, dtype: mx.Dtype) -> mx.array:
+    codec: Any = encoded.codec
+    return codec.decode_by_mlx(encoded, dtype)
 
 
 def _join_error(kind: VectorKind, stock: Any) -> float:

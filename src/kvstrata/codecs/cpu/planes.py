@@ -14,7 +14,7 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.codecs import mean_runs as seg
+from kvstrata.codecs import mean_runs as runs
 from kvstrata.codecs import rope
 from kvstrata.codecs.base import LARGEST, finite
 from kvstrata.codecs.hadamard import block_of, rotate, rotate_back, sign_values
@@ -35,11 +35,11 @@ _NO_NIBBLES = np.empty((0, 0, 0), np.uint16)
 
 def warm_up() -> None:
     """Compile every kernel now: the first one that is not cached on disk takes seconds."""
-    x, weights, segments = mx.zeros((1, 1, 64)), mx.zeros((1, 1, 1)), (1,)
+    x, weights, mean_runs = mx.zeros((1, 1, 64)), mx.zeros((1, 1, 1)), (1,)
     arrays = encode_planes(x, 0, None)
-    decode_planes(arrays, 8, rope.RopeMeans(x, segments, 0, None))
+    decode_planes(arrays, 8, rope.RopeMeans(x, mean_runs, 0, None))
     score_planes(x, arrays, 8)
-    mix_planes(weights, arrays, 8, segments)
+    mix_planes(weights, arrays, 8, mean_runs)
 
 
 def takes_queries(num_queries: int) -> bool:
@@ -86,25 +86,25 @@ Angles = tuple[np.ndarray, np.ndarray, int, int, int]
 _NO_ANGLES: Angles = (np.empty((0, 0), np.float32), np.empty((0, 0), np.float32), 0, 1, 0)
 
 
-def _angles(turn: RopeRotation | None, dim: int) -> Angles:
-    if turn is None:
+def _angles(rotation: RopeRotation | None, dim: int) -> Angles:
+    if rotation is None:
         return _NO_ANGLES
-    cos, sin, _ = rope.tables(turn, dim)
-    return (cos, sin, turn.first, *turn.strides)
+    cos, sin, _ = rope.tables(rotation, dim)
+    return (cos, sin, rotation.first, *rotation.strides)
 
 
-def encode_planes(x: mx.array, position: int, turn: RopeRotation | None) -> dict[str, mx.array]:
+def encode_planes(x: mx.array, position: int, rotation: RopeRotation | None) -> dict[str, mx.array]:
     """Encode float32 [..., tokens, dim] to all three code planes, scales and means."""
-    codes, is_plain = _encoded(x, position, turn)
+    codes, is_plain = _encoded(x, position, rotation)
     if is_plain:
         return codes
     # NaN, infinities and values beyond float16's range must not move the mean.
-    means = rope.means_of(mx.where(mx.abs(x) <= LARGEST, x, 0.0), position, turn)
-    return _encoded(finite(x), position, turn, means.astype(mx.float16))[0]
+    means = rope.means_of(mx.where(mx.abs(x) <= LARGEST, x, 0.0), position, rotation)
+    return _encoded(finite(x), position, rotation, means.astype(mx.float16))[0]
 
 
 def _encoded(
-    x: mx.array, position: int, turn: RopeRotation | None, given: mx.array | None = None
+    x: mx.array, position: int, rotation: RopeRotation | None, given: mx.array | None = None
 ) -> tuple[dict[str, mx.array], bool]:
     """Encode around given means, or the vectors' own. Return also whether the result may be used: every value that
     moved a mean was finite and within float16's range."""
@@ -112,19 +112,19 @@ def _encoded(
 
     source, stride = _rows(x)
     tokens, dim = x.shape[-2:]
-    segments = seg.runs_of(position, tokens)
+    mean_runs = runs.runs_of(position, tokens)
     leading, rows = x.shape[:-2], math.prod(x.shape[:-2])
     top, following = np.empty((2, rows, tokens, dim // 4), np.uint8)
     low = np.empty((rows, tokens, dim // 4), np.uint16)
-    scales, bounds = np.empty((rows, tokens, 1), np.float32), np.cumsum((0, *segments), dtype=np.int64)
-    means = np.empty((rows, len(segments), dim), np.float32)
+    scales, bounds = np.empty((rows, tokens, 1), np.float32), np.cumsum((0, *mean_runs), dtype=np.int64)
+    means = np.empty((rows, len(mean_runs), dim), np.float32)
     if given is not None:
         means[...] = np.asarray(given).reshape(means.shape)
     is_large = rows * tokens * dim >= PARALLEL_VALUES
-    where = (source.ctypes.data, stride, position % seg.GROUP_TOKENS, bounds)
+    where = (source.ctypes.data, stride, position % runs.GROUP_TOKENS, bounds)
     out = (top, following, low, scales)
     with threads_for(is_large=is_large):
-        angles = _angles(turn, dim)
+        angles = _angles(rotation, dim)
         is_plain = cpu_kernels.encode_planes(where, given is not None, means, angles, *hadamard_of(dim), out)
     words = {"top": top.view(np.uint32), "next": following.view(np.uint32), "low": low.view(np.uint32)}
     halves = {"scales": scales.astype(np.float16), "means": means.astype(np.float16)}
@@ -151,7 +151,7 @@ def decode_planes(arrays: Mapping[str, mx.array], bits: int, means: rope.RopeMea
     mx.eval(means.values)
     values = _flat(np.asarray(means.values))
     dim = values.shape[-1]
-    centres = (values, seg.ids(means.segments), means.position % seg.GROUP_TOKENS, _angles(means.rotation, dim))
+    centres = (values, runs.ids(means.mean_runs), means.position % runs.GROUP_TOKENS, _angles(means.rotation, dim))
     out = np.empty((*scales.shape, dim), np.float32)
     cpu_kernels.decode_planes(*codes, scales, centres, *hadamard_of(dim), bits, out)
     return _to_mlx(out, arrays["scales"].shape[:-1])
@@ -170,7 +170,7 @@ def score_planes(q: mx.array, arrays: Mapping[str, mx.array], bits: int) -> mx.a
     return _to_mlx(out, q.shape[:-1])
 
 
-def mix_planes(p: mx.array, arrays: Mapping[str, mx.array], bits: int, segments: seg.MeanRuns) -> mx.array:
+def mix_planes(p: mx.array, arrays: Mapping[str, mx.array], bits: int, mean_runs: runs.MeanRuns) -> mx.array:
     """p [..., queries, tokens] -> [..., queries, dim]"""
     from kvstrata.codecs.cpu import kernels as cpu_kernels
 
@@ -183,7 +183,7 @@ def mix_planes(p: mx.array, arrays: Mapping[str, mx.array], bits: int, segments:
     cpu_kernels.mix_planes(weights, *codes, scales, bits, partial)
     mixed = partial.sum(axis=1).reshape(*p.shape[:-1], 4, dim // 4)
     natural = mx.array(np.ascontiguousarray(mixed.swapaxes(-1, -2))).reshape(*p.shape[:-1], dim)
-    starts = np.cumsum((0, *segments[:-1]))
+    starts = np.cumsum((0, *mean_runs[:-1]))
     shares = mx.array(np.add.reduceat(weights, starts, axis=2).reshape(*p.shape[:-1], -1))
     return rotate_back(natural) + shares @ arrays["means"].astype(mx.float32)
 

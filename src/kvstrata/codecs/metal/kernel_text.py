@@ -150,7 +150,7 @@ def encode_text(dialect: Dialect, dim: int, bits: int) -> KernelText:
 
 @cache
 def decode_text(dialect: Dialect, dim: int, slots: ArrayCounts, dtype: mx.Dtype) -> KernelText:
-    """Text of the kernel that decodes one or several stretches to one array. Raw stretches have the array's dtype."""
+    """Text of the kernel that decodes one or several ranges to one array. Raw ranges have the array's dtype."""
     constants = {"KV_DIM": dim, "KV_RAW_KIND": RAW_KINDS[dtype]}
     body = _PLACES[dialect] + _picks(slots) + _read("decode_body")
     inputs = ("table", "angles", *slots.names)

@@ -39,20 +39,20 @@ def encode(
     x: mx.array,
     bits: int,
     position: int,
-    turn: RopeRotation | None,
+    rotation: RopeRotation | None,
     dialect: Dialect,
     run: Run = metal_kernel_text.run_on_gpu,
 ) -> dict[str, mx.array]:
     """Encode [..., tokens, dim] to the planes of a code of `bits`, scales and means."""
     rows = x.reshape(-1, *x.shape[-2:])
     heads, num_tokens, dim = rows.shape
-    segments = runs_of(position, num_tokens)
+    mean_runs = runs_of(position, num_tokens)
     offset = position % GROUP_TOKENS
-    angles = angles_of(turn, dim)
-    whole, pieces = (_piece_table(segments, offset, turn, size) for size in (GROUP_TOKENS, PIECE_TOKENS))
-    shape = (heads, len(segments), dim)
+    angles = angles_of(rotation, dim)
+    whole, pieces = (_piece_table(mean_runs, offset, rotation, size) for size in (GROUP_TOKENS, PIECE_TOKENS))
+    shape = (heads, len(mean_runs), dim)
     text = metal_kernel_text.mean_text(dialect, dim)
-    (means,) = run(KernelLaunch(text, [whole, angles, rows], (len(segments), heads, 1), [shape], [mx.float16]))
+    (means,) = run(KernelLaunch(text, [whole, angles, rows], (len(mean_runs), heads, 1), [shape], [mx.float16]))
     text = metal_kernel_text.encode_text(dialect, dim, bits)
     widths = {"top": dim // 16, "next": dim // 16, "low": dim // 8, "scales": 1}
     shapes = [(heads, num_tokens, widths[name]) for name in text.outputs]
@@ -68,32 +68,32 @@ def _num_pieces(table: mx.array) -> int:
 
 
 @lru_cache(maxsize=64)
-def _piece_table(segments: MeanRuns, offset: int, turn: RopeRotation | None, size: int) -> mx.array:
+def _piece_table(mean_runs: MeanRuns, offset: int, rotation: RopeRotation | None, size: int) -> mx.array:
     """int32 table that planes.h reads"""
-    head = head_numbers(turn)
-    head[4:6] = sum(segments), len(segments)
-    pieces = np.asarray(pieces_of((segments, segments), offset, 0, sum(segments), size))
+    head = head_numbers(rotation)
+    head[4:6] = sum(mean_runs), len(mean_runs)
+    pieces = np.asarray(pieces_of((mean_runs, mean_runs), offset, 0, sum(mean_runs), size))
     return mx.array(np.concatenate([head, pieces.ravel()]))
 
 
-def head_numbers(turn: RopeRotation | None) -> np.ndarray:
+def head_numbers(rotation: RopeRotation | None) -> np.ndarray:
     """int32 [16]: the first four describe the RoPE rotation, the last eight are signs of the Hadamard rotation."""
     numbers = np.zeros(HEAD_NUMBERS, np.int32)
-    if turn is not None:
-        numbers[:4] = (turn.first, *turn.strides, turn.num_pairs)
+    if rotation is not None:
+        numbers[:4] = (rotation.first, *rotation.strides, rotation.num_pairs)
     negative = np.packbits(sign_values(LARGEST_DIM) < 0, bitorder="little")
     numbers[8:] = negative.view(np.int32)
     return numbers
 
 
 @lru_cache(maxsize=8)
-def angles_of(turn: RopeRotation | None, dim: int) -> mx.array:
+def angles_of(rotation: RopeRotation | None, dim: int) -> mx.array:
     """float32 [256, dim / 16, 16]: 8 cosines and 8 sines for each of the lanes that share a vector"""
-    if turn is None:
+    if rotation is None:
         return mx.array(np.zeros(FEWEST_ENTRIES, np.float32))
-    found = tables(turn, dim)
+    found = tables(rotation, dim)
     both = np.zeros((2, GROUP_TOKENS, dim // 2), np.float32)
-    both[0, :, : turn.num_pairs], both[1, :, : turn.num_pairs] = found.cos, found.sin
+    both[0, :, : rotation.num_pairs], both[1, :, : rotation.num_pairs] = found.cos, found.sin
     return mx.array(both.reshape(2, GROUP_TOKENS, dim // 16, 8).transpose(1, 2, 0, 3).copy())
 
 
@@ -127,54 +127,54 @@ class TokenRange(NamedTuple):
         return rotation_of(self.held) if isinstance(self.held, EncodedArray) else None
 
 
-def takes_encoded(planes: EncodedArray, dtype: mx.Dtype) -> bool:
+def takes_encoded(encoded: EncodedArray, dtype: mx.Dtype) -> bool:
     """Whether the kernel decodes planes to vectors of this dtype."""
-    fits = "top" in planes.arrays and planes.dim <= LARGEST_DIM
-    return dtype in RAW_KINDS and fits and min(array.size for array in planes.arrays.values()) >= FEWEST_ENTRIES
+    fits = "top" in encoded.arrays and encoded.dim <= LARGEST_DIM
+    return dtype in RAW_KINDS and fits and min(array.size for array in encoded.arrays.values()) >= FEWEST_ENTRIES
 
 
-def takes_ranges(stretches: Sequence[TokenRange], dtype: mx.Dtype) -> bool:
-    """Whether the kernel joins the stretches to one array of this dtype."""
-    dims, turns = {stretch.dim for stretch in stretches}, {stretch.rotation for stretch in stretches}
-    if dtype not in RAW_KINDS or len(dims) != 1 or dims.pop() % 16 or len(turns - {None}) > 1:
+def takes_ranges(ranges: Sequence[TokenRange], dtype: mx.Dtype) -> bool:
+    """Whether the kernel joins the ranges to one array of this dtype."""
+    dims, rotations = {token_range.dim for token_range in ranges}, {token_range.rotation for token_range in ranges}
+    if dtype not in RAW_KINDS or len(dims) != 1 or dims.pop() % 16 or len(rotations - {None}) > 1:
         return False
     return all(
         takes_encoded(held, dtype)
         if isinstance(held, EncodedArray)
         else held.dtype == dtype and held.shape[-1] <= LARGEST_DIM
-        for held, _, _ in stretches
+        for held, _, _ in ranges
     )
 
 
 def decode(
-    planes: EncodedArray, dtype: mx.Dtype, dialect: Dialect, run: Run = metal_kernel_text.run_on_gpu
+    encoded: EncodedArray, dtype: mx.Dtype, dialect: Dialect, run: Run = metal_kernel_text.run_on_gpu
 ) -> mx.array:
     """-> [..., tokens, dim]"""
-    out = join([TokenRange(planes, 0, planes.num_tokens)], dtype, dialect, run)
-    return out.reshape(*planes.leading, planes.num_tokens, planes.dim)
+    out = join([TokenRange(encoded, 0, encoded.num_tokens)], dtype, dialect, run)
+    return out.reshape(*encoded.leading, encoded.num_tokens, encoded.dim)
 
 
 def join(
-    stretches: Sequence[TokenRange], dtype: mx.Dtype, dialect: Dialect, run: Run = metal_kernel_text.run_on_gpu
+    ranges: Sequence[TokenRange], dtype: mx.Dtype, dialect: Dialect, run: Run = metal_kernel_text.run_on_gpu
 ) -> mx.array:
-    """Join stretches in order -> [heads, tokens, dim]. If they do not fit one launch, only planes go through launches,
-    and the results are concatenated with raw stretches."""
-    kind = (stretches[0].heads, stretches[0].dim, dtype)
+    """Join ranges in order -> [heads, tokens, dim]. If they do not fit one launch, only planes go through launches,
+    and the results are concatenated with raw ranges."""
+    kind = (ranges[0].heads, ranges[0].dim, dtype)
     load = _Load(dtype)
-    if all(load.add(stretch) for stretch in stretches):
+    if all(load.add(token_range) for token_range in ranges):
         return _decoded(load, *kind, dialect, run)
     made: list[_Load | mx.array] = []
-    for stretch in stretches:
-        if isinstance(stretch.held, mx.array):
-            made.append(stretch.held[:, stretch.start : stretch.end])
-        elif not made or isinstance(made[-1], mx.array) or not made[-1].add(stretch):
-            made.append(_Load(dtype, stretch))
+    for token_range in ranges:
+        if isinstance(token_range.held, mx.array):
+            made.append(token_range.held[:, token_range.start : token_range.end])
+        elif not made or isinstance(made[-1], mx.array) or not made[-1].add(token_range):
+            made.append(_Load(dtype, token_range))
     arrays = [each if isinstance(each, mx.array) else _decoded(each, *kind, dialect, run) for each in made]
     return mx.concatenate(arrays, axis=1)
 
 
 class RangeLayout(NamedTuple):
-    """Layout of a stretch in its arrays."""
+    """Layout of a range in its arrays."""
 
     bits: int  # 0: raw
     size: int  # tokens of the arrays
@@ -186,29 +186,29 @@ class RangeLayout(NamedTuple):
 
 
 class _Load:
-    """Stretches that one launch decodes to vectors of `dtype`."""
+    """Ranges that one launch decodes to vectors of `dtype`."""
 
-    def __init__(self, dtype: mx.Dtype, *stretches: TokenRange) -> None:
-        self.turn: RopeRotation | None = None
+    def __init__(self, dtype: mx.Dtype, *ranges: TokenRange) -> None:
+        self.rotation: RopeRotation | None = None
         self.stored: list[RangeLayout] = []
         self._dtype = dtype
         self._words: list[mx.array] = []
         self._halves: list[mx.array] = []
         self._raw: list[mx.array] = []
-        for stretch in stretches:
-            self.add(stretch)
+        for token_range in ranges:
+            self.add(token_range)
 
-    def add(self, stretch: TokenRange) -> bool:
-        """Add a stretch. Return whether there were slots for its arrays."""
-        held, start, end = stretch
+    def add(self, token_range: TokenRange) -> bool:
+        """Add a range. Return whether there were slots for its arrays."""
+        held, start, end = token_range
         if isinstance(held, mx.array):
             words, halves, raw = [], [], [held]
             stored = RangeLayout(0, held.shape[-2], start, end)
         else:
             words = [held.arrays[name] for name in ("top", "next", "low") if name in held.arrays]
             halves, raw = [held.arrays["scales"], held.arrays["means"]], []
-            offset, turns = held.position % GROUP_TOKENS, stretch.rotation is not None
-            stored = RangeLayout(bits_of(held), held.num_tokens, start, end, held.mean_runs, offset, turns)
+            offset, rotations = held.position % GROUP_TOKENS, token_range.rotation is not None
+            stored = RangeLayout(bits_of(held), held.num_tokens, start, end, held.mean_runs, offset, rotations)
         held_already = (self._words, self._halves, self._raw)
         sizes = [len(before) + len(more) for before, more in zip(held_already, (words, halves, raw), strict=True)]
         if not SHAPES[-1].holds(ArrayCounts(*sizes)):
@@ -217,7 +217,7 @@ class _Load:
         self._halves += halves
         self._raw += raw
         self.stored.append(stored)
-        self.turn = self.turn or stretch.rotation
+        self.rotation = self.rotation or token_range.rotation
         return True
 
     @property
@@ -243,21 +243,21 @@ def _nothing(dtype: mx.Dtype) -> mx.array:
 
 def _decoded(load: _Load, heads: int, dim: int, dtype: mx.Dtype, dialect: Dialect, run: Run) -> mx.array:
     """[heads, tokens, dim]"""
-    table = _stretch_table(tuple(load.stored), load.turn)
+    table = _range_table(tuple(load.stored), load.rotation)
     text = metal_kernel_text.decode_text(dialect, dim, load.shape, dtype)
     groups = ((table.size - HEAD_NUMBERS) // PIECE_NUMBERS, heads, 1)
     shape = (heads, sum(stored.end - stored.start for stored in load.stored), dim)
-    (out,) = run(KernelLaunch(text, [table, angles_of(load.turn, dim), *load.arrays()], groups, [shape], [dtype]))
+    (out,) = run(KernelLaunch(text, [table, angles_of(load.rotation, dim), *load.arrays()], groups, [shape], [dtype]))
     return out
 
 
 # Tables of a few chunks, for keys and for values; layers that are stored alike share one.
 @lru_cache(maxsize=32)
-def _stretch_table(parts: tuple[RangeLayout, ...], turn: RopeRotation | None) -> mx.array:
+def _range_table(parts: tuple[RangeLayout, ...], rotation: RopeRotation | None) -> mx.array:
     """int32 table that decode_body.h reads"""
     rows, total, words, halves, raw = [], 0, 0, 0, 0
-    for bits, size, start, end, segments, offset, turns in parts:
-        pieces = piece_rows((segments, segments), offset, start, end, PIECE_TOKENS)
+    for bits, size, start, end, mean_runs, offset, rotations in parts:
+        pieces = piece_rows((mean_runs, mean_runs), offset, start, end, PIECE_TOKENS)
         found = np.zeros((len(pieces), PIECE_NUMBERS), np.int32)
         found[:, 0:2] = pieces[:, 0:2]
         found[:, 2] = size
@@ -266,16 +266,16 @@ def _stretch_table(parts: tuple[RangeLayout, ...], turn: RopeRotation | None) ->
             found[:, 3] = sum(slot << 8 * i for i, slot in enumerate(codes)) | halves << 24
             found[:, 4] = halves + 1
             found[:, 5] = pieces[:, 2]
-            found[:, 6] = len(segments)
+            found[:, 6] = len(mean_runs)
             found[:, 7] = pieces[:, 4]
             words, halves = codes.stop, halves + 2
         else:
             found[:, 3] = raw
             raw += 1
-        found[:, 8] = bits | turns << 8
+        found[:, 8] = bits | rotations << 8
         found[:, 9] = total - start + pieces[:, 0]
         rows.append(found)
         total += end - start
-    head = head_numbers(turn)
+    head = head_numbers(rotation)
     head[4] = total
     return mx.array(np.concatenate([head, np.concatenate(rows).ravel()]))
