@@ -28,8 +28,6 @@ BACKEND_CALLERS = {
     "attention.cuda.step",
     "attention.cuda.trials",
     "attention.dispatch",
-    "attention.segments",
-    "attention.stock",
     "bench.selftest",
     "codecs.dispatch",
     "engine.engine",
@@ -95,15 +93,7 @@ def test_docstrings_begin_with_a_noun_or_an_imperative() -> None:
 
 
 def _asks_for_backend(node: ast.AST) -> bool:
-    """Whether a node is `active()`, `on_cpu()` or `runtime().backend`."""
-    if isinstance(node, ast.Attribute):
-        return ast.unparse(node).endswith("runtime().backend")
-    return isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-2:] in (
-        ["backends", "active"],
-        ["backends", "on_cpu"],
-        ["active"],
-        ["on_cpu"],
-    )
+    return isinstance(node, ast.Attribute) and ast.unparse(node).endswith("runtime().backend")
 
 
 def test_backend_is_asked_for_by_few_modules() -> None:

@@ -226,8 +226,8 @@ def test_outline_layers_runs_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("this would read the weights")
 
     monkeypatch.setattr(cpu_gated_delta, "update", refuse)
-    monkeypatch.setattr(operations, "_by", refuse)
-    monkeypatch.setattr(operations, "FEWEST", 1)
+    monkeypatch.setattr(operations, "_run_loop", refuse)
+    monkeypatch.setattr(operations, "MIN_VALUES", 1)
     monkeypatch.setattr(nn, "silu", operations.silu)
     monkeypatch.setattr(mx, "conv1d", operations.conv1d)
     monkeypatch.setattr(stock, "gated_delta_ops", gated_delta.update)

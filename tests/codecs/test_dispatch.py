@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.codecs import dispatch, trials
-from kvstrata.codecs.backends import Backend, Trial, TrialKey, VectorKind, runtime
+from kvstrata.codecs.backends import Backend, HeadKind, KernelChoice, Trial, TrialKey, VectorKind, runtime
 from kvstrata.codecs.cpu import planes as cpu_planes
 from kvstrata.codecs.cuda import planes as cuda_planes
 from kvstrata.codecs.metal import planes as metal_planes
@@ -15,15 +15,19 @@ from kvstrata.codecs.planes import PlanesCodec
 from tests.codecs.arrays import a_turn, keys
 
 KIND = VectorKind(mx.float32, 64)
-OPERATIONS = ("encode", "decode", "scores", "mix", "join")
+
+
+def explained(kind: VectorKind) -> dict[str, KernelChoice]:
+    """Return the choices for keys and values of one kind, by the operations' names."""
+    return {choice.operation.partition(" (")[0]: choice for choice in dispatch.explain([HeadKind(kind, kind)])}
 
 
 def paths(kind: VectorKind) -> dict[str, str]:
-    return {choice.operation.partition(",")[0]: choice.backend for choice in dispatch.explain([kind])}
+    return {operation: choice.backend for operation, choice in explained(kind).items()}
 
 
-def reasons(kind: VectorKind) -> dict[str, str]:
-    return {choice.operation.partition(",")[0]: choice.reason for choice in dispatch.explain([kind])}
+def reason(operation: str, kind: VectorKind) -> str:
+    return explained(kind)[operation].reason
 
 
 def fails(_: KernelLaunch) -> list[mx.array]:
@@ -35,7 +39,8 @@ def fails(_: KernelLaunch) -> list[mx.array]:
     [("cpu", "cpu", "cpu"), ("cuda", "cuda", "cuda"), ("metal", "stock", "stock"), ("plain", "stock", "stock")],
 )
 def test_explain_names_the_backend_of_each_operation(backend: Backend, coding: str, products: str) -> None:
-    wanted = {"encode": coding, "decode": coding, "scores": products, "mix": products, "join": "stock"}
+    coded = {f"{operation} {what}": coding for operation in ("encode", "decode") for what in ("keys", "values")}
+    wanted = {**coded, "scores": products, "mix": products}
     with runtime().use_backend(backend):
         assert paths(KIND) == wanted
         rotated = KIND._replace(rotation=a_turn("halves", 64))
@@ -46,14 +51,21 @@ def test_explain_reports_trials_without_running_them(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(trials, "dialect", lambda: "metal")
     monkeypatch.setattr(runtime(), "trials", {})
     with runtime().use_backend("metal"):
-        assert reasons(KIND)["encode"] == "the kernel was not tried yet"
-        assert reasons(KIND._replace(dim=72))["encode"] == "the kernel does not take vectors of this kind"
+        assert reason("encode keys", KIND) == "the kernel was not tried yet"
+        assert reason("encode keys", KIND._replace(dim=72)) == "the kernel does not take vectors of this kind"
         runtime().trials[TrialKey("encode", KIND)] = Trial("encode", 0.0, 1.0, 1.0, 2.0)
         runtime().trials[TrialKey("decode", KIND)] = Trial("decode", 0.0, 1.0, 2.0, 1.0)
-        assert (paths(KIND)["encode"], paths(KIND)["decode"]) == ("metal", "stock")
-        assert "own (1 ms" in reasons(KIND)["encode"]
+        assert (paths(KIND)["encode keys"], paths(KIND)["decode values"]) == ("metal", "stock")
+        assert "own (1 ms" in reason("encode keys", KIND)
+        assert dispatch.join_path(KIND) == ("stock", "the kernel was not tried yet")
     with trials.as_if_tried("plain", fails), runtime().use_backend("metal"):
-        assert [paths(KIND)[operation] for operation in OPERATIONS] == ["metal", "metal", "stock", "stock", "metal"]
+        assert list(paths(KIND).values()) == ["metal", "metal", "stock", "metal", "metal", "stock"]
+        assert dispatch.join_path(KIND)[0] == "metal"
+
+
+def test_explain_reports_heads_whose_values_are_shorter() -> None:
+    choices = dispatch.explain([HeadKind(KIND, KIND._replace(dim=32))])
+    assert {choice.operation.partition(" (")[2] for choice in choices} == {"heads of 64 and 32, float32)"}
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])

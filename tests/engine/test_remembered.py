@@ -69,7 +69,7 @@ def test_changed_kernels_are_measured_again(starts: Starts, monkeypatch: pytest.
 
 def test_changed_code_is_measured_again(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
     starts.start()
-    monkeypatch.setattr(profiling, "source_digest", lambda: "another version")
+    monkeypatch.setattr(profiling, "source_digest", lambda _: "another version")
     starts.start()
     assert starts.measured == 2
 

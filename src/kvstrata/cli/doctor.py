@@ -65,7 +65,9 @@ def doctor(
     url: Annotated[
         str | None,
         typer.Option(
-            help="A running server: show what its memory limit consists of.", metavar="url", show_default="none"
+            help="A running server: show what its memory limit consists of, and its kernels.",
+            metavar="url",
+            show_default="none",
         ),
     ] = None,
     api_key: Key = None,

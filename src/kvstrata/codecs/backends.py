@@ -204,11 +204,6 @@ def no_kernels() -> str:
     return f"no kernel for the back-end {_runtime.backend}"
 
 
-def on_cpu() -> bool:
-    """Whether to use a CPU's work sizes: Metal's path uses a GPU's, on whatever machine it runs."""
-    return _runtime.backend in ("cpu", "plain") and mx.default_device() == mx.cpu
-
-
 def as_on_metal() -> AbstractContextManager[None]:
     """Take the path of a Mac on any machine: without kernels of ours it needs only MLX. It is slower than on a Mac."""
     return _runtime.use_backend("metal")

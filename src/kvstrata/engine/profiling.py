@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +28,7 @@ from kvstrata.attention.segments import RawSegment, SealedSegment, Segment, Segm
 from kvstrata.backend import device
 from kvstrata.backend.allocator import limits_restored
 from kvstrata.backend.notebook import read_notes, write_notes
+from kvstrata.backend.source_digest import source_digest
 from kvstrata.codecs import trials
 from kvstrata.codecs.backends import VectorKind, runtime
 from kvstrata.codecs.base import UnsupportedCodec
@@ -53,6 +54,9 @@ from kvstrata.kv.recurrent_layer import RecurrentLayer
 from kvstrata.kv.sequence_cache import Prefix, SequenceCache
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.ladder import STEP_BITS
+
+# Any module may change the memory of a pass.
+SOURCES = Path(kvstrata.__file__).parent
 
 # A chunk is measured whole up to this product of weights and tokens, because it then takes only a moment.
 MAX_QUICK_WORK = 2e9
@@ -139,20 +143,10 @@ def _notes_key(loaded: LoadedModel, runner: ModelRunner, shape: PassShape) -> st
         [repr(spec) for spec in runner.layout.flat()],
         [shape.rows, shape.vocab_size, shape.chunk_tokens, codecs],
         min(shape.max_context_tokens, measured_context() + shape.chunk_tokens),
-        [device().name, runtime().backend, version("mlx"), version("mlx-lm"), source_digest()],
+        [device().name, runtime().backend, version("mlx"), version("mlx-lm"), source_digest(SOURCES)],
         [*metal_trials.used(), *trials.used()],
     ]
     return blake3(json.dumps(conditions, sort_keys=True, default=repr).encode()).hexdigest()
-
-
-@cache
-def source_digest() -> str:
-    """Return a digest of all modules of kvstrata, because any of them may change the memory of a pass."""
-    root = Path(kvstrata.__file__).parent
-    digest = blake3()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _parse_scratch(lines: Any) -> Scratch | None:

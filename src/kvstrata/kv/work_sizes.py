@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import mlx.core as mx
+
 from kvstrata.attention.segments import SealedSegment
-from kvstrata.codecs import backends
+from kvstrata.codecs.backends import runtime
 from kvstrata.codecs.mean_runs import GROUP_TOKENS
 from kvstrata.kv.layout import LayerSpec
 
@@ -68,7 +70,8 @@ def work_sizes_of(spec: LayerSpec) -> WorkSizes:
 
 def work_sizes_for(token_values: int) -> WorkSizes:
     """Return the work sizes of a layer whose tokens have `token_values` values each."""
-    is_cpu = backends.on_cpu()
+    # Metal's path uses a GPU's sizes on whatever machine it runs.
+    is_cpu = runtime().backend in ("cpu", "plain") and mx.default_device() == mx.cpu
     in_segment = SEGMENT_VALUES_CPU if is_cpu else SEGMENT_VALUES_GPU
     in_slice = SLICE_VALUES_CPU if is_cpu else SLICE_VALUES_GPU
     return WorkSizes(_tokens(in_segment, token_values), _tokens(in_slice, token_values))

@@ -30,6 +30,7 @@ import numpy as np
 from blake3 import blake3
 
 from kvstrata.backend.folders import cache_root
+from kvstrata.backend.source_digest import source_digest
 from kvstrata.packed.cpu.tiles import DOT
 from kvstrata.packed.weight import PackedWeight, TileFormat
 
@@ -63,12 +64,9 @@ def packed_file_path(fingerprint: str) -> Path:
 @cache
 def _machine() -> str:
     """Describe everything but the model that decides how weights are packed and which blocks are fused."""
-    code = blake3()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        code.update(path.read_bytes())
     libraries = [version(name) for name in ("mlx", "mlx-lm", "numba", "llvmlite")]
     cpu = [llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten(), DOT]
-    return json.dumps([code.hexdigest(), libraries, cpu])
+    return json.dumps([source_digest(Path(__file__).parent), libraries, cpu])
 
 
 def read_packed_file(path: Path) -> PackedModelWeights | None:
