@@ -31,7 +31,7 @@ from kvstrata.codecs.cuda.kernels import Kernel
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from tests.attention import cuda_emulated
-from tests.codecs.arrays import TURNS, a_turn, keys
+from tests.codecs.arrays import ROTATIONS, keys, some_rotation
 from tests.gpu.step_right import Case, decoded, right
 
 ON_GPU = backends.runtime().backend == "cuda"
@@ -91,7 +91,7 @@ CASES = [
 
 @needs_kernels
 def test_decode_of_a_range_equals_its_tokens() -> None:
-    planes = _encoded(4, 64, turn="neighbours")
+    planes = _encoded(4, 64, rotation="neighbours")
     assert _error(cuda_planes.decode_planes(planes, mx.float32, 33, 290), decoded(planes)[:, 33:290]) < 1e-6
 
 
@@ -99,17 +99,18 @@ JOINED = [(64, mx.float16, True), (128, mx.bfloat16, True), (128, mx.bfloat16, F
 
 
 @needs_kernels
-@pytest.mark.parametrize(("dim", "dtype", "turns"), some(JOINED, 1, 4))
+@pytest.mark.parametrize(("dim", "dtype", "has_rotation"), some(JOINED, 1, 4))
 @pytest.mark.parametrize("with_own", [True, False])
 def test_join_equals_decoded_segments(
-    dim: int, dtype: mx.Dtype, turns: bool, with_own: bool, monkeypatch: pytest.MonkeyPatch
+    dim: int, dtype: mx.Dtype, has_rotation: bool, with_own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstrata.attention.dispatch.runtime", lambda: SimpleNamespace(backend="cuda"))
     monkeypatch.setattr("kvstrata.attention.cuda.trials.joined_works", lambda *_: True)
     # Of any bits, some of them cut, one raw and some by half; each lies elsewhere in its groups.
     sealed = [
         SealedSegment(
-            _encoded(k_bits, dim, seed=i, turn=_kind(dim) if turns else ""), _encoded(v_bits, dim, seed=5 + i)
+            _encoded(k_bits, dim, seed=i, rotation=_kind(dim) if has_rotation else ""),
+            _encoded(v_bits, dim, seed=5 + i),
         )
         for i, (k_bits, v_bits) in enumerate([(8, 8), (4, 2), (2, 4)])
     ]
@@ -170,7 +171,7 @@ def test_join_leaves_buffers_of_other_sequences_to_mlx(monkeypatch: pytest.Monke
     monkeypatch.setattr("kvstrata.attention.dispatch.runtime", lambda: SimpleNamespace(backend="cuda"))
     monkeypatch.setattr("kvstrata.attention.cuda.trials.joined_works", lambda *_: True)
     monkeypatch.setattr("kvstrata.attention.cuda.join.join", lambda *_: pytest.fail("not this way"))
-    planes = _encoded(8, 64, turn="")
+    planes = _encoded(8, 64, rotation="")
     x = keys(2, 8, 64, dtype=mx.bfloat16)[None]
     live = RawSegment(x, x, 8)
     monkeypatch.setattr(SealedSegment, "dense", lambda *_: (x, x))
@@ -185,13 +186,13 @@ def test_join_leaves_buffers_of_other_sequences_to_mlx(monkeypatch: pytest.Monke
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("k_bits", "v_bits", "dim", "queries", "turns"),
-    some([(*case, turns) for case in CASES for turns in (True, False)], 1, 7),
+    ("k_bits", "v_bits", "dim", "queries", "has_rotation"),
+    some([(*case, has_rotation) for case in CASES for has_rotation in (True, False)], 1, 7),
 )
 def test_attention_over_planes_equals_attention_over_decoded_arrays(
-    k_bits: int, v_bits: int, dim: int, queries: int, turns: bool
+    k_bits: int, v_bits: int, dim: int, queries: int, has_rotation: bool
 ) -> None:
-    k, v = _encoded(k_bits, dim, turn=_kind(queries) if turns else ""), _encoded(v_bits, dim, seed=3)
+    k, v = _encoded(k_bits, dim, rotation=_kind(queries) if has_rotation else ""), _encoded(v_bits, dim, seed=3)
     q = _queries(2, queries, dim)
     out, log_sum = cuda_ranges.attend_planes(q, k, v, 17, 540, 0.25)
     wanted, wanted_log_sum = _attention(q, decoded(k)[:, 17:540], decoded(v)[:, 17:540], 0.25)
@@ -229,9 +230,9 @@ def test_step_writes_its_tokens_and_attends_to_them(with_planes: bool) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("turn", some(TURNS, 2, 1))
-def test_step_is_right_over_rope_aware_means(turn: str) -> None:
-    check_step(mx.bfloat16, 128, with_planes=True, turn=turn)
+@pytest.mark.parametrize("rotation", some(ROTATIONS, 2, 1))
+def test_step_is_right_over_rope_aware_means(rotation: str) -> None:
+    check_step(mx.bfloat16, 128, with_planes=True, rotation=rotation)
 
 
 @needs_kernels
@@ -264,11 +265,11 @@ def test_step_is_right_with_more_blocks_than_weights_in_shared_memory(monkeypatc
     assert right(Case(mx.bfloat16, 64, 64, 1, 2, 2, 4, 3)).startswith("ok")
 
 
-def check_step(dtype: mx.Dtype, dim: int, with_planes: bool, turn: str = "") -> None:
+def check_step(dtype: mx.Dtype, dim: int, with_planes: bool, rotation: str = "") -> None:
     """Three rows with buffers of their own; some also read a buffer that another row writes, and planes."""
     scale, sinks = 0.1, mx.array([0.0, 5, 10, 15, 20, 25])
     buffers = [_pair(1, 2, size, dim, seed=size, dtype=dtype) for size in (256, 300, 512)]
-    planes = cuda_ranges.EncodedRange(_encoded(8, dim, turn=turn), _encoded(4, dim, seed=3), 5, 590)
+    planes = cuda_ranges.EncodedRange(_encoded(8, dim, rotation=rotation), _encoded(4, dim, seed=3), 5, 590)
     first = _pair(1, 2, 4, dim, seed=5, dtype=dtype)
     before: list[list[cuda_ranges.Range]] = [
         [],
@@ -339,13 +340,13 @@ def test_attention_over_extreme_vectors_equals_decoded_arrays() -> None:
 
 
 def _kind(number: int) -> str:
-    """All kinds of turn over many cases, where each case is seconds of compiling."""
-    return TURNS[number % len(TURNS)]
+    """All kinds of rotation over many cases, where each case is seconds of compiling."""
+    return ROTATIONS[number % len(ROTATIONS)]
 
 
-def _encoded(bits: int, dim: int, seed: int = 0, turn: str = "") -> EncodedArray:
+def _encoded(bits: int, dim: int, seed: int = 0, rotation: str = "") -> EncodedArray:
     """Several segments, the first and the last of them short."""
-    codec = PlanesCodec(bits, a_turn(turn, dim) if turn else None)
+    codec = PlanesCodec(bits, some_rotation(rotation, dim) if rotation else None)
     return codec.encode(keys(2, 601, dim, seed=seed), position=200)
 
 

@@ -22,7 +22,7 @@ from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.registry import parse
 from tests.attention.plain_kernels import COMPILER, Plain
-from tests.codecs.arrays import TURNS, keys, named
+from tests.codecs.arrays import ROTATIONS, keys, named
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
@@ -105,7 +105,7 @@ def check(q: mx.array, rows: Rows, sinks: mx.array | None = None, run: Plain | N
 @pytest.mark.parametrize(("dim", "group"), [(64, 2), (128, 4)])
 def test_decode_is_right_for_every_pair_of_precisions(dim: int, group: int) -> None:
     """Each pair is a row with raw tokens after it, with plain means and RoPE-aware means of each form."""
-    turning = [f"{bits} {turn}" for bits, turn in zip(BITS, TURNS, strict=True)]
+    turning = [f"{bits} {rotation}" for bits, rotation in zip(BITS, ROTATIONS, strict=True)]
     pairs = product(("raw", *BITS, *turning), ("raw", *BITS))
     rows: Rows = [
         (sealed(k, v, 300 + 7 * i, dim, seed=i, position=200 + 31 * i), raw(9 + i, dim, seed=90 + i))
@@ -191,7 +191,7 @@ class Spec:
 
 
 PRECISIONS = st.sampled_from(["raw", *BITS])
-# The means of all keys of a layer turn alike, or they are of a time before that.
+# The RoPE-aware means of all keys of a layer have one rotation; older keys have plain means.
 KEYS = st.sampled_from(["raw", *BITS, *(f"{bits} halves" for bits in BITS)])
 SPECS = st.builds(
     Spec,

@@ -23,7 +23,7 @@ from kvstrata.codecs.metal.kernel_text import KernelLaunch
 from kvstrata.codecs.metal.planes import TokenRange
 from kvstrata.codecs.planes import PlanesCodec
 from tests.attention.test_metal_decode import KV_HEADS, queries, raw, sealed
-from tests.codecs.arrays import a_turn, keys
+from tests.codecs.arrays import keys, some_rotation
 
 STUB, CUDA_STUB = (Path(__file__).parent / f"{name}_stub.h" for name in ("metal", "cuda"))
 CUDA_TYPES = {
@@ -88,7 +88,7 @@ def every_case() -> dict[str, list[str]]:
 
 
 def codec_texts(bits: int) -> list[str]:
-    codec = PlanesCodec(bits, a_turn("halves", DIM))
+    codec = PlanesCodec(bits, some_rotation("halves", DIM))
     x = keys(KV_HEADS, 300, DIM, dtype=mx.bfloat16)
     planes = codec.encode(x, 100)
     encoding = recorded(lambda each: list(metal_planes.encode(each, bits, 100, codec.rotation, "metal").values()), x)

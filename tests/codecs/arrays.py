@@ -15,11 +15,11 @@ AFFINE = tuple(f"affine:{bits}{group}" for bits in (8, 6, 5, 4, 3, 2) for group 
 NAMES = ("raw", *AFFINE, "planes:8", "planes:4", "planes:2")
 TURNING = tuple(f"planes:{bits} {kind}" for bits in (8, 4, 2) for kind in ("halves", "neighbours", "last"))
 
-# All dims turn, or the first ones, or the last ones; as two halves or as neighbours.
-TURNS = ("halves", "neighbours", "last")
+# All dims rotation, or the first ones, or the last ones; as two halves or as neighbours.
+ROTATIONS = ("halves", "neighbours", "last")
 
 
-def a_turn(kind: str, dim: int, base: float = 10_000.0) -> RopeRotation:
+def some_rotation(kind: str, dim: int, base: float = 10_000.0) -> RopeRotation:
     num_pairs = dim // 4 if kind == "last" else dim // 2
     frequencies = base ** (-np.arange(num_pairs) / num_pairs)
     first = dim - 2 * num_pairs if kind == "last" else 0
@@ -27,10 +27,12 @@ def a_turn(kind: str, dim: int, base: float = 10_000.0) -> RopeRotation:
 
 
 def named(name: str, dim: int) -> Codec:
-    """`planes:4` and its like, and `planes:4 halves`, whose means turn."""
-    precision, _, turn = name.partition(" ")
+    """`planes:4` and its like, and `planes:4 halves`, whose means rotation."""
+    precision, _, rotation = name.partition(" ")
     codec = parse(precision)
-    return PlanesCodec(codec.bits, a_turn(turn, dim)) if isinstance(codec, PlanesCodec) and turn else codec
+    return (
+        PlanesCodec(codec.bits, some_rotation(rotation, dim)) if isinstance(codec, PlanesCodec) and rotation else codec
+    )
 
 
 def keys(*shape: int, seed: int = 0, dtype: mx.Dtype = mx.float32) -> mx.array:

@@ -17,8 +17,8 @@ TABLES = dict.fromkeys(("places", "pieces", "kinds"), mx.int32) | {"addresses": 
 
 
 PLANES = dict.fromkeys(("top", "next", "low"), mx.uint32) | dict.fromkeys(("scales", "means"), mx.float16)
-TURN = (("PAIRS", 64), ("FIRST", 0), ("INTERLEAVED", False))
-NO_TURN = (("PAIRS", 0), ("FIRST", 0), ("INTERLEAVED", False))
+ROTATION = (("PAIRS", 64), ("FIRST", 0), ("INTERLEAVED", False))
+NO_ROTATION = (("PAIRS", 0), ("FIRST", 0), ("INTERLEAVED", False))
 
 
 def assembled(kernel: Kernel, constants: tuple[Constant, ...], dtypes: dict[str, mx.Dtype]) -> str:
@@ -67,31 +67,31 @@ def test_collect_kernel_compiles() -> None:
     assert assembled(kernel, (), dict.fromkeys((*kernel.inputs, "out"), mx.uint64))
 
 
-@pytest.mark.parametrize(("dtype", "turn", "place"), [(mx.bfloat16, TURN, 0), (mx.float16, NO_TURN, 5)])
-def test_join_kernel_compiles(dtype: mx.Dtype, turn: tuple[Constant, ...], place: int) -> None:
-    constants = (("T", dtype), ("DIM", 128), ("PLACE", place), *turn)
+@pytest.mark.parametrize(("dtype", "rotation", "place"), [(mx.bfloat16, ROTATION, 0), (mx.float16, NO_ROTATION, 5)])
+def test_join_kernel_compiles(dtype: mx.Dtype, rotation: tuple[Constant, ...], place: int) -> None:
+    constants = (("T", dtype), ("DIM", 128), ("PLACE", place), *rotation)
     types = {"spans": mx.int32, "starts": mx.int32, "addresses": mx.uint64, "own": dtype, "out": dtype}
     assert assembled(cuda_kernels.decode_parts(), constants, types)
 
 
-@pytest.mark.parametrize(("bits", "turn"), [(8, TURN), (4, NO_TURN), (2, TURN)])
-def test_encode_kernel_compiles(bits: int, turn: tuple[Constant, ...]) -> None:
+@pytest.mark.parametrize(("bits", "rotation"), [(8, ROTATION), (4, NO_ROTATION), (2, ROTATION)])
+def test_encode_kernel_compiles(bits: int, rotation: tuple[Constant, ...]) -> None:
     """To machine code: shared memory is known then."""
-    constants = (("T", mx.bfloat16), ("BITS", bits), ("DIM", 128), *turn)
+    constants = (("T", mx.bfloat16), ("BITS", bits), ("DIM", 128), *rotation)
     text = text_of(cuda_kernels.encode_planes(), constants, PLANES | {"x": mx.bfloat16, "starts": mx.int32})
     assert nvrtc.machine_code(text, "sm_90")
 
 
-@pytest.mark.parametrize("turn", [TURN, NO_TURN])
-def test_decode_kernel_compiles(turn: tuple[Constant, ...]) -> None:
-    constants = (("T", mx.float16), ("DIM", 128), *turn)
+@pytest.mark.parametrize("rotation", [ROTATION, NO_ROTATION])
+def test_decode_kernel_compiles(rotation: tuple[Constant, ...]) -> None:
+    constants = (("T", mx.float16), ("DIM", 128), *rotation)
     text = text_of(cuda_kernels.decode_planes(), constants, named("k") | {"starts": mx.int32, "out": mx.float16})
     assert nvrtc.machine_code(text, "sm_90")
 
 
-@pytest.mark.parametrize("turn", [TURN, NO_TURN])
-def test_score_kernel_compiles(turn: tuple[Constant, ...]) -> None:
-    turned = tuple((f"K_{name}", number) for name, number in turn)
+@pytest.mark.parametrize("rotation", [ROTATION, NO_ROTATION])
+def test_score_kernel_compiles(rotation: tuple[Constant, ...]) -> None:
+    turned = tuple((f"K_{name}", number) for name, number in rotation)
     constants = (("T", mx.bfloat16), ("K_BITS", 8), ("K_DIM", 128), ("TILES", 2), *turned)
     assert assembled(cuda_kernels.score_planes(), constants, named("k") | {"q": mx.bfloat16, "pieces0": mx.int32})
 

@@ -12,7 +12,7 @@ from kvstrata.codecs.cuda import planes as cuda_planes
 from kvstrata.codecs.metal import planes as metal_planes
 from kvstrata.codecs.metal.kernel_text import KernelLaunch
 from kvstrata.codecs.planes import PlanesCodec
-from tests.codecs.arrays import a_turn, keys
+from tests.codecs.arrays import keys, some_rotation
 
 KIND = VectorKind(mx.float32, 64)
 
@@ -43,7 +43,7 @@ def test_explain_names_the_backend_of_each_operation(backend: Backend, coding: s
     wanted = {**coded, "scores": products, "mix": products}
     with runtime().use_backend(backend):
         assert paths(KIND) == wanted
-        rotated = KIND._replace(rotation=a_turn("halves", 64))
+        rotated = KIND._replace(rotation=some_rotation("halves", 64))
         assert paths(rotated) == {**wanted, "mix": "stock"}
 
 

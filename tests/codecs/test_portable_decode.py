@@ -16,7 +16,7 @@ from kvstrata.codecs.metal import planes as metal_planes
 from kvstrata.codecs.metal.planes import TokenRange
 from kvstrata.codecs.planes import PlanesCodec
 from tests.attention.plain_kernels import COMPILER, Plain
-from tests.codecs.arrays import TURNS, a_turn, keys
+from tests.codecs.arrays import ROTATIONS, keys, some_rotation
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
@@ -24,10 +24,10 @@ HEADS = 2
 
 
 def planes(
-    bits: int, num_tokens: int, seed: int, position: int = 0, turn: str | None = None, dim: int = 64
+    bits: int, num_tokens: int, seed: int, position: int = 0, rotation: str | None = None, dim: int = 64
 ) -> EncodedArray:
     with backends.as_on_metal():
-        codec = PlanesCodec(bits, a_turn(turn, dim) if turn else None)
+        codec = PlanesCodec(bits, some_rotation(rotation, dim) if rotation else None)
         return codec.encode(keys(HEADS, num_tokens, dim, seed=seed), position)
 
 
@@ -56,11 +56,11 @@ def check(stretches: Sequence[TokenRange], dtype: mx.Dtype = mx.float32, num_lau
 
 
 def test_join_of_five_chat_turns_and_own_tokens_is_one_launch() -> None:
-    """Whole and cut, of all bits, with means that turn and plain ones: an older part has those."""
+    """Whole and cut, of all bits, with RoPE-aware means and plain ones, which older segments have."""
     cases = ((8, "halves"), (4, "halves"), (2, None), (8, None), (8, "halves"))
     coded = [
-        TokenRange(planes(bits, 300 - 17 * i, i, 90 * i, turn), 5 * i, 300 - 20 * i)
-        for i, (bits, turn) in enumerate(cases)
+        TokenRange(planes(bits, 300 - 17 * i, i, 90 * i, rotation), 5 * i, 300 - 20 * i)
+        for i, (bits, rotation) in enumerate(cases)
     ]
     own = TokenRange(keys(HEADS, 80, 64, seed=20), 0, 71)
     check([*coded, own])
@@ -89,14 +89,14 @@ def test_unused_slots_compile_no_further_kernel() -> None:
 def test_join_to_16_bits_keeps_raw_vectors(dtype: mx.Dtype) -> None:
     """Raw vectors come through as they are."""
     own = TokenRange(keys(HEADS, 70, 64, seed=3, dtype=dtype), 3, 65)
-    check([TokenRange(planes(4, 100, 1, turn="neighbours"), 0, 100), own], dtype)
+    check([TokenRange(planes(4, 100, 1, rotation="neighbours"), 0, 100), own], dtype)
     joined = metal_planes.join([TokenRange(planes(2, 8, 1), 0, 8), own], dtype, "plain", Plain())
     assert mx.array_equal(joined[:, 8:], own.held[:, 3:65])  # pyright: ignore[reportIndexIssue]
 
 
-@pytest.mark.parametrize(("dim", "turn"), [(80, "last"), (192, "halves"), (256, "neighbours")])
-def test_join_takes_each_head_size(dim: int, turn: str) -> None:
-    check([TokenRange(planes(8, 90, 1, 200, turn, dim), 1, 88), TokenRange(keys(HEADS, 12, dim), 0, 12)])
+@pytest.mark.parametrize(("dim", "rotation"), [(80, "last"), (192, "halves"), (256, "neighbours")])
+def test_join_takes_each_head_size(dim: int, rotation: str) -> None:
+    check([TokenRange(planes(8, 90, 1, 200, rotation, dim), 1, 88), TokenRange(keys(HEADS, 12, dim), 0, 12)])
 
 
 STRETCHES = st.tuples(
@@ -105,32 +105,32 @@ STRETCHES = st.tuples(
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(cases=st.lists(STRETCHES, min_size=1, max_size=9), turn=st.sampled_from([None, *TURNS]))
+@given(cases=st.lists(STRETCHES, min_size=1, max_size=9), rotation=st.sampled_from([None, *ROTATIONS]))
 def test_join_of_random_ranges_equals_stock_decoding(
-    cases: list[tuple[int, int, int, int, int]], turn: str | None
+    cases: list[tuple[int, int, int, int, int]], rotation: str | None
 ) -> None:
     stretches = []
     for seed, (bits, num_tokens, position, before, after) in enumerate(cases):
         size = before + num_tokens + after
-        held = planes(bits, size, seed, position, turn) if bits else keys(HEADS, size, 64, seed=seed)
+        held = planes(bits, size, seed, position, rotation) if bits else keys(HEADS, size, 64, seed=seed)
         stretches.append(TokenRange(held, before, before + num_tokens))
     found = metal_planes.join(stretches, mx.float32, "plain", Plain())
     np.testing.assert_allclose(np.array(found), stock(stretches), rtol=0, atol=1e-4)
 
 
 def test_lane_order_does_not_change_results() -> None:
-    stretches = [TokenRange(planes(8, 100, 1, turn="halves"), 3, 90), TokenRange(keys(HEADS, 30, 64), 0, 30)]
+    stretches = [TokenRange(planes(8, 100, 1, rotation="halves"), 3, 90), TokenRange(keys(HEADS, 30, 64), 0, 30)]
     forth, back = (metal_planes.join(stretches, mx.float32, "plain", Plain(backwards=way)) for way in (False, True))
     assert mx.array_equal(forth, back)
 
 
 def test_unsupported_vectors_are_not_taken() -> None:
-    coded, raw = TokenRange(planes(4, 20, 1, turn="halves"), 0, 20), TokenRange(keys(HEADS, 20, 64), 0, 20)
+    coded, raw = TokenRange(planes(4, 20, 1, rotation="halves"), 0, 20), TokenRange(keys(HEADS, 20, 64), 0, 20)
     assert metal_planes.takes_ranges([coded, raw], mx.float32)
-    # Raw vectors of another type or size; keys that turn in two ways; what the kernel does not know.
+    # Raw vectors of another type or size; keys that rotation in two ways; what the kernel does not know.
     assert not metal_planes.takes_ranges([coded, raw], mx.bfloat16)
     assert not metal_planes.takes_ranges([coded, TokenRange(keys(HEADS, 20, 80), 0, 20)], mx.float32)
-    assert not metal_planes.takes_ranges([coded, TokenRange(planes(4, 20, 1, turn="last"), 0, 20)], mx.float32)
+    assert not metal_planes.takes_ranges([coded, TokenRange(planes(4, 20, 1, rotation="last"), 0, 20)], mx.float32)
     assert not metal_planes.takes_ranges([TokenRange(keys(HEADS, 20, 288), 0, 20)], mx.float32)
     assert not metal_planes.takes_ranges([TokenRange(keys(HEADS, 20, 72), 0, 20)], mx.float32)
     with backends.as_on_metal():

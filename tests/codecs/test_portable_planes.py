@@ -12,7 +12,7 @@ from kvstrata.codecs.mean_runs import runs_of
 from kvstrata.codecs.metal import planes as metal_planes
 from kvstrata.codecs.planes import CODE_PLANES, HELD, PlanesCodec, unpack
 from tests.attention.plain_kernels import COMPILER, Plain
-from tests.codecs.arrays import TURNS, a_turn, keys
+from tests.codecs.arrays import ROTATIONS, keys, some_rotation
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
@@ -20,8 +20,8 @@ HEADS, TOKENS, POSITION = 2, 300, 200
 CASES = [(64, 8, None), (64, 4, "halves"), (128, 2, "neighbours"), (80, 8, "last"), (192, 4, None), (256, 8, "halves")]
 
 
-def _codec(dim: int, bits: int, turn: str | None) -> PlanesCodec:
-    return PlanesCodec(bits, a_turn(turn, dim) if turn else None)
+def _codec(dim: int, bits: int, rotation: str | None) -> PlanesCodec:
+    return PlanesCodec(bits, some_rotation(rotation, dim) if rotation else None)
 
 
 def _encoded(x: mx.array, codec: PlanesCodec, position: int = POSITION) -> EncodedArray:
@@ -44,9 +44,9 @@ def _close(found: mx.array, wanted: mx.array, steps: float) -> bool:
     return bool((np.abs(a - b) <= steps * (2.0**-10 * np.abs(b) + 1e-6)).all())
 
 
-@pytest.mark.parametrize(("dim", "bits", "turn"), CASES)
-def test_portable_codes_equal_stock_codes(dim: int, bits: int, turn: str | None) -> None:
-    codec = _codec(dim, bits, turn)
+@pytest.mark.parametrize(("dim", "bits", "rotation"), CASES)
+def test_portable_codes_equal_stock_codes(dim: int, bits: int, rotation: str | None) -> None:
+    codec = _codec(dim, bits, rotation)
     x = keys(HEADS, TOKENS, dim)
     found = _encoded(x, codec)
     with backends.as_on_metal():
@@ -91,9 +91,9 @@ def test_lane_order_does_not_change_results() -> None:
     assert all(mx.array_equal(forth[name], back[name]) for name in forth)
 
 
-@pytest.mark.parametrize("turn", TURNS)
-def test_planes_joined_inside_a_group_decode_as_stock(turn: str) -> None:
-    codec = _codec(64, 4, turn)
+@pytest.mark.parametrize("rotation", ROTATIONS)
+def test_planes_joined_inside_a_group_decode_as_stock(rotation: str) -> None:
+    codec = _codec(64, 4, rotation)
     with backends.as_on_metal():
         joined = codec.join(
             codec.encode(keys(HEADS, 100, 64, seed=1), 30), codec.encode(keys(HEADS, 250, 64, seed=2), 130)

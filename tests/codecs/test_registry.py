@@ -74,7 +74,7 @@ def test_a_head_dim_that_cannot_be_rotated_is_refused(name: str) -> None:
         ({"codec": ["raw"], "version": 1}, "knows no codec"),
         ({"codec": "planes", "version": 3, "bits": 8}, "planes of version 1 and 2, not 3"),
         ({"codec": "raw", "version": 2}, "raw of version 1, not 2"),
-        ({"codec": "planes", "version": 2, "bits": 8}, "version 2 cannot be read: a turn is described by"),
+        ({"codec": "planes", "version": 2, "bits": 8}, "version 2 cannot be read: a RoPE rotation has"),
         ({"codec": "planes", "version": 1}, "'bits' as a whole number, not None"),
         ({"codec": "planes", "version": 1, "bits": 8.0}, "'bits' as a whole number, not 8.0"),
         ({"codec": "affine", "version": 1, "bits": 8}, "'group' as a whole number"),

@@ -247,7 +247,7 @@ def disk_rates(engine: Engine) -> read_rates.ReadRates:
 
 
 @pytest.mark.cache_faults
-@pytest.mark.parametrize("name", ["rates", "look", "read"])
+@pytest.mark.parametrize("name", ["rates", "start_lookup", "read"])
 def test_tier_that_raises_is_a_miss_for_the_request_that_asked(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -70,13 +70,13 @@ def normal(shape: tuple[int, ...], seed: int, dtype: mx.Dtype, offset: float = 0
     return x
 
 
-def a_turn(dim: int) -> RopeRotation:
+def some_rotation(dim: int) -> RopeRotation:
     return make_rotation(10_000.0 ** (-np.arange(dim // 2) / (dim // 2)))
 
 
 def sealed(k_bits: int, v_bits: int, heads: int, tokens: int, dims: tuple[int, int], seed: int = 0) -> SealedSegment:
-    turn = a_turn(dims[0]) if seed % 2 == 0 else None
-    k = PlanesCodec(k_bits, turn).encode(normal((heads, tokens, dims[0]), seed, mx.float32, 1.0), 7 * seed)
+    rotation = some_rotation(dims[0]) if seed % 2 == 0 else None
+    k = PlanesCodec(k_bits, rotation).encode(normal((heads, tokens, dims[0]), seed, mx.float32, 1.0), 7 * seed)
     v = PlanesCodec(v_bits).encode(normal((heads, tokens, dims[1]), seed + 1, mx.float32), 7 * seed)
     return SealedSegment(k, v)
 
@@ -150,16 +150,16 @@ def right() -> Iterator[Right]:
 def codecs_right() -> Iterator[Right]:
     """Beside CUDA's own kernels, which round in another order: here and there a code is its neighbour."""
     for dtype, dim, bits in ((mx.bfloat16, 128, 8), (mx.float16, 192, 4), (mx.float32, 64, 2)):
-        for turn in (a_turn(dim), None):
-            codec = PlanesCodec(bits, turn)
+        for rotation in (some_rotation(dim), None):
+            codec = PlanesCodec(bits, rotation)
             x = normal((2, 700, dim), 1, dtype, 1.0)
             began_s = time.perf_counter()
-            arrays = metal_planes.encode(x, bits, 100, turn, "cuda")
+            arrays = metal_planes.encode(x, bits, 100, rotation, "cuda")
             theirs = codec.encode(x, 100)
             planes = EncodedArray(codec, arrays, 700, 100, dim, theirs.mean_runs)
             found, wanted = (wide(codec.decode(each, mx.float32)) for each in (planes, theirs))
             first_s = time.perf_counter() - began_s
-            name = f"{codec.name}, heads of {dim}, {dtype}, {'turning' if turn else 'plain'} means"
+            name = f"{codec.name}, heads of {dim}, {dtype}, {'turning' if rotation else 'plain'} means"
             yield Right(f"encode {name}", float(np.abs(found - wanted).mean() / np.abs(wanted).mean()), 5e-3, first_s)
             began_s = time.perf_counter()
             decoded = wide(metal_planes.decode(theirs, mx.float32, "cuda"))
@@ -177,7 +177,7 @@ def codecs_right() -> Iterator[Right]:
 def codecs_speed(copy: float) -> Iterator[Speed]:
     x = normal((8, 32768, 128), 1, mx.bfloat16)
     for bits in (8, 4):
-        codec = PlanesCodec(bits, a_turn(128))
+        codec = PlanesCodec(bits, some_rotation(128))
         planes = codec.encode(x)
         works: dict[str, list[Work]] = {
             "decode": [

@@ -32,13 +32,13 @@ class Case:
     num_rows: int
     most_runs: int
     seed: int
-    turns: bool = True
+    has_rotation: bool = True
     has_sinks: bool = False
 
     @property
     def name(self) -> str:
         kind = str(self.dtype).split(".")[-1]
-        extras = (" turning" if self.turns else "") + (" sinks" if self.has_sinks else "")
+        extras = (" RoPE-aware" if self.has_rotation else "") + (" sinks" if self.has_sinks else "")
         return (
             f"{kind} {self.k_dim}/{self.v_dim} heads {self.kv_heads}x{self.group}, {self.num_rows} rows, up to "
             f"{self.most_runs} runs{extras}"
@@ -47,16 +47,16 @@ class Case:
 
 def cases() -> Iterator[Case]:
     heads = mx.bfloat16, 128, 128
-    yield Case(*heads, 2, 2, 1, 0, 0, turns=False)
+    yield Case(*heads, 2, 2, 1, 0, 0, has_rotation=False)
     yield Case(*heads, 2, 2, 2, 1, 1)
     yield Case(*heads, 8, 2, 5, 4, 2)
-    yield Case(*heads, 2, 1, 16, 12, 3, turns=False)
+    yield Case(*heads, 2, 1, 16, 12, 3, has_rotation=False)
     yield Case(*heads, 2, 4, 9, 12, 4, has_sinks=True)
     yield Case(*heads, 4, 3, 16, 0, 5, has_sinks=True)
     yield Case(*heads, 2, 8, 7, 6, 6, has_sinks=True)
     yield Case(*heads, 2, 5, 3, 3, 7)
     yield Case(mx.float16, 64, 64, 2, 4, 6, 8, 8)
-    yield Case(mx.float16, 64, 64, 3, 1, 2, 2, 9, turns=False, has_sinks=True)
+    yield Case(mx.float16, 64, 64, 3, 1, 2, 2, 9, has_rotation=False, has_sinks=True)
 
 
 def slow_cases() -> Iterator[Case]:
@@ -71,8 +71,8 @@ class Rows:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.rng = np.random.default_rng(case.seed)
-        turn = a_turn(case.k_dim) if case.turns else None
-        planes = [self._planes(turn) for _ in range(max(1, case.most_runs * case.num_rows // 2))]
+        rotation = some_rotation(case.k_dim) if case.has_rotation else None
+        planes = [self._planes(rotation) for _ in range(max(1, case.most_runs * case.num_rows // 2))]
         raws = [self._raw(int(self.rng.integers(3, 300))) for _ in range(3)]
         self.dense: dict[KernelViews, list[np.ndarray]] = {}
         self.before = [
@@ -137,14 +137,14 @@ class Rows:
         k, v = (self._normal(1, self.case.kv_heads, num_tokens, dim) for dim in (self.case.k_dim, self.case.v_dim))
         return RawRange(k, v, 0, num_tokens)
 
-    def _planes(self, turn: RopeRotation | None) -> EncodedRange:
+    def _planes(self, rotation: RopeRotation | None) -> EncodedRange:
         num_tokens, position = int(self.rng.integers(5, 900)), int(self.rng.integers(0, 600))
         k_bits, v_bits = self.rng.choice([RAW_BITS, 8, 4, 2], size=2).tolist()
         if k_bits == v_bits == RAW_BITS:
             v_bits = 8
         k, v = (
             encoded(self._normal(self.case.kv_heads, num_tokens, dim) + 0.5, bits, t, position)
-            for dim, bits, t in ((self.case.k_dim, k_bits, turn), (self.case.v_dim, v_bits, None))
+            for dim, bits, t in ((self.case.k_dim, k_bits, rotation), (self.case.v_dim, v_bits, None))
         )
         return EncodedRange(k, v, 0, num_tokens)
 
@@ -163,17 +163,17 @@ class Rows:
         return self.dense[part.views]
 
 
-def a_turn(dim: int) -> RopeRotation:
-    turn = make_rotation(100.0 ** (-np.arange(dim // 2) / dim))
-    assert turn is not None
-    return turn
+def some_rotation(dim: int) -> RopeRotation:
+    rotation = make_rotation(100.0 ** (-np.arange(dim // 2) / dim))
+    assert rotation is not None
+    return rotation
 
 
-def encoded(x: mx.array, bits: int, turn: RopeRotation | None, position: int) -> EncodedArray:
+def encoded(x: mx.array, bits: int, rotation: RopeRotation | None, position: int) -> EncodedArray:
     """With stock operations, which compile nothing."""
     if bits == RAW_BITS:
         return RawCodec().adopt(x, position)
-    codec = PlanesCodec(bits, turn)
+    codec = PlanesCodec(bits, rotation)
     arrays = codec.encode_stock(x, position)
     held = {name: arrays[name] for name in (*HELD[codec.bits], "scales", "means")}
     return EncodedArray(codec, held, x.shape[1], position, x.shape[2], runs_of(position, x.shape[1]))

@@ -19,10 +19,10 @@ from kvstrata.kv.span import Span, SpanRange, prefix_of
 from kvstrata.kv.transcode import becomes, is_transcoded, transcode_layer
 from kvstrata.prefix_cache.jobs import run_to_end
 from kvstrata.tiers.block import BlockContent
-from tests.codecs.arrays import a_turn
+from tests.codecs.arrays import some_rotation
 from tests.kv.drive import LAYOUT, distance, packed, random_span, sealed_span, text_for
 
-ROTATION = a_turn("halves", 64)
+ROTATION = some_rotation("halves", 64)
 ROPE_LAYOUT = Layout((replace(LAYOUT.layers[0], k_rotation=ROTATION),))
 
 

@@ -31,7 +31,7 @@ class KernelViews:
 
     def __init__(self) -> None:
         self._views: dict[Callable[[Any], Any], Any] = {}
-        self.version = 0  # changes with each `forget`
+        self.version = object()  # of these views alone, replaced by `forget`; whoever keeps it keeps no view alive
 
     def get(self, make: Callable[[_Source], _View], source: _Source) -> _View:
         """Return `make(source)`, made at the first use and again after `forget`."""
@@ -43,7 +43,7 @@ class KernelViews:
     def forget(self) -> None:
         """Drop all views because MLX writes the arrays: whether it writes in place is not known."""
         self._views.clear()
-        self.version += 1
+        self.version = object()
 
 
 class Segment(Protocol):

@@ -92,7 +92,7 @@ class PlanesCodec:
     def check(self, dim: int) -> None:
         check_dim(self.name, dim)
         if self.rotation is not None and self.rotation.end > dim:
-            raise UnsupportedCodec(f"{self.name} cannot turn {self.rotation.end} dims of vectors that have {dim}.")
+            raise UnsupportedCodec(f"{self.name} cannot rotate {self.rotation.end} dims of vectors that have {dim}.")
 
     def layout(self, extent: Extent) -> dict[str, Plane]:
         dim, num_tokens, num_mean_runs = extent

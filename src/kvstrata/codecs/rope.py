@@ -70,23 +70,23 @@ class RopeRotation:
 def rotation_from(spec: object) -> RopeRotation:
     """Read the result of `RopeRotation.spec`. ValueError for anything else."""
     if not isinstance(spec, Mapping):
-        raise ValueError(f"a turn is described by its first dim, its pairs and their frequencies, not by {spec!r}")
+        raise ValueError(f"a RoPE rotation has a first dim, pairs and their frequencies, not {spec!r}")
     first, is_interleaved, octets = (spec.get(name) for name in ("first", "interleaved", "frequencies"))
     if type(first) is not int or first < 0 or type(is_interleaved) is not bool or not isinstance(octets, str):
-        raise ValueError(f"{dict(spec)} does not describe a turn")
+        raise ValueError(f"{dict(spec)} does not describe a RoPE rotation")
     try:
         frequencies = base64.b64decode(octets, validate=True)
     except binascii.Error as error:
-        raise ValueError("the frequencies of a turn are not base64") from error
+        raise ValueError("the frequencies of a RoPE rotation are not base64") from error
     if len(frequencies) % 4:
-        raise ValueError("the frequencies of a turn are not float32")
+        raise ValueError("the frequencies of a RoPE rotation are not float32")
     return make_rotation(np.frombuffer(frequencies, "<f4"), first=first, is_interleaved=is_interleaved)
 
 
 def make_rotation(frequencies: np.ndarray, *, first: int = 0, is_interleaved: bool = False) -> RopeRotation:
     numbers = np.asarray(frequencies, "<f4")
     if not len(numbers) or not np.isfinite(numbers).all():
-        raise ValueError("a turn needs frequencies, all of them finite")
+        raise ValueError("a RoPE rotation needs frequencies, all of them finite")
     return RopeRotation(first, is_interleaved, numbers.tobytes())
 
 

@@ -96,7 +96,7 @@ class FullLayer(AttentionLayer):
 
     def _read_only_segments(self) -> tuple[Segment, ...]:
         """Return the segments that this layer does not write: the prefix and its own sealed tokens."""
-        return (*(part for source in self._prefix for part in source.segments()), *self.own.sealed)
+        return (*(segment for source in self._prefix for segment in source.segments()), *self.own.sealed)
 
     def drop_replaced_segments(self) -> None:
         """Have the prefix's sources look up their segments anew: a source keeps those of the last step alive."""

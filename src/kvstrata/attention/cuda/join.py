@@ -1,8 +1,8 @@
 """Join keys and values of a layer to plain arrays on CUDA, for a chunk: a launch for K and one for V.
 
-The kernel finds stored parts through addresses, as in a decode step. The result depends on the arrays behind the
+The kernel finds cached KV through addresses, as in a decode step. The result depends on the arrays behind the
 addresses, so MLX keeps these arrays until the launches have ended. The tokens that the sequence has just written are an
-argument. Knows ranges; does not know parts, sequences or layers.
+argument. Knows ranges; does not know segments, sequences or layers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FEWEST_SPANS, _FEWEST_STARTS = 64, 512  # entries of a table, so that shapes se
 
 
 class JoinInput(NamedTuple):
-    """Inputs of a join: parts that do not change, then tokens of the sequence's own buffer, if there are any."""
+    """Inputs of a join: ranges of cached KV, then tokens of the sequence's own buffer, if there are any."""
 
     ranges: Sequence[Range]
     own: RawRange | None
@@ -49,7 +49,7 @@ class JoinInput(NamedTuple):
 
 
 class JoinedRange(NamedTuple):
-    """Keys or values of one part."""
+    """Keys or values of one range."""
 
     bits: int
     num_tokens: int  # of the arrays
@@ -60,44 +60,44 @@ class JoinedRange(NamedTuple):
 
 
 class JoinTables(NamedTuple):
-    ranges: mx.array  # int32 [1 + parts, 8], see decode.cuh
-    starts: mx.array  # int32: the start of each segment of each part, and the end of its last segment
+    ranges: mx.array  # int32 [1 + ranges, 8], see decode.cuh
+    starts: mx.array  # int32: the start of each mean run of each range, and the end of its last mean run
     total: int  # tokens
 
 
 def join_input(ranges: Sequence[Range], own: RawRange | None, dtype: mx.Dtype) -> JoinInput | None:
     """Return the inputs of a join. None: the kernel does not take them, or there is nothing to join."""
-    parts = ranges if own is None else [*ranges, own]
-    planes = [part for part in ranges if isinstance(part, EncodedRange)]
-    turns = {rotation_of(part.k) for part in planes if not is_raw(part.k)} or {None}
-    fits = dtype in RAW_DTYPES and all(part.fits and part.raw_dtypes <= {dtype} for part in parts)
-    if not planes or len(parts) < 2 or len(turns) > 1 or not fits:
+    joined = ranges if own is None else [*ranges, own]
+    planes = [kv for kv in ranges if isinstance(kv, EncodedRange)]
+    rotations = {rotation_of(kv.k) for kv in planes if not is_raw(kv.k)} or {None}
+    fits = dtype in RAW_DTYPES and all(kv.fits and kv.raw_dtypes <= {dtype} for kv in joined)
+    if not planes or len(joined) < 2 or len(rotations) > 1 or not fits:
         return None
-    return JoinInput(ranges, own, *turns)
+    return JoinInput(ranges, own, *rotations)
 
 
-def join(parts: JoinInput, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+def join(inputs: JoinInput, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
     """Return K and V, [1, kv_heads, tokens, dim]."""
-    ranges, own, turn = parts
-    addresses = cuda_addresses.collect([addresses_of(part) for part in ranges], segments_length(len(ranges)))
-    planes = next(part for part in ranges if isinstance(part, EncodedRange))
+    ranges, own, rotation = inputs
+    addresses = cuda_addresses.collect([addresses_of(kv) for kv in ranges], segments_length(len(ranges)))
+    planes = next(kv for kv in ranges if isinstance(kv, EncodedRange))
     (heads,) = planes.k.leading
     own_k, own_v = (own.k, own.v) if own else (_nothing(heads, x.dim, dtype) for x in (planes.k, planes.v))
-    k_spans, v_spans = [_span(part, part.k) for part in ranges], [_span(part, part.v) for part in ranges]
+    k_spans, v_spans = [_span(kv, kv.k) for kv in ranges], [_span(kv, kv.v) for kv in ranges]
     if own is not None:
         k_spans.append(JoinedRange(_OWN_BITS, own.k.shape[2], own.start, own.end))
         v_spans.append(k_spans[-1])
-    k = _decoded(_tables(tuple(k_spans)), addresses, own_k, turn, place=0)
+    k = _decoded(_tables(tuple(k_spans)), addresses, own_k, rotation, place=0)
     v = _decoded(_tables(tuple(v_spans)), addresses, own_v, None, place=_VALUES_PLACE)
     k, v = mx.depends([k, v], held_by([ranges], []))
     return k, v
 
 
-def _span(part: Range, held: EncodedArray | mx.array) -> JoinedRange:
+def _span(kv: Range, held: EncodedArray | mx.array) -> JoinedRange:
     if isinstance(held, mx.array):
-        return JoinedRange(RAW_BITS, held.shape[2], part.start, part.end)
+        return JoinedRange(RAW_BITS, held.shape[2], kv.start, kv.end)
     offset = held.position % GROUP_TOKENS
-    return JoinedRange(bits_of(held), held.num_tokens, part.start, part.end, held.mean_runs, offset)
+    return JoinedRange(bits_of(held), held.num_tokens, kv.start, kv.end, held.mean_runs, offset)
 
 
 @lru_cache(maxsize=256)
@@ -118,13 +118,13 @@ def _tables(spans: tuple[JoinedRange, ...]) -> JoinTables:
 
 
 def _decoded(
-    tables: JoinTables, addresses: mx.array, own: mx.array, turn: RopeRotation | None, *, place: int
+    tables: JoinTables, addresses: mx.array, own: mx.array, rotation: RopeRotation | None, *, place: int
 ) -> mx.array:
     (_, heads, _, dim), dtype = own.shape, own.dtype
     num_units = heads * tables.total * (dim // 16)
     (out,) = cuda_kernels.decode_parts().run(
-        (("T", dtype), ("DIM", dim), ("PLACE", place), *rotation_constants(turn)),
-        inputs=[signs(dim), angles_of(turn), tables.ranges, tables.starts, addresses, own],
+        (("T", dtype), ("DIM", dim), ("PLACE", place), *rotation_constants(rotation)),
+        inputs=[signs(dim), angles_of(rotation), tables.ranges, tables.starts, addresses, own],
         output_shapes=[(1, heads, tables.total, dim)],
         output_dtypes=[dtype],
         grid=(-(-num_units // DECODE_THREADS) * DECODE_THREADS, 1, 1),

@@ -66,9 +66,9 @@ def attend(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: mx.array |
     keys, values = k.astype(mx.float32).swapaxes(-1, -2), v.astype(mx.float32)
     out = []
     for start in range(0, tokens, size):
-        part = q[:, :, start : start + size]
+        tile = q[:, :, start : start + size]
         seen = None if mask is None else mask[..., start : start + size, :]
-        out.append(_tile(part, keys, values, scale, seen))
+        out.append(_tile(tile, keys, values, scale, seen))
     return out[0] if len(out) == 1 else mx.concatenate(out, axis=2)
 
 

@@ -37,7 +37,7 @@ from kvstrata.codecs.mean_runs import GROUP_TOKENS, MeanRuns
 
 RAW_DTYPES = (mx.bfloat16, mx.float16)
 
-# Most parts of one launch. With more there would be more kinds of launch to compile.
+# Most ranges of one launch. With more there would be more kinds of launch to compile.
 PARTS_AT_ONCE = 3
 
 _COMBINE_THREADS = 1024
@@ -76,7 +76,7 @@ class EncodedRange:
         return [*arrays_of(self.k), *arrays_of(self.v), table_of(rotation_of(self.k), self.k.dim)]
 
     def constants(self, number: int) -> list[Constant]:
-        """Return the constants of part `number` of a launch."""
+        """Return the constants of range `number` of a launch."""
         bits: list[Constant] = [(f"K_BITS{number}", bits_of(self.k)), (f"V_BITS{number}", bits_of(self.v))]
         return bits + rotation_constants(rotation_of(self.k), "K_", str(number))
 
@@ -171,13 +171,13 @@ def is_raw(planes: EncodedArray) -> bool:
 
 def have_one_dtype(ranges: Sequence[Range]) -> bool:
     """Whether raw vectors have a single dtype: a launch reads the bits of all of them as one dtype."""
-    return len({dtype for part in ranges for dtype in part.raw_dtypes}) <= 1
+    return len({dtype for kv in ranges for dtype in kv.raw_dtypes}) <= 1
 
 
 def fit_together(ranges: Sequence[Range]) -> bool:
     """Whether one `attend` reads all ranges. It takes no planes whose keys or values alone are raw."""
-    is_mixed = any(isinstance(part, EncodedRange) and part.raw_dtypes for part in ranges)
-    return not is_mixed and have_one_dtype(ranges) and all(part.fits for part in ranges)
+    is_mixed = any(isinstance(kv, EncodedRange) and kv.raw_dtypes for kv in ranges)
+    return not is_mixed and have_one_dtype(ranges) and all(kv.fits for kv in ranges)
 
 
 def attend(
@@ -190,7 +190,7 @@ def attend(
     kv_heads = _num_heads(ranges[0])
     grouped = q.reshape(kv_heads, q.shape[1] // kv_heads, q.shape[3])
     launches = [ranges[i : i + PARTS_AT_ONCE] for i in range(0, len(ranges), PARTS_AT_ONCE)]
-    partials = [partial(grouped, parts, scale) for parts in launches]
+    partials = [partial(grouped, ranges, scale) for ranges in launches]
     return combine(partials, q.dtype, sinks).out.reshape(1, q.shape[1], 1, -1)
 
 
@@ -199,17 +199,17 @@ def attend_planes(q: mx.array, k: EncodedArray, v: EncodedArray, start: int, end
     return combine([partial(q, [EncodedRange(k, v, start, end)], scale)], mx.float32)
 
 
-def partial(q: mx.array, parts: Sequence[Range], scale: float) -> RangePartial:
-    """Attend with q [kv_heads, queries, k_dim] over some parts, in one launch."""
+def partial(q: mx.array, ranges: Sequence[Range], scale: float) -> RangePartial:
+    """Attend with q [kv_heads, queries, k_dim] over some ranges, in one launch."""
     heads, queries, k_dim = q.shape
-    v_dim = _v_dim(parts[0])
+    v_dim = _v_dim(ranges[0])
     tiles = tiles_for(queries, max(k_dim, v_dim))
-    calls = [_call(i, part, heads) for i, part in enumerate(parts)]
+    calls = [_call(i, kv, heads) for i, kv in enumerate(ranges)]
     num_blocks = sum(call.num_blocks for call in calls)
     sums, stats = cuda_kernels.attend(tuple(call.kind for call in calls)).run(
         inputs=[q, scalar(scale), signs(k_dim), signs(v_dim), *(x for call in calls for x in call.inputs)],
         constants=(
-            *(("T", q.dtype), ("BF", _is_bf16(parts)), ("K_DIM", k_dim), ("V_DIM", v_dim), ("TILES", tiles)),
+            *(("T", q.dtype), ("BF", _is_bf16(ranges)), ("K_DIM", k_dim), ("V_DIM", v_dim), ("TILES", tiles)),
             *(number for call in calls for number in call.constants),
         ),
         output_shapes=[(heads, num_blocks, queries, v_dim), (heads, num_blocks, queries, 2)],
@@ -240,7 +240,7 @@ def combine(partials: Sequence[RangePartial], dtype: mx.Dtype, sinks: mx.array |
 
 
 class _AttendCall(NamedTuple):
-    """Inputs and constants that a part adds to a launch."""
+    """Inputs and constants that a range adds to a launch."""
 
     kind: Kind
     inputs: list[mx.array]
@@ -248,21 +248,21 @@ class _AttendCall(NamedTuple):
     num_blocks: int
 
 
-def _call(i: int, part: Range, heads: int) -> _AttendCall:
-    if isinstance(part, RawRange):
-        num_tokens = part.end - part.start
+def _call(i: int, kv: Range, heads: int) -> _AttendCall:
+    if isinstance(kv, RawRange):
+        num_tokens = kv.end - kv.start
         size = piece_tokens(num_tokens, heads)
-        return _AttendCall("raw", part.vectors(), [(f"SIZE{i}", size)], -(-num_tokens // (size * WARPS)))
-    return _AttendCall("planes", [part.pieces, *part.arrays], part.constants(i), -(-part.pieces.shape[0] // WARPS))
+        return _AttendCall("raw", kv.vectors(), [(f"SIZE{i}", size)], -(-num_tokens // (size * WARPS)))
+    return _AttendCall("planes", [kv.pieces, *kv.arrays], kv.constants(i), -(-kv.pieces.shape[0] // WARPS))
 
 
-def _is_bf16(parts: Sequence[Range]) -> bool:
-    return any(isinstance(part, RawRange) and part.k.dtype == mx.bfloat16 for part in parts)
+def _is_bf16(ranges: Sequence[Range]) -> bool:
+    return any(isinstance(kv, RawRange) and kv.k.dtype == mx.bfloat16 for kv in ranges)
 
 
-def _num_heads(part: Range) -> int:
-    return part.k.shape[1] if isinstance(part, RawRange) else part.k.leading[0]
+def _num_heads(kv: Range) -> int:
+    return kv.k.shape[1] if isinstance(kv, RawRange) else kv.k.leading[0]
 
 
-def _v_dim(part: Range) -> int:
-    return part.v.shape[3] if isinstance(part, RawRange) else part.v.dim
+def _v_dim(kv: Range) -> int:
+    return kv.v.shape[3] if isinstance(kv, RawRange) else kv.v.dim

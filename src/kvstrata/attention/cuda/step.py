@@ -48,7 +48,7 @@ class StepReads:
     """Tables and addresses of KV that the rows of a layer read. Keeps no KV alive: KV may change between steps."""
 
     tables: StepTables
-    addresses: mx.array  # uint64 [parts, 12]
+    addresses: mx.array  # uint64 [ranges, 12]
 
 
 class LaunchState:
@@ -69,8 +69,8 @@ class LaunchState:
         """Return the reads, made anew when the rows read other tokens or addresses. `before`: each row's ranges but for
         its slot's buffer; all fit. None: dtypes differ."""
         key = (
-            tuple([tuple([(part.views, part.views.version, part.start, part.end) for part in r]) for r in before]),
-            tuple([(slot.views, slot.views.version) for slot in slots]),
+            tuple([tuple([(kv.views.version, kv.start, kv.end) for kv in r]) for r in before]),
+            tuple([slot.views.version for slot in slots]),
         )
         if key != self._key:
             self._reads = _reads_of(before, slots)
@@ -81,58 +81,58 @@ class LaunchState:
 def held_by(before: Sequence[Sequence[Range]], slots: Sequence[KvSlot]) -> list[mx.array]:
     """Return the arrays that the addresses point to."""
     held = [array for slot in slots for array in (slot.k, slot.v)]
-    return [*held, *(array for ranges in before for part in ranges for array in _arrays(part))]
+    return [*held, *(array for ranges in before for kv in ranges for array in _arrays(kv))]
 
 
 def _reads_of(before: Sequence[Sequence[Range]], slots: Sequence[KvSlot]) -> StepReads | None:
     numbers: dict[KernelViews, int] = {}
-    parts: list[Range] = []
+    distinct: list[Range] = []
 
-    def number_of(part: Range) -> int:
-        number = numbers.setdefault(part.views, len(parts))
-        if number == len(parts):
-            parts.append(part)
+    def number_of(kv: Range) -> int:
+        number = numbers.setdefault(kv.views, len(distinct))
+        if number == len(distinct):
+            distinct.append(kv)
         return number
 
     rows = []
     for ranges, slot in zip(before, slots, strict=True):
-        reads = tuple([(number_of(part), part.start, part.end) for part in ranges])
+        reads = tuple([(number_of(kv), kv.start, kv.end) for kv in ranges])
         rows.append(RowReads(reads, number_of(RawRange(slot.k, slot.v, 0, slot.size, slot.views))))
-    if not have_one_dtype(parts):
+    if not have_one_dtype(distinct):
         return None
-    tables = tables_of(tuple([_kind(part) for part in parts]), tuple(rows), slots[0].k.shape[1])
+    tables = tables_of(tuple([_kind(kv) for kv in distinct]), tuple(rows), slots[0].k.shape[1])
     return StepReads(
-        tables, cuda_addresses.collect([addresses_of(part) for part in parts], segments_length(len(parts)))
+        tables, cuda_addresses.collect([addresses_of(kv) for kv in distinct], segments_length(len(distinct)))
     )
 
 
-def _kind(part: Range) -> SegmentForm:
-    if isinstance(part, RawRange):
-        return raw_kind(part.k.shape[2])
-    turn = rotation_of(part.k)
+def _kind(kv: Range) -> SegmentForm:
+    if isinstance(kv, RawRange):
+        return raw_kind(kv.k.shape[2])
+    rotation = rotation_of(kv.k)
     return SegmentForm(
-        *(bits_of(part.k), bits_of(part.v), part.k.num_tokens, (part.k.mean_runs, part.v.mean_runs)),
-        offset=part.k.position % GROUP_TOKENS,
-        rotation=(turn.num_pairs, turn.first, int(turn.is_interleaved)) if turn else (0, 0, 0),
+        *(bits_of(kv.k), bits_of(kv.v), kv.k.num_tokens, (kv.k.mean_runs, kv.v.mean_runs)),
+        offset=kv.k.position % GROUP_TOKENS,
+        rotation=(rotation.num_pairs, rotation.first, int(rotation.is_interleaved)) if rotation else (0, 0, 0),
     )
 
 
-def _arrays(part: Range) -> list[mx.array]:
+def _arrays(kv: Range) -> list[mx.array]:
     """Return the arrays behind the addresses, contiguous: MLX makes no copies of arrays that it does not see read."""
-    return [part.k, part.v] if isinstance(part, RawRange) else part.views.get(_contiguous, part)
+    return [kv.k, kv.v] if isinstance(kv, RawRange) else kv.views.get(_contiguous, kv)
 
 
-def _contiguous(part: EncodedRange) -> list[mx.array]:
-    return [mx.contiguous(array) for array in part.arrays]
+def _contiguous(kv: EncodedRange) -> list[mx.array]:
+    return [mx.contiguous(array) for array in kv.arrays]
 
 
-def addresses_of(part: Range) -> mx.array:
+def addresses_of(kv: Range) -> mx.array:
     """uint64 [12]: the addresses of a range's arrays."""
-    return part.views.get(_take_addresses, part)
+    return kv.views.get(_take_addresses, kv)
 
 
-def _take_addresses(part: Range) -> mx.array:
-    return cuda_addresses.take(_arrays(part), RAW_PLACES if isinstance(part, RawRange) else PLANES_PLACES)
+def _take_addresses(kv: Range) -> mx.array:
+    return cuda_addresses.take(_arrays(kv), RAW_PLACES if isinstance(kv, RawRange) else PLANES_PLACES)
 
 
 def fits(q: mx.array, k: mx.array, v: mx.array) -> bool:
@@ -280,7 +280,7 @@ class CudaStep:
         """Take slots for the new tokens, and find out whether the kernel can read all segments of the rows."""
         self._before = [[range_of(segment) for segment in row.segments_before()] for row in self._rows]
         self._slots = slots_of(self._rows)
-        if all(part.fits for ranges in self._before for part in ranges):
+        if all(kv.fits for ranges in self._before for kv in ranges):
             self._reads = self._state.reads(self._before, self._slots)
 
 
@@ -322,7 +322,7 @@ class PlannedReads(NamedTuple):
 def plan_reads(rows: Sequence[DecodeRow], state: LaunchState, works: Works) -> PlannedReads | None:
     """Find the inputs of a launch over one layer of all rows. None: a launch cannot take them."""
     before = [[range_of(segment) for segment in row.segments_before()] for row in rows]
-    if not all(part.fits for ranges in before for part in ranges):
+    if not all(kv.fits for ranges in before for kv in ranges):
         return None
     slots = [row.next_slot() for row in rows]
     k, v = slots[0][:2]

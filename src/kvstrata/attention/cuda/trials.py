@@ -1,7 +1,8 @@
 """Trials on this machine of the kernels that read through addresses: once, before they serve anything.
 
 The step writes into buffers behind MLX's back, and compilers and drivers differ. If the step fails or its results
-differ from MLX's own attention, attention goes by sequence: slower, but correct. Likewise chunks decode part by part.
+differ from MLX's own attention, attention goes by sequence: slower, but correct. Likewise chunks decode segment by
+segment.
 """
 
 from __future__ import annotations
@@ -56,44 +57,44 @@ def step_takes(keys: mx.array, values: mx.array) -> bool:
     return keys.shape[2] == 1 and keys.dtype == values.dtype and step_works(keys.dtype, keys.shape[3], values.shape[3])
 
 
-def joined_works(dtype: mx.Dtype, parts: JoinInput) -> bool:
-    """Whether the join kernel is right for parts of this kind."""
-    planes = next(part for part in parts.ranges if isinstance(part, EncodedRange))
-    return join_works(dtype, planes.k.dim, planes.v.dim, parts.rotation)
+def joined_works(dtype: mx.Dtype, inputs: JoinInput) -> bool:
+    """Whether the join kernel is right for inputs of this kind."""
+    planes = next(kv for kv in inputs.ranges if isinstance(kv, EncodedRange))
+    return join_works(dtype, planes.k.dim, planes.v.dim, inputs.rotation)
 
 
 @checked_once
-def join_works(dtype: mx.Dtype, k_dim: int, v_dim: int, turn: RopeRotation | None) -> bool:
+def join_works(dtype: mx.Dtype, k_dim: int, v_dim: int, rotation: RopeRotation | None) -> bool:
     if runtime().backend != "cuda" or dtype not in RAW_DTYPES or not {k_dim, v_dim} <= {*FUSED_DIMS}:
         return False
     try:
-        error = _join_error(dtype, k_dim, v_dim, turn)
+        error = _join_error(dtype, k_dim, v_dim, rotation)
     except (RuntimeError, ValueError) as failure:
-        logger.warning("Chunks decode part by part, which is slower: the kernel does not run here: %s", failure)
+        logger.warning("Chunks decode segment by segment, which is slower: the kernel does not run here: %s", failure)
         return False
     if not error < _TOLERANCE:
-        logger.warning("Chunks decode part by part, which is slower: the kernel is off by %.3g here.", error)
+        logger.warning("Chunks decode segment by segment, which is slower: the kernel is off by %.3g here.", error)
         return False
     return True
 
 
-def _join_error(dtype: mx.Dtype, k_dim: int, v_dim: int, turn: RopeRotation | None) -> float:
-    planes = [_planes(dtype, k_dim, v_dim, *bits, turn) for bits in _BITS]
+def _join_error(dtype: mx.Dtype, k_dim: int, v_dim: int, rotation: RopeRotation | None) -> float:
+    planes = [_planes(dtype, k_dim, v_dim, *bits, rotation) for bits in _BITS]
     stored, own = (_pair(1, _BUFFER_TOKENS, k_dim, v_dim, seed, dtype) for seed in (2, 4))
     mx.eval(stored, own)
-    parts = join_input([planes[0], RawRange(*stored, 5, 70), *planes[1:]], RawRange(*own, 0, 9), dtype)
-    assert parts is not None
-    dense = [_dense(part, dtype) for part in planes]
+    inputs = join_input([planes[0], RawRange(*stored, 5, 70), *planes[1:]], RawRange(*own, 0, 9), dtype)
+    assert inputs is not None
+    dense = [_dense(kv, dtype) for kv in planes]
     dense[1:1] = [[array[:, :, 5:70] for array in stored]]
     dense.append([array[:, :, :9] for array in own])
-    pairs = zip(join(parts, dtype), zip(*dense, strict=True), strict=True)
+    pairs = zip(join(inputs, dtype), zip(*dense, strict=True), strict=True)
     return max(relative_error(found, mx.concatenate(list(wanted), axis=2)) for found, wanted in pairs)
 
 
 def _step_error(dtype: mx.Dtype, k_dim: int, v_dim: int) -> float:
     """Return the largest error of two steps of two rows; the second row also reads planes and tokens of the first."""
-    turn = make_rotation(100.0 ** (-np.arange(k_dim // 2) / k_dim))
-    planes = [_planes(dtype, k_dim, v_dim, *bits, turn) for bits in _BITS]
+    rotation = make_rotation(100.0 ** (-np.arange(k_dim // 2) / k_dim))
+    planes = [_planes(dtype, k_dim, v_dim, *bits, rotation) for bits in _BITS]
     buffers = [_pair(1, _BUFFER_TOKENS, k_dim, v_dim, seed, dtype) for seed in (2, 4)]
     expected = [_pair(1, _BUFFER_TOKENS, k_dim, v_dim, seed, dtype) for seed in (2, 4)]
     mx.eval(buffers, expected)
@@ -117,7 +118,7 @@ def _step_error(dtype: mx.Dtype, k_dim: int, v_dim: int) -> float:
         for row, at in enumerate(places):
             for buffer, tokens in zip(expected[row], new, strict=True):
                 buffer[:, :, at] = tokens[row : row + 1, :, 0]
-            read = [_dense(part, dtype) for part in planes] if row else []
+            read = [_dense(kv, dtype) for kv in planes] if row else []
             read += [[array[:, :, :70] for array in expected[0]]] if row else []
             read.append([array[:, :, : at + 1] for array in expected[row]])
             errors.append(relative_error(out[row : row + 1], _stock(q[row : row + 1], read)))
@@ -127,18 +128,18 @@ def _step_error(dtype: mx.Dtype, k_dim: int, v_dim: int) -> float:
 
 
 def _planes(
-    dtype: mx.Dtype, k_dim: int, v_dim: int, k_bits: int, v_bits: int, turn: RopeRotation | None
+    dtype: mx.Dtype, k_dim: int, v_dim: int, k_bits: int, v_bits: int, rotation: RopeRotation | None
 ) -> EncodedRange:
-    k = _encoded_stock(k_bits, turn, _random((_HEADS, _NUM_BEFORE, k_dim), k_bits, dtype))
+    k = _encoded_stock(k_bits, rotation, _random((_HEADS, _NUM_BEFORE, k_dim), k_bits, dtype))
     v = _encoded_stock(v_bits, None, _random((_HEADS, _NUM_BEFORE, v_dim), 20 + v_bits, dtype))
     return EncodedRange(k, v, 3, _NUM_BEFORE)
 
 
-def _encoded_stock(bits: int, turn: RopeRotation | None, x: mx.array) -> EncodedArray:
+def _encoded_stock(bits: int, rotation: RopeRotation | None, x: mx.array) -> EncodedArray:
     """Encode with stock operations: encoding kernels would have to be compiled."""
     if bits == RAW_BITS:
         return RawCodec().adopt(x)
-    codec = PlanesCodec(bits, turn)
+    codec = PlanesCodec(bits, rotation)
     arrays = codec.encode_stock(x, 0)
     held = {name: arrays[name] for name in (*HELD[codec.bits], "scales", "means")}
     return EncodedArray(codec, held, x.shape[1], 0, x.shape[2], runs_of(0, x.shape[1]))
@@ -149,12 +150,12 @@ def _stock(q: mx.array, read: Sequence[Sequence[mx.array]]) -> mx.array:
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=_SCALE)
 
 
-def _dense(part: EncodedRange, dtype: mx.Dtype) -> list[mx.array]:
+def _dense(kv: EncodedRange, dtype: mx.Dtype) -> list[mx.array]:
     dense = []
-    for planes in (part.k, part.v):
+    for planes in (kv.k, kv.v):
         codec = planes.codec
         values = codec.decode_stock(planes) if isinstance(codec, PlanesCodec) else codec.decode(planes, dtype)
-        dense.append(values.astype(dtype)[None, :, part.start : part.end])
+        dense.append(values.astype(dtype)[None, :, kv.start : kv.end])
     return dense
 
 

@@ -1,4 +1,4 @@
-"""Plans of decode steps: the launches of the portable kernel, the parts of each launch, and the tables of numbers.
+"""Plans of decode steps: the launches of the portable kernel, the reads of each launch, and the tables of numbers.
 
 Parts of all rows are distributed over launches by their arrays, because Metal binds at most 31 buffers. A plan consists
 of numbers alone, so all layers of a step that read alike share one plan. The module never reads contents of arrays.
@@ -92,7 +92,7 @@ def storage_form(form: HeadForm, k_kind: int, v_kind: int, mean: MeanForm | None
 
 
 class NumberedRead(NamedTuple):
-    """Tokens [start, end) of a part of `row`."""
+    """Tokens [start, end) of a segment of `row`."""
 
     row: int
     stored_as: StorageForm
@@ -112,12 +112,12 @@ class StepShape(NamedTuple):
 
 
 class PartialLaunch(NamedTuple):
-    """A launch that attends over some of the parts."""
+    """A launch that attends over some of the segments."""
 
     text: KernelText
     table: mx.array
     angles: mx.array
-    arrays: tuple[int, ...]  # by their index among the arrays of all parts
+    arrays: tuple[int, ...]  # by their index among the arrays of all reads
     groups: tuple[int, int, int]
     shape: tuple[int, ...]
 
@@ -140,20 +140,20 @@ class LaunchPlan(NamedTuple):
 # Holds a few steps, each with the kinds of layer that a model has: every new token changes the plans.
 @lru_cache(maxsize=32)
 def plan(
-    parts: tuple[tuple[int, StorageForm, int, int, int], ...],  # see `Numbers`
-    same: tuple[int, ...],  # for each array of each part, the first index at which this array occurs
+    reads: tuple[tuple[int, StorageForm, int, int, int], ...],  # see `NumberedRead`
+    same: tuple[int, ...],  # for each array of each read, the first index at which this array occurs
     asked: StepShape,
 ) -> LaunchPlan | None:
     """Plan a decode step of one layer. None: the kernel does not take it."""
-    numbers = [NumberedRead(*part) for part in parts]
+    numbers = [NumberedRead(*read) for read in reads]
     form = numbers[0].stored_as.form
-    if any(part.stored_as.form != form for part in numbers) or form.k_dim != asked.k_dim:
+    if any(read.stored_as.form != form for read in numbers) or form.k_dim != asked.k_dim:
         return None
     loads = contents_of(numbers, same)
     if len(loads) > PARTIAL_COUNTS[-1]:
         return None
     sizes = HeadSizes(form.k_dim, form.v_dim, asked.heads // form.kv_heads)
-    num_tokens = sum(part.end - part.start for part in numbers)
+    num_tokens = sum(read.end - read.start for read in numbers)
     cut = cut_of(num_tokens * form.kv_heads * sizes.num_tiles, num_tokens // asked.num_rows)
     launches, ranges = [], []
     for load in loads:
@@ -179,23 +179,23 @@ def _last(asked: StepShape, form: HeadForm, ranges: Sequence[Sequence[tuple[int,
 
 @dataclass(eq=False)
 class LaunchContents:
-    """The parts of a launch that is being composed."""
+    """The reads of a launch that is being composed."""
 
     rotation: RopeRotation | None = None
-    # Indices of arrays, in the order of their slots. An array that several parts read is passed once.
+    # Indices of arrays, in the order of their slots. An array of several reads is passed once.
     words: list[int] = field(default_factory=list)
     halves: list[int] = field(default_factory=list)
     raw: list[int] = field(default_factory=list)
     segments: list[tuple[NumberedRead, list[int]]] = field(default_factory=list)  # with the slots of its arrays
 
-    def add(self, part: NumberedRead, arrays: Sequence[int]) -> bool:
-        """Add a part if the launch can take it, and return whether it can."""
-        turn = part.stored_as.rotation
-        if turn is not None and self.rotation is not None and turn != self.rotation:
+    def add(self, read: NumberedRead, arrays: Sequence[int]) -> bool:
+        """Add a read if the launch can take it, and return whether it can."""
+        rotation = read.stored_as.rotation
+        if rotation is not None and self.rotation is not None and rotation != self.rotation:
             return False
         sorts = {"w": list(self.words), "h": list(self.halves), "r": list(self.raw)}
         slots = []
-        for letter, number in zip(part.stored_as.sorts, arrays, strict=True):
+        for letter, number in zip(read.stored_as.sorts, arrays, strict=True):
             held = sorts[letter]
             if number not in held:
                 held.append(number)
@@ -203,8 +203,8 @@ class LaunchContents:
         if shape_for(ArrayCounts(*map(len, sorts.values()))) is None:
             return False
         self.words, self.halves, self.raw = sorts.values()
-        self.rotation = self.rotation or turn
-        self.segments.append((part, slots))
+        self.rotation = self.rotation or rotation
+        self.segments.append((read, slots))
         return True
 
     @property
@@ -222,7 +222,7 @@ class LaunchContents:
         return tuple(found)
 
     def raw_dtypes(self) -> tuple[mx.Dtype, ...]:
-        kinds = {kind for part, _ in self.segments for kind in (part.stored_as.k_kind, part.stored_as.v_kind)}
+        kinds = {kind for read, _ in self.segments for kind in (read.stored_as.k_kind, read.stored_as.v_kind)}
         return tuple(dtype for dtype, kind in RAW_KINDS.items() if kind in kinds)
 
 
@@ -231,19 +231,19 @@ def shape_for(wanted: ArrayCounts) -> ArrayCounts | None:
     return min(fitting, key=sum, default=None)
 
 
-def contents_of(parts: Sequence[NumberedRead], same: Sequence[int]) -> list[LaunchContents]:
-    """Put each part into the first launch that can take it, parts with most arrays first."""
+def contents_of(reads: Sequence[NumberedRead], same: Sequence[int]) -> list[LaunchContents]:
+    """Put each read into the first launch that can take it, those with most arrays first."""
     numbered, at = [], 0
-    for part in parts:
-        count = len(part.stored_as.sorts)
-        numbered.append((part, same[at : at + count]))
+    for read in reads:
+        count = len(read.stored_as.sorts)
+        numbered.append((read, same[at : at + count]))
         at += count
     loads: list[LaunchContents] = []
-    for part, arrays in sorted(numbered, key=lambda each: -len(each[1])):
-        if not any(load.add(part, arrays) for load in loads):
+    for read, arrays in sorted(numbered, key=lambda each: -len(each[1])):
+        if not any(load.add(read, arrays) for load in loads):
             loads.append(LaunchContents())
-            added = loads[-1].add(part, arrays)
-            assert added, "every part fits a launch of its own"
+            added = loads[-1].add(read, arrays)
+            assert added, "every read fits a launch of its own"
     for load in loads:
         load.segments.sort(key=lambda each: each[0].row)
     return loads
@@ -276,11 +276,11 @@ def table_of(load: LaunchContents, asked: StepShape, cut: SplitSizes) -> LaunchT
     pieces: list[np.ndarray] = []
     splits: list[tuple[int, int, int, int]] = []  # row, number of its first piece, how many, kinds
     num_pieces = 0
-    for part, slots in load.segments:
-        mine = _pieces(part, slots, cut.piece_tokens)
+    for read, slots in load.segments:
+        mine = _pieces(read, slots, cut.piece_tokens)
         for first in range(0, len(mine), cut.split_pieces):
             count = min(cut.split_pieces, len(mine) - first)
-            splits.append((part.row, num_pieces + first, count, part.stored_as.kinds))
+            splits.append((read.row, num_pieces + first, count, read.stored_as.kinds))
         pieces.append(mine)
         num_pieces += len(mine)
     places = np.array(splits, np.int32)
@@ -292,14 +292,14 @@ def table_of(load: LaunchContents, asked: StepShape, cut: SplitSizes) -> LaunchT
     return LaunchTable(mx.array(table), len(splits), ranges)
 
 
-def _pieces(part: NumberedRead, slots: Sequence[int], size: int) -> np.ndarray:
-    """Table of a part's pieces, int32 [pieces, 12], as in attend_body.h"""
-    mean = part.stored_as.mean
-    found = np.asarray(pieces_of(mean.mean_runs, mean.offset, part.start, part.end, size))
+def _pieces(read: NumberedRead, slots: Sequence[int], size: int) -> np.ndarray:
+    """Table of a read's pieces, int32 [pieces, 12], as in attend_body.h"""
+    mean = read.stored_as.mean
+    found = np.asarray(pieces_of(mean.mean_runs, mean.offset, read.start, read.end, size))
     pieces = np.zeros((len(found), PIECE_NUMBERS), np.int32)
     pieces[:, 0:2] = found[:, 0:2]
-    pieces[:, 2] = part.size
-    pieces[:, 3:6] = np.array(_packed(part.stored_as, slots), np.uint32).view(np.int32)
+    pieces[:, 2] = read.size
+    pieces[:, 3:6] = np.array(_packed(read.stored_as, slots), np.uint32).view(np.int32)
     pieces[:, 6:8] = found[:, 2:4]
     pieces[:, 8:10] = mean.counts
     pieces[:, 10] = found[:, 4]
@@ -321,9 +321,9 @@ def _packed(how: StorageForm, slots: Sequence[int]) -> tuple[int, int, int]:
     return packed[0], packed[1], means
 
 
-def _head(turn: RopeRotation | None, scale: float, kv_heads: int) -> np.ndarray:
+def _head(rotation: RopeRotation | None, scale: float, kv_heads: int) -> np.ndarray:
     """Head of the table, int32 [16]: scale, RoPE rotation, KV heads, signs"""
-    numbers = head_numbers(turn)
+    numbers = head_numbers(rotation)
     numbers[1:5] = numbers[:4].copy()
     numbers[0] = np.array(scale, np.float32).view(np.int32)
     numbers[5] = kv_heads

@@ -40,7 +40,7 @@ TIMED_ROWS, TIMED_RAW_TOKENS, TIMED_TOKENS, OWN_TOKENS = 8, 1024, 2048, 40
 
 TIMED_LAYERS, TIMED_ROUNDS = 8, 5
 
-# Numbers of parts of one row (planes:8, planes:4, raw): each case fills a shape of launches, or needs several launches.
+# Segments of one row (planes:8, planes:4, raw): each case fills a shape of launches, or needs several launches.
 RAW_CASES = ((0, 0, 1), (0, 0, 13), (0, 0, 14), (0, 0, 28), (0, 0, 54), (0, 0, 118))
 
 PLANES_CASES = ((1, 0, 1), (1, 0, 8), (2, 0, 1), (0, 3, 1))
@@ -69,7 +69,7 @@ def run() -> Run:
 
 
 def is_used(q: mx.array, rows: Sequence[Sequence[metal_decode.SegmentRead | None]]) -> bool:
-    """Whether the kernel is used for queries [rows, heads, 1, k_dim] over these parts."""
+    """Whether the kernel is used for queries [rows, heads, 1, k_dim] over these segments."""
     if runtime().attention_kernels:
         return True
     reads = [read for row in rows for read in row]
@@ -127,12 +127,14 @@ def _error(kind: DecodeKind, over: Over) -> float:
     """Return the largest error of all kernels, with and without sinks."""
     errors = []
     for i, case in enumerate(RAW_CASES if over == "raw" else PLANES_CASES):
-        parts = _parts(kind, *case)
+        segments = _segments(kind, *case)
         q = _normal((1, KV_HEADS * kind.group, 1, kind.k_dim), 5, kind.dtype)
         sinks = _normal((KV_HEADS * kind.group,), 6, kind.dtype) if i % 2 else None
-        keys = SegmentedKV((parts,))
+        keys = SegmentedKV((segments,))
         errors.append(relative_error(_ours(q, keys, sinks), attend_rows(q, keys, SCALE, sinks)))
-    two = SegmentedKV((_parts(kind, 0, 0, 2), _parts(kind, 1, 1, 2) if over == "planes" else _parts(kind, 0, 0, 3)))
+    two = SegmentedKV(
+        (_segments(kind, 0, 0, 2), _segments(kind, 1, 1, 2) if over == "planes" else _segments(kind, 0, 0, 3))
+    )
     q = _normal((2, KV_HEADS * kind.group, 1, kind.k_dim), 7, kind.dtype)
     errors.append(relative_error(_ours(q, two, None), attend_rows(q, two, SCALE, None)))
     return largest(errors)
@@ -186,15 +188,15 @@ def _timed_row(kind: DecodeKind, over: Over, row: int) -> tuple[Segment, ...]:
     return (SealedSegment(k, v), _raw(kind, OWN_TOKENS, row, TIMED_KV_HEADS))
 
 
-def _parts(kind: DecodeKind, num_eights: int, num_fours: int, num_raw: int) -> tuple[Segment, ...]:
-    """Make the parts of one row. Keys of 8 bits have RoPE-aware means."""
+def _segments(kind: DecodeKind, num_eights: int, num_fours: int, num_raw: int) -> tuple[Segment, ...]:
+    """Make the segments of one row. Keys of 8 bits have RoPE-aware means."""
     frequencies = 100.0 ** (-np.arange(kind.k_dim // 2) / kind.k_dim)
     eights = [(PlanesCodec(8, make_rotation(frequencies)), PlanesCodec(8))] * num_eights
     coded = [
         SealedSegment(_encoded(k, kind.k_dim, i, kind), _encoded(v, kind.v_dim, i, kind))
         for i, (k, v) in enumerate([*eights, *[(PlanesCodec(4), PlanesCodec(4))] * num_fours])
     ]
-    # Raw parts are short if there are many.
+    # Raw segments are short if there are many.
     tokens = 70 if num_raw <= 14 else 9
     return (*coded, *(_raw(kind, tokens + i % 5, i) for i in range(num_raw)))
 
