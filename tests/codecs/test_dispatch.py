@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.codecs import dispatch, trials
-from kvstrata.codecs.backends import Backend, HeadKind, KernelChoice, Trial, TrialKey, VectorKind, runtime
+from kvstrata.codecs.backends import NOT_TRIED, Backend, HeadKind, KernelChoice, Trial, TrialKey, VectorKind, runtime
 from kvstrata.codecs.cpu import planes as cpu_planes
 from kvstrata.codecs.cuda import planes as cuda_planes
 from kvstrata.codecs.metal import planes as metal_planes
@@ -51,13 +51,13 @@ def test_explain_reports_trials_without_running_them(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(trials, "dialect", lambda: "metal")
     monkeypatch.setattr(runtime(), "trials", {})
     with runtime().use_backend("metal"):
-        assert reason("encode keys", KIND) == "the kernel was not tried yet"
+        assert reason("encode keys", KIND) == NOT_TRIED
         assert reason("encode keys", KIND._replace(dim=72)) == "the kernel does not take vectors of this kind"
         runtime().trials[TrialKey("encode", KIND)] = Trial("encode", 0.0, 1.0, 1.0, 2.0)
         runtime().trials[TrialKey("decode", KIND)] = Trial("decode", 0.0, 1.0, 2.0, 1.0)
         assert (paths(KIND)["encode keys"], paths(KIND)["decode values"]) == ("metal", "stock")
         assert "own (1 ms" in reason("encode keys", KIND)
-        assert dispatch.join_path(KIND) == ("stock", "the kernel was not tried yet")
+        assert dispatch.join_path(KIND) == ("stock", NOT_TRIED)
     with trials.as_if_tried("plain", fails), runtime().use_backend("metal"):
         assert list(paths(KIND).values()) == ["metal", "metal", "stock", "metal", "metal", "stock"]
         assert dispatch.join_path(KIND)[0] == "metal"

@@ -39,8 +39,9 @@ from kvstrata.attention.segments import (
 )
 from kvstrata.backend.rebinding import rebind
 from kvstrata.codecs import dispatch as codec_dispatch
-from kvstrata.codecs.backends import HeadKind, KernelChoice, known_result, no_kernels, runtime
+from kvstrata.codecs.backends import NOT_TRIED, HeadKind, KernelChoice, known_result, no_kernels, runtime
 from kvstrata.codecs.base import EncodedArray
+from kvstrata.codecs.cuda.planes import tiles_for
 from kvstrata.codecs.metal.planes import TokenRange
 
 logger = logging.getLogger(__name__)
@@ -267,29 +268,45 @@ def token_ranges(segment: Segment) -> tuple[TokenRange, TokenRange]:
     return k, v
 
 
-def explain(kinds: Collection[HeadKind]) -> list[KernelChoice]:
-    """Return the path of each attention operation over heads of these kinds, and why. Runs no trial."""
-    return [choice for kind in sorted(kinds, key=repr) for choice in _explain_heads(kind)]
+def explain(kinds: Collection[HeadKind], *, joined: bool = False) -> list[KernelChoice]:
+    """Return the path of each attention operation over heads of these kinds, and why. Runs no trial.
+
+    `joined`: the model gets all tokens of a sequence as plain arrays, and attends to them itself.
+    """
+    return [choice for kind in sorted(kinds, key=repr) for choice in _explain_heads(kind, joined=joined)]
 
 
-def _explain_heads(kind: HeadKind) -> list[KernelChoice]:
-    paths = {"decode step": _step_path(kind), "prefill": _prefill_path(kind), "segments to arrays": _join_path(kind)}
-    return [KernelChoice(f"{operation} ({kind.label})", *path) for operation, path in paths.items()]
+def _explain_heads(kind: HeadKind, *, joined: bool) -> list[KernelChoice]:
+    if joined:
+        steps = [("decode step and prefill", "stock", "the model's own attention, over joined segments")]
+    else:
+        steps = [*_step_paths(kind), ("prefill", *_prefill_path(kind))]
+    paths = [*steps, ("segments to arrays", *_join_path(kind))]
+    return [KernelChoice(f"{operation} ({kind.label})", *path) for operation, *path in paths]
+
+
+def _step_paths(kind: HeadKind) -> list[tuple[str, str, str]]:
+    """Return operations, back-ends and reasons. On Metal planes and raw vectors have trials of their own."""
+    known = metal_trials.known_trials(kind.k.dtype, kind.k.dim, kind.v.dim)
+    if runtime().backend in ("cpu", "cuda") or not known:
+        return [("decode step", *_step_path(kind))]
+    return [(f"decode step over {trial.what}", "metal" if trial.is_used else "stock", str(trial)) for trial in known]
 
 
 def _step_path(kind: HeadKind) -> tuple[str, str]:
     backend, (dtype, k_dim, *_), v_dim = runtime().backend, kind.k, kind.v.dim
     if backend == "cpu":
+        if kind.v.rotation is not None:
+            return "stock", "the kernels for CPUs read no encoded values with a RoPE rotation"
         if dtype == mx.float32:
             return "cpu", "one call in numba for each layer writes the new tokens and attends for all rows"
         return "stock", "the kernels for CPUs compute in float32 only"
     if backend == "cuda":
         if known_result(cuda_trials.step_works, dtype, k_dim, v_dim):
-            return "cuda", "one launch for each layer writes the new tokens and attends for all rows"
+            most = 4 * tiles_for(8, max(k_dim, v_dim))
+            return "cuda", f"one launch for each layer and all rows, with up to {most} queries for each KV head"
         return "stock", "the kernel does not take such heads, was not tried yet, or failed its trial (see the log)"
-    if known := metal_trials.known_trials(dtype, k_dim, v_dim):
-        return "metal" if any(trial.is_used for trial in known) else "stock", "; ".join(map(str, known))
-    return "stock", no_kernels() if metal_trials.dialect() is None else "the kernel was not tried yet"
+    return "stock", no_kernels() if metal_trials.dialect() is None else NOT_TRIED
 
 
 def _prefill_path(kind: HeadKind) -> tuple[str, str]:

@@ -40,7 +40,11 @@ class HeadKind(NamedTuple):
     @property
     def label(self) -> str:
         dims = f"{self.k.dim}" if self.k.dim == self.v.dim else f"{self.k.dim} and {self.v.dim}"
-        return f"heads of {dims}, {str(self.k.dtype).rpartition('.')[2]}"
+        means = "" if self.k.rotation is None else ", RoPE-aware means"
+        return f"heads of {dims}, {str(self.k.dtype).rpartition('.')[2]}{means}"
+
+
+NOT_TRIED = "the kernel was not tried yet: a server tries it at its start"
 
 
 @dataclass(frozen=True)

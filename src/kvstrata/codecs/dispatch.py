@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvstrata.codecs import trials
-from kvstrata.codecs.backends import HeadKind, KernelChoice, VectorKind, checked_once, no_kernels, runtime
+from kvstrata.codecs.backends import NOT_TRIED, HeadKind, KernelChoice, VectorKind, checked_once, no_kernels, runtime
 from kvstrata.codecs.base import EncodedArray, StockPlanes, StockProducts, decode_tiles
 from kvstrata.codecs.cpu import planes as cpu_planes
 from kvstrata.codecs.cuda import host_copy as cuda_host_copy
@@ -157,9 +157,14 @@ def _host_view(array: mx.array) -> np.ndarray:
     return np.ascontiguousarray(np.asarray(bits)).reshape(-1).view(np.uint8)
 
 
-def explain(kinds: Collection[HeadKind]) -> list[KernelChoice]:
-    """Return the path of each operation on planes of such keys and values, with few queries, and why. Runs no trial."""
-    return [choice for kind in sorted(kinds, key=repr) for choice in _explain_heads(kind)]
+def explain(kinds: Collection[HeadKind], *, joined: bool = False) -> list[KernelChoice]:
+    """Return the path of each operation on planes of such keys and values, and why. Runs no trial.
+
+    `joined`: segments are always decoded, because the model attends to plain arrays. Scores and mixes are for few
+    queries and for steps that no kernel of `attention.dispatch` takes.
+    """
+    choices = [choice for kind in sorted(kinds, key=repr) for choice in _explain_heads(kind)]
+    return [choice for choice in choices if not (joined and choice.operation.startswith(("scores", "mix")))]
 
 
 def _explain_heads(kind: HeadKind) -> list[KernelChoice]:
@@ -197,7 +202,9 @@ def _product_path(dim: int) -> tuple[str, str]:
         return "cpu", "kernels in numba"
     if backend == "cuda" and cuda_planes.takes_queries(1, dim):
         return "cuda", "kernels compiled at the start"
-    return "stock", "MLX's quantized products, or its products over decoded vectors"
+    if backend == "metal" and dim % 32 == 0:
+        return "stock", "MLX's quantized products"
+    return "stock", "products over decoded vectors"
 
 
 def _portable_path(operation: trials.What, kind: VectorKind) -> tuple[str, str]:
@@ -208,7 +215,7 @@ def _portable_path(operation: trials.What, kind: VectorKind) -> tuple[str, str]:
     trial = trials.known_trial(operation, kind)
     if trial is not None:
         return "metal" if trial.is_used else "stock", str(trial)
-    return "stock", no_kernels() if trials.dialect() is None else "the kernel was not tried yet"
+    return "stock", no_kernels() if trials.dialect() is None else NOT_TRIED
 
 
 def _unless_it_fails(run: Callable[[], T]) -> T | None:

@@ -31,8 +31,10 @@ def can_compile(layout: Layout) -> bool:
 
 def explain(layout: Layout) -> list[KernelChoice]:
     """Return the back-end that computes each operation on a model's KV, and why. Runs no trial."""
-    kinds = layout.head_kinds()
-    return [_explain_whole_step(layout), *attention_dispatch.explain(kinds), *codec_dispatch.explain(kinds)]
+    kinds, joined = layout.head_kinds(), layout.batching == "per_sequence"
+    attention = attention_dispatch.explain(kinds, joined=joined)
+    choices = [_explain_whole_step(layout), *attention, *codec_dispatch.explain(kinds, joined=joined)]
+    return list(dict.fromkeys(choices))  # layers with other RoPE frequencies may have the same path
 
 
 def _explain_whole_step(layout: Layout) -> KernelChoice:
