@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.codecs.base import Codec, EncodedArray, MismatchedArrays, UnsupportedCodec
-from kvstrata.codecs.registry import from_spec, parse, planes_from
+from kvstrata.codecs.registry import encoded_from, from_spec, parse
 from tests.codecs.arrays import HEAD_DIMS, NAMES, TURNING, allocated, keys, named, rms_error, same_bits
 
 pytestmark = pytest.mark.usefixtures("no_garbage")
@@ -46,7 +46,7 @@ def bound(codec: Codec) -> float:
 
 def reload(planes: EncodedArray) -> EncodedArray:
     spec, where = json.loads(json.dumps([planes.spec, planes.where()]))
-    return planes_from(spec, where, planes.arrays)
+    return encoded_from(spec, where, planes.arrays)
 
 
 def assert_same(a: EncodedArray, b: EncodedArray) -> None:
@@ -228,12 +228,12 @@ def test_damaged_arrays_are_refused(codec: Codec) -> None:
     for name, array in planes.arrays.items():
         others = {other: kept for other, kept in planes.arrays.items() if other != name}
         with pytest.raises(MismatchedArrays, match="has the planes"):
-            planes_from(planes.spec, planes.where(), others)
+            encoded_from(planes.spec, planes.where(), others)
         with pytest.raises(MismatchedArrays, match=name):
-            planes_from(planes.spec, planes.where(), {**others, name: array[..., :-1]})
+            encoded_from(planes.spec, planes.where(), {**others, name: array[..., :-1]})
         with pytest.raises(MismatchedArrays, match=name):
-            planes_from(planes.spec, planes.where(), {**others, name: array.astype(mx.int64)})
+            encoded_from(planes.spec, planes.where(), {**others, name: array.astype(mx.int64)})
     with pytest.raises(MismatchedArrays):
-        planes_from(planes.spec, {**planes.where(), "num_tokens": 21}, planes.arrays)
+        encoded_from(planes.spec, {**planes.where(), "num_tokens": 21}, planes.arrays)
     with pytest.raises(MismatchedArrays, match="num_tokens"):
-        planes_from(planes.spec, {}, planes.arrays)
+        encoded_from(planes.spec, {}, planes.arrays)

@@ -147,7 +147,7 @@ def test_golden_planes_of_version_1_decode_unchanged() -> None:
 
 
 def _planes(arrays: dict[str, mx.array]):
-    from kvstrata.codecs.registry import planes_from
+    from kvstrata.codecs.registry import encoded_from
 
     where = {"position": 0, "num_tokens": 1, "dim": 16, "segments": [1]}
-    return planes_from({"codec": "planes", "version": 1, "bits": 8}, where, arrays)
+    return encoded_from({"codec": "planes", "version": 1, "bits": 8}, where, arrays)

@@ -13,7 +13,7 @@ from mlx import nn
 
 from kvstrata.codecs import backends
 from kvstrata.codecs.planes import HELD, PlanesCodec, step_down
-from kvstrata.codecs.registry import planes_from
+from kvstrata.codecs.registry import encoded_from
 from kvstrata.codecs.rope import RopeRotation, make_rotation, rotation_from
 from tests.codecs.arrays import ROTATIONS, keys, rms_error, same_bits, some_rotation
 
@@ -181,7 +181,7 @@ def test_golden_planes_of_version_2_decode_unchanged() -> None:
     mean = [1.0, 2.0, 3.0, 4.0, *[0.25] * 12]
     arrays = {"top": words, "scales": mx.zeros((2, 1), mx.float16), "means": mx.array([mean, mean], mx.float16)}
     where = {"position": 255, "num_tokens": 2, "dim": 16, "segments": [1, 1]}
-    planes = planes_from({**spec, "turn": rotation}, where, arrays)
+    planes = encoded_from({**spec, "turn": rotation}, where, arrays)
     c, s = np.cos([255 * 1.0, 255 * 0.5]), np.sin([255 * 1.0, 255 * 0.5])
     at_255 = [c[0] - 3 * s[0], 2 * c[1] - 4 * s[1], s[0] + 3 * c[0], 2 * s[1] + 4 * c[1], *[0.25] * 12]
     np.testing.assert_allclose(np.asarray(planes.codec.decode(planes, mx.float32)), [at_255, mean], atol=1e-5)

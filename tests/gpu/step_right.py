@@ -191,7 +191,7 @@ def wide(x: mx.array) -> np.ndarray:
 def attention_of(
     q: np.ndarray, parts: Sequence[Sequence[np.ndarray]], scale: float, sinks: mx.array | None
 ) -> np.ndarray:
-    """q [heads, k_dim] over parts of K and V [kv_heads, tokens, dim]"""
+    """q [heads, k_dim] over segments of K and V [kv_heads, tokens, dim]"""
     k, v = (np.concatenate([pair[i] for pair in parts], axis=1) for i in (0, 1))
     grouped = q.reshape(k.shape[0], -1, q.shape[1]) * scale
     scores = grouped @ k.swapaxes(1, 2)

@@ -13,7 +13,7 @@ from kvstrata.prefix_cache.keys import TokenIds
 from kvstrata.prefix_cache.usage import PrecisionRun
 from tests.engine.drive import Drive
 from tests.engine.test_loop import prompt
-from tests.prefix_cache.test_session_counts import LONGER, drive_with_turns
+from tests.prefix_cache.test_session_counts import LONGER, drive_with_rotations
 from tests.tiny import tiny_loaded
 
 
@@ -32,7 +32,7 @@ def take_snapshot(
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
 def test_snapshot_equals_the_tree_for_any_slice(architecture: str) -> None:
-    drive = drive_with_turns(architecture)
+    drive = drive_with_rotations(architecture)
     whole = take_snapshot(drive)
     tree = drive.prefix_cache.table.tree
     runs = sorted((each.start, each.ids.tolist()) for each in whole.runs)
@@ -64,7 +64,7 @@ def test_snapshot_of_many_conversations_has_the_last_used(monkeypatch: pytest.Mo
 
 
 def test_snapshot_keeps_nodes_removed_between_slices_as_empty_runs() -> None:
-    drive = drive_with_turns()
+    drive = drive_with_rotations()
     snapshot = ConversationSnapshot(None, clock=iter(range(1000)).__next__)
     snapshot.advance(drive.prefix_cache.table, drive.prefix_cache.candidates, drive.prefix_cache.matcher, 0.0)
     assert not snapshot.is_done
@@ -81,7 +81,7 @@ def with_reply(drive: Drive, ids: list[int]) -> TokenIds:
 
 
 def test_drop_keeps_shared_and_leased_tokens() -> None:
-    drive = drive_with_turns()
+    drive = drive_with_rotations()
     other, longer = (with_reply(drive, ids) for ids in ([*LONGER[:150], 3, 4, 5], LONGER))
     dry = drive.prefix_cache.evictor.drop_conversation(other, "", is_dry=True)
     assert drive.prefix_cache.matcher.find(other, "").num_tokens == len(other)

@@ -15,7 +15,7 @@ from tests.tiny import tiny_loaded
 LONGER = prompt(300, seed=1)
 
 
-def drive_with_turns(architecture: str = "llama") -> Drive:
+def drive_with_rotations(architecture: str = "llama") -> Drive:
     """Return a drive with a chat of three turns and a branch of it: several spans on one path."""
     drive = Drive(tiny_loaded(architecture))
     for tokens in (LONGER[:100], LONGER[:200], LONGER, [*LONGER[:150], 3, 4, 5]):
@@ -54,7 +54,7 @@ def count(
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
 def test_session_counts_in_short_slices_equal_one_long_slice(architecture: str) -> None:
-    drive = drive_with_turns(architecture)
+    drive = drive_with_rotations(architecture)
     sessions = track(drive)
     whole = count(drive, sessions, seconds=1e9)
     # Each reading of the clock ends the slice.
@@ -70,7 +70,7 @@ def test_session_counts_in_short_slices_equal_one_long_slice(architecture: str) 
 
 
 def test_session_counts_end_a_slice_after_the_maximum() -> None:
-    drive = drive_with_turns()
+    drive = drive_with_rotations()
     counts = SessionCounts(track(drive)[:1] * (MAX_COUNTED + 1))
     first = advance(drive, counts)
     assert (len(first.conversations), first.is_last) == (MAX_COUNTED, False)
@@ -78,14 +78,14 @@ def test_session_counts_end_a_slice_after_the_maximum() -> None:
 
 
 def test_session_counts_of_forgotten_session_are_empty() -> None:
-    drive = drive_with_turns()
+    drive = drive_with_rotations()
     sessions = track(drive)
     drive.prefix_cache.conversations.forget(None, None)
     assert count(drive, sessions[:1], seconds=1e9) == [CachedConversation(0, 0, {}, {}, is_pinned=False)]
 
 
 def test_session_counts_include_precision_and_pins() -> None:
-    drive = drive_with_turns()
+    drive = drive_with_rotations()
     drive.prefix_cache.pins.pin(as_ids(LONGER), "")
     [cached] = count(drive, track(drive)[:1], seconds=1e9)
     assert cached.is_pinned
@@ -93,7 +93,7 @@ def test_session_counts_include_precision_and_pins() -> None:
 
 
 def test_session_counts_without_disk_answer_at_once() -> None:
-    drive = drive_with_turns()
+    drive = drive_with_rotations()
     counted = advance(drive, SessionCounts(track(drive)))
     assert counted.on_disk.is_done
     assert counted.on_disk.answer == ()

@@ -67,7 +67,7 @@ def test_props_say_what_is_served(served: Served) -> None:
     assert props["kv"]["k"] == props["kv"]["v"] == "raw"
     assert sum(props["layers"].values()) == 30
     assert props["attention"]["why"]
-    assert props["key_means"] == {"turning_layers": 30, "layers_without_rope": 0, "plain_because": {}}
+    assert props["key_means"] == {"rope_aware_layers": 30, "layers_without_rope": 0, "plain_because": {}}
     assert props["draining"] is False
 
 

@@ -113,7 +113,7 @@ class EncodedArray:
         if len({array.shape[:-2] for array in self.arrays.values()}) > 1:
             raise MismatchedArrays(f"The planes of {self.name} differ in their leading axes.")
         if self.mean_runs and (min(self.mean_runs) < 1 or sum(self.mean_runs) != self.num_tokens):
-            raise MismatchedArrays(f"Segments {self.mean_runs} are not {self.num_tokens} tokens.")
+            raise MismatchedArrays(f"Mean runs {self.mean_runs} do not add up to {self.num_tokens} tokens.")
 
     @property
     def name(self) -> str:

@@ -3,7 +3,7 @@
     raw | affine:B[:gG] | planes:B      as in the settings; `affine:8` has groups of 64
     f16, bf16 = raw, q8_0 = planes:8, q4_0 = planes:4      llama.cpp's names
 
-On a tier, `codec.spec()` and `encoded.where()` are JSON, and `encoded.arrays` the bytes; `planes_from` restores planes
+On a tier, `codec.spec()` and `encoded.where()` are JSON, and `encoded.arrays` the bytes; `encoded_from` restores planes
 from them and refuses inconsistent input.
 """
 
@@ -81,13 +81,13 @@ def _rotation_from(spec: object) -> RopeRotation:
         raise UnsupportedCodec(f"Planes of version 2 cannot be read: {error}.") from error
 
 
-def planes_from(spec: Mapping[str, Any], where: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> EncodedArray:
+def encoded_from(spec: Mapping[str, Any], where: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> EncodedArray:
     numbers = [where.get(name) for name in ("num_tokens", "position", "dim")]
     mean_runs = where.get("segments")
     if not isinstance(mean_runs, list) or any(
         type(number) is not int or number < 0 for number in [*numbers, *mean_runs]
     ):
-        raise MismatchedArrays(f"Planes need num_tokens, position, dim and segments, not {dict(where)}.")
+        raise MismatchedArrays(f"Encoded arrays need num_tokens, position, dim and segments, not {dict(where)}.")
     codec = from_spec(spec)
     codec.check(where["dim"])
     return EncodedArray(codec, dict(arrays), where["num_tokens"], where["position"], where["dim"], tuple(mean_runs))

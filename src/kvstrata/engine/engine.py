@@ -141,7 +141,7 @@ class Engine:
                 "path": layout.batching,
                 "why": layout.reason,
                 "kernels": [dataclasses.asdict(choice) for choice in explain(layout)],
-                "quantized": runtime().backend,
+                "backend": runtime().backend,
             },
             "key_means": layout.describe_rope(),
             "max_kv_size": self._limits.max_kv_size,

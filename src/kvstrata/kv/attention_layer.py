@@ -45,7 +45,7 @@ class AttentionLayer(DecodeRow, ABC):
 
     @abstractmethod
     def watched(self) -> list[Versioned]:
-        """Return what a plan watches: while no version changes, the layer reads what it reads now, and new tokens."""
+        """Return the objects whose versions invalidate a plan of this layer when they change."""
 
     @abstractmethod
     def append(self, k: mx.array, v: mx.array) -> None:

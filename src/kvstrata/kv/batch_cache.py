@@ -99,6 +99,6 @@ def _rows_of(layers: Sequence[Any]) -> Any:
     if isinstance(first, CompositeLayer):
         return CompositeRows([_rows_of(children) for children in zip(*(c.caches for c in layers), strict=True)])
     if isinstance(first, ChunkedLayer):
-        raise NotImplementedError("its models make masks from whole-number offsets")
+        raise NotImplementedError("chunked layers cannot be batched: their masks need one integer offset")
     assert isinstance(first, ForeignLayer)
     raise NotImplementedError(f"{type(first.cache).__name__} cannot be batched")

@@ -114,7 +114,7 @@ class Layout:
             if spec.rotation_reason:
                 unknown.setdefault(spec.rotation_reason, []).append(i)
         return {
-            "turning_layers": sum(spec.k_rotation is not None or spec.v_rotation is not None for _, spec in keys),
+            "rope_aware_layers": sum(spec.k_rotation is not None or spec.v_rotation is not None for _, spec in keys),
             "layers_without_rope": sum(
                 not (spec.k_rotation or spec.v_rotation or spec.rotation_reason) for _, spec in keys
             ),

@@ -14,7 +14,7 @@ import numpy as np
 from kvstrata.attention.segments import RawSegment, SealedSegment, Segment, SegmentSlice
 from kvstrata.codecs import dispatch
 from kvstrata.codecs.base import EncodedArray
-from kvstrata.codecs.registry import from_spec, planes_from
+from kvstrata.codecs.registry import encoded_from, from_spec
 from kvstrata.errors import ConfigError
 from kvstrata.kv.checkpoints import Checkpoint, LayerState, RecurrentState
 from kvstrata.kv.layout import Layout
@@ -281,7 +281,7 @@ def _unpack_array(
     prefix = f"{g}.{side}."
     arrays = {name.removeprefix(prefix): stack[i] for name, stack in stacks.items() if name.startswith(prefix)}
     mx.eval(list(arrays.values()))
-    return planes_from(described["spec"], described["where"], arrays)
+    return encoded_from(described["spec"], described["where"], arrays)
 
 
 def _unpack_state(stacks: Mapping[str, mx.array], i: int, described: Mapping[str, Any] | None) -> LayerState:
@@ -354,6 +354,7 @@ def _labels_of(description: Mapping[str, Any], name: str) -> tuple[str, str]:
         if "groups" in description:
             return _precision_of(description["groups"][int(index)][side]), "full"
         state = description["states"][int(index)]
+        # Chunked layers are described as window layers are.
         return ("raw", "recurrent") if "recurrent" in state else (_precision_of(state[side]), "window")
     except (AttributeError, KeyError, TypeError, ValueError, IndexError):
         return UNKNOWN, UNKNOWN

@@ -24,9 +24,9 @@ from kvstrata.kv.span import Span
 from kvstrata.kv.transcode import ENCODE_TOKENS, becomes, codecs_after, live_codecs
 
 # Reasons why bytes would not change.
-SAME_PRECISION = "stored so already"
+SAME_PRECISION = "already in this precision"
 
-LOWER = "lower already, with nothing put away"
+LOWER = "already lower, and no plane is archived"
 
 RAW_WINDOW = "raw window of a running request"
 

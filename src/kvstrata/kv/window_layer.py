@@ -32,8 +32,8 @@ class Ring:
         return np.concatenate([kept, self._slots(others)]).astype(np.int32)
 
     def _slots(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        gone_round = self.keep + (positions - self.keep) % (self.max_size - self.keep)
-        return np.where(positions < self.keep, positions, gone_round)
+        wrapped = self.keep + (positions - self.keep) % (self.max_size - self.keep)
+        return np.where(positions < self.keep, positions, wrapped)
 
     def oldest(self, num_tokens: int) -> int:
         """Return the first position, beside the kept ones, that the ring still holds after `num_tokens`."""
@@ -97,7 +97,8 @@ class WindowLayer(AttentionLayer):
         return k, v
 
     def resume(self, k: mx.array, v: mx.array, offset: int) -> None:
-        """Restore what another ring of this size `held`, or its first `offset` tokens if that ring had dropped none."""
+        """Restore tokens that `copy_state` of a ring of this size returned, or the first `offset` of them if that ring
+        had dropped none."""
         self.offset = offset
         kept = min(self.ring.keep, offset)
         if kept:

@@ -1,4 +1,4 @@
-"""Which kinds of layer a model has, what they cost, and whether it can run a batch over parts: found by trying.
+"""Probe of a loaded model: its kinds of layer, their cost, and whether one pass can serve a batch.
 
 mlx-lm's models differ in what they do with a cache: some compute on the arrays that they fetch (MLA), some take only
 whole-number offsets. Two short sequences, alone and together, show which path gives the same logits. In 16 bits a
@@ -26,7 +26,7 @@ from kvstrata.kv.mixed_pass import MixedPass, can_mix
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.models.experts import mend_products
 from kvstrata.models.heads import trim_rows
-from kvstrata.models.turning import with_turns
+from kvstrata.models.rope_rotation import with_rotations
 from kvstrata.packed import operations
 from kvstrata.packed.form import exact_activations
 
@@ -49,7 +49,7 @@ _NOISE = 3.0
 
 def probe(model: Any, max_kv_size: int | None = None) -> Layout:
     with exact_activations(model):
-        return with_turns(model, _probe(model, max_kv_size))
+        return with_rotations(model, _probe(model, max_kv_size))
 
 
 def _probe(model: Any, max_kv_size: int | None) -> Layout:
@@ -79,10 +79,10 @@ def _probe(model: Any, max_kv_size: int | None) -> Layout:
     except Exception as error:  # noqa: BLE001
         # Whatever a model does with objects that it does not expect.
         log.info("every sequence gets passes of its own: %s: %s", type(error).__name__, error)
-        return dataclasses.replace(alone, reason=f"not over parts: {type(error).__name__}: {error}"[:200])
+        return dataclasses.replace(alone, reason=f"not over segments: {type(error).__name__}: {error}"[:200])
     bound = _Bound(model, alone, expected)
     if not bound.holds(reached):
-        reason = f"over parts the logits differ by {bound.distance(reached):.2g} of their spread"
+        reason = f"over segments the logits differ by {bound.distance(reached):.2g} of their spread"
         log.warning("every sequence gets passes of its own, which is slower: %s", reason)
         return dataclasses.replace(alone, reason=reason)
     together = dataclasses.replace(together, compiles=_compiles(model, together, bound))

@@ -349,7 +349,7 @@ class DiskBlockStore:
 
     def _load_newest(self) -> None:
         """Read the markers, and the newest records of the catalogue. CatalogueFault if the volume fails."""
-        self.index.hold_back(self._markers.load())
+        self.index.apply_markers(self._markers.load())
         try:
             self._catalogue = open_catalogue(self.folder.catalogue)
             add_saved(self.index, self._catalogue.load_newest(NUM_RECORDS_AT_START))

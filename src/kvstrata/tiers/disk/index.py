@@ -423,15 +423,15 @@ class BlockIndex:
 
     # Markers and the catalogue.
 
-    def hold_back(self, markers: Iterable[ClearMarker]) -> None:
-        """Let markers of the folder hold for files that have no record yet."""
+    def apply_markers(self, markers: Iterable[ClearMarker]) -> None:
+        """Apply markers of the folder to records that are added later."""
         with self._lock:
             for marker in markers:
                 self._markers.append(marker)
                 self._last_clear = max(self._last_clear, marker.before)
 
     def take_new_markers(self) -> list[ClearMarker]:
-        """Take the markers that are not in the folder yet; none if no file is left that they would hold for."""
+        """Take the markers to write. None are needed once every file that they cover is deleted."""
         with self._lock:
             markers, self._new_markers = self._new_markers, []
             return markers if len(self.pending) or not self._is_complete else []

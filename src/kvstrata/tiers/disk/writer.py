@@ -172,7 +172,7 @@ class DiskWriter:
     # The thread.
 
     def _run(self) -> None:
-        _step_back()
+        _lower_priority()
         while True:
             with self._changed:
                 if not self._wait_for_work():
@@ -313,7 +313,7 @@ def _removal(entry: QueuedBlock, reason: DiskFault | DropReason) -> BlockRemoval
     return BlockRemoval(block.id, block.start, block.start + block.num_tokens, cause)
 
 
-def _step_back() -> None:
+def _lower_priority() -> None:
     """Lower the priority of this thread below computing threads; on Linux each thread has its own."""
     if sys.platform == "linux":
         with suppress(OSError):

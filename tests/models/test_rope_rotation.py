@@ -12,7 +12,7 @@ import pytest
 
 from kvstrata.kv.layout import LayerSpec, Layout
 from kvstrata.models.probe import probe
-from kvstrata.models.turning import POSITIONS, turned, with_turns
+from kvstrata.models.rope_rotation import POSITIONS, turned, with_rotations
 from tests.tiny import ARCHITECTURES, tiny_module
 
 COMMON = {
@@ -133,9 +133,9 @@ def test_a_model_that_cannot_be_asked_keeps_plain_means() -> None:
         def __call__(self, *_: Any, **__: Any) -> Any:
             raise TypeError("no caches of this kind")
 
-    found = with_turns(Stubborn(), dataclasses.replace(layout, layers=(LayerSpec("full"),) * len(layout.layers)))
+    found = with_rotations(Stubborn(), dataclasses.replace(layout, layers=(LayerSpec("full"),) * len(layout.layers)))
     assert all("no caches of this kind" in spec.rotation_reason for spec in found.flat())
-    assert found.describe_rope()["turning_layers"] == 0
+    assert found.describe_rope()["rope_aware_layers"] == 0
 
 
 def test_turned_is_what_the_module_does() -> None:

@@ -35,7 +35,7 @@ _SAME_UNIT = 1e-3
 _NOT_FOUND = "its keys turn like no RoPE module of the model"
 
 
-def with_turns(model: Any, layout: Layout) -> Layout:
+def with_rotations(model: Any, layout: Layout) -> Layout:
     """The layout with what was found out about each layer."""
     if all(spec.kind in ("foreign", "recurrent") for spec in layout.flat()):
         return layout
