@@ -1,8 +1,8 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 """Attention loops in float32, compiled by numba at the first call and cached on disk.
 
-A run is a row of int64: the batch row, then the fields of `Run` (step.py). The builder of the table keeps the memory of
-its addresses alive. Runs of a batch row are consecutive.
+A run is a row of int64: the batch row, then the fields of `TokenRun` (step.py). The builder of the table keeps the
+memory of its addresses alive. Runs of a batch row are consecutive.
 
 Decoding cuts runs into pieces. Each piece is within one segment of K and one of V, so it has a single mean of each. An
 item is a piece in one KV head: its scores, weights and weighted sum are computed at once for all queries of the head,

@@ -41,7 +41,7 @@ class SegmentRead(NamedTuple):
 
 
 def read_buffers(k: mx.array, v: mx.array, start: int, end: int) -> SegmentRead | None:
-    """Return the `Read` of raw vectors [1, kv_heads, size, dim]. None: the kernel does not read them."""
+    """Return the `SegmentRead` of raw vectors [1, kv_heads, size, dim]. None: the kernel does not read them."""
     (one, kv_heads, size, k_dim), (_, _, v_size, v_dim) = k.shape, v.shape
     k_kind, v_kind = RAW_KINDS.get(k.dtype), RAW_KINDS.get(v.dtype)
     if one != 1 or size != v_size or not (k_kind and v_kind and _dims_fit(k_dim, v_dim)):
@@ -50,7 +50,7 @@ def read_buffers(k: mx.array, v: mx.array, start: int, end: int) -> SegmentRead 
 
 
 def read_planes(k: EncodedArray, v: EncodedArray, start: int, end: int) -> SegmentRead | None:
-    """Return the `Read` of sealed tokens, raw or encoded. None: the kernel does not read them."""
+    """Return the `SegmentRead` of sealed tokens, raw or encoded. None: the kernel does not read them."""
     if not _dims_fit(k.dim, v.dim) or len(k.leading) != 1 or rotation_of(v) is not None:
         return None
     kinds = _kind_of(k), _kind_of(v)
