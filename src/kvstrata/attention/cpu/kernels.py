@@ -27,14 +27,14 @@ from kvstrata.codecs.cpu.blocks import (
     rotate_back,
     score_block,
     step_of,
-    turned_shares,
+    rotated_shares,
     unpack_block,
 )
 from kvstrata.codecs.cpu.vectors import LANES, exp
 
 # Numba's cache is keyed by the text of this file alone. This digest of the modules that are inlined here makes a change
 # of them a change of this file; a test checks the digest.
-BUILT_ON = "1384cdc6e2e6e54d"
+BUILT_ON = "f19bf38882182d97"
 
 RAW_BITS = 32
 
@@ -189,7 +189,7 @@ def _shares(queries, mean, run, piece):
             shares[r, :] = factors[r].sum()
         return shares
     columns = carray(_pointer(run[K_PLANES + COLUMNS], np.float32), (dim * GROUP + LANES,))
-    turned_shares(factors, columns, (run[K_PLANES + OFFSET] + piece[FIRST]) % GROUP, shares)
+    rotated_shares(factors, columns, (run[K_PLANES + OFFSET] + piece[FIRST]) % GROUP, shares)
     return shares
 
 
@@ -218,7 +218,7 @@ def _score(scaled, rotated, run, piece, h, codes, scores):
 
 @_inner(fastmath=True, error_model="numpy")
 def _weigh(scores, largest, totals):
-    """Turn scores into weights relative to the largest score of each query, not divided by their total yet."""
+    """Convert scores to weights relative to the largest score of each query, not divided by their total yet."""
     for r in range(scores.shape[0]):
         top = scores[r, 0]
         for t in range(scores.shape[1]):

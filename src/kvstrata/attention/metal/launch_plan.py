@@ -61,7 +61,7 @@ class MeanForm(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StorageForm:
-    """Storage form of keys and values in arrays. `storage_form` makes one object for each form, which is its own key."""
+    """Storage form of keys and values. `storage_form` makes one object for each form, which is its own key."""
 
     form: HeadForm
     k_kind: int  # as in source/vectors.h

@@ -151,7 +151,7 @@ def collect(num_rows: int) -> Kernel:
 def attend_inputs(kinds: tuple[Kind, ...]) -> tuple[str, ...]:
     names = ["q", "scale", "k_signs", "v_signs"]
     for i, kind in enumerate(kinds):
-        planes = [f"pieces{i}", *_names(f"k{i}"), *_names(f"v{i}"), f"turns{i}"]
+        planes = [f"pieces{i}", *_names(f"k{i}"), *_names(f"v{i}"), f"rotations{i}"]
         names += planes if kind == "planes" else [f"k{i}", f"v{i}"]
     return tuple(names)
 
@@ -192,7 +192,7 @@ def _letters(kinds: tuple[Kind, ...]) -> str:
 def score_planes() -> Kernel:
     return _make(
         "score_planes",
-        ("q", "k_signs", "turns", "pieces0", *_names("k")),
+        ("q", "k_signs", "rotations", "pieces0", *_names("k")),
         ("scores",),
         _body("score_planes"),
         ATTENTION,

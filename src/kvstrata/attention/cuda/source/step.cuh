@@ -8,9 +8,9 @@
 // many of them to a piece, the first of the row's pieces, how many they are.
 // pieces [n][8]: part, first token, how many, segment of keys, segment of values, where in its group the first is.
 // kinds [parts][8]: bits of keys and of values (16: raw), tokens of the arrays, segments of keys, of values, and the
-// turn of the keys' means: pairs, first dim, whether a pair's dims are neighbours.
+// RoPE rotation of the keys' means: pairs, first dim, whether a pair's dims are neighbours.
 // addresses [parts][12]: of keys, then of values: values (or top crumbs), next, low, scales, means; then the table of the
-// turn.
+// rotation.
 
 namespace kvstrata {
 
@@ -20,8 +20,8 @@ constexpr int ENTRY = 8, ADDRESSES = 12;
 struct Work {
   Source k, v;
   int k_bits, v_bits, start, count, offset;
-  AnyTurn turn;
-  const float* table;  // of the turn
+  AnyRotation rotation;
+  const float* table;  // of the rotation
 };
 
 template <typename T>
@@ -53,7 +53,7 @@ __device__ __forceinline__ Work work_of(
   work.k_bits = kind[0], work.v_bits = kind[1];
   work.k = source_of<K_DIM>(at, kind[0], head, kind[2], kind[3], own < 0 ? known[3] : 0);
   work.v = source_of<V_DIM>(at + 5, kind[1], head, kind[2], kind[4], own < 0 ? known[4] : 0);
-  work.turn = {kind[5], kind[6], kind[7] != 0};
+  work.rotation = {kind[5], kind[6], kind[7] != 0};
   work.table = address<float>(at[10]);
   return work;
 }
@@ -66,7 +66,7 @@ __device__ __forceinline__ void put_token(const Source& to, int place, const T* 
   for (int d = at.lane; d < DIM; d += 32) values[d] = bits[d];
 }
 
-// Each side of a piece is raw or coded. `shares`: of a mean of keys that turns; nullptr: there is none.
+// Each side of a piece is raw or coded. `shares`: of a RoPE-aware mean of the keys; nullptr: there is none.
 template <bool BF, int K_BITS, int V_BITS, int K_DIM, int V_DIM, int TILES>
 __device__ __forceinline__ void attend_piece(
     Shared<K_DIM, V_DIM, TILES>& shared, const Work& work, const float* shares, int num_queries, const Lane& at) {

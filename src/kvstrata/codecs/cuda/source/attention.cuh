@@ -168,7 +168,7 @@ struct Scored {
     top[0] = top[1] = -INFINITY;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      scores[e] += turned_share<TILES>(shares, first, e, at);
+      scores[e] += rotated_share<TILES>(shares, first, e, at);
       if (first + at.group + 8 * (e / 2) >= count) scores[e] = -INFINITY;
       top[e % 2] = fmaxf(top[e % 2], scores[e]);
     }
@@ -333,7 +333,7 @@ __device__ __forceinline__ void score(
     for (int e = 0; e < 4; ++e) {
       int query = query_of_lane<TILES>(at) + e % 2, token = first + at.group + 8 * (e / 2);
       if ((TILES == 2 || at.quarter < 2) && query < num_queries && token < count) {
-        float score = found[e] + turned_share<TILES>(shares, first, e, at);
+        float score = found[e] + rotated_share<TILES>(shares, first, e, at);
         scores[query * stride + start + token] = score * LOG_2;
       }
     }

@@ -59,20 +59,20 @@ __device__ __forceinline__ void load_codes(
 }
 
 // What is rotated back, from dim `dim` on, as it was. `place`: of the token in its group.
-template <typename TURN, int DIM>
+template <typename ROTATION, int DIM>
 __device__ __forceinline__ void add_mean(
     float (&x)[16], float scale, const __half* mean, const float* signs, const float* angles, int dim, int place) {
   float factor = scale * UNIT * rsqrtf(float(DIM & -DIM));
   auto mean_at = [&](int d) { return __half2float(mean[d]); };
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    float centre = TURN::turned(mean_at, dim + i, angles, place);
+    float centre = ROTATION::rotated(mean_at, dim + i, angles, place);
     x[i] = x[i] * (factor * signs[dim + i]) + centre;
   }
 }
 
 // Tokens [start, start + count) of each row -> out [rows, count, DIM]. One thread for each 16 dims.
-template <typename TURN, typename T, int DIM>
+template <typename ROTATION, typename T, int DIM>
 __device__ __forceinline__ void decode(
     int bits, const unsigned* top, const unsigned* next, const unsigned* low, const __half* scales, const __half* means,
     const float* signs, const float* angles, int offset, const int* starts, int num_segments, long index,
@@ -87,14 +87,14 @@ __device__ __forceinline__ void decode(
   load_codes(bits, top, next, low, at * UNITS + dim / 16, x);
   rotate_sixteen<DIM>(x);
   const __half* mean = means + (long(row) * num_segments + segment_of(starts, num_segments, token)) * DIM;
-  add_mean<TURN, DIM>(x, __half2float(scales[at]), mean, signs, angles, dim, (offset + token) % GROUP);
+  add_mean<ROTATION, DIM>(x, __half2float(scales[at]), mean, signs, angles, dim, (offset + token) % GROUP);
   if (is_ours) store(out + unit * 16, x);
 }
 
 // Parts that follow each other -> out [rows, total, DIM], as `decode` does it; raw vectors as they are.
 // spans [parts][8]: the first token of `out`, the one of the part, tokens of the part's arrays, bits (16: raw, 0: in
 // `own`), segments, where in `starts` they begin, where token 0 is in its group, the row of addresses.
-template <typename TURN, typename T, int DIM>
+template <typename ROTATION, typename T, int DIM>
 __device__ __forceinline__ void decode_parts(
     const int* spans, int num_spans, const int* starts, const unsigned long long* addresses, const T* own,
     const float* signs, const float* angles, long index, long num_units, int total, T* out) {
@@ -133,7 +133,7 @@ __device__ __forceinline__ void decode_parts(
   int segment = segment_of(starts + span[5], span[4], token);
   const __half* mean = reinterpret_cast<const __half*>(arrays[4]) + (long(row) * span[4] + segment) * DIM;
   float scale = __half2float(reinterpret_cast<const __half*>(arrays[3])[at]);
-  add_mean<TURN, DIM>(x, scale, mean, signs, angles, dim, (span[6] + token) % GROUP);
+  add_mean<ROTATION, DIM>(x, scale, mean, signs, angles, dim, (span[6] + token) % GROUP);
   if (is_ours) store(out + unit * 16, x);
 }
 

@@ -186,7 +186,7 @@ struct Asked {
     }
   }
 
-  // Adds q . mean to all scores, of a mean that does not turn.
+  // Adds q . mean to all scores; for a mean that is not RoPE-aware.
   __device__ __forceinline__ void centre(
       const Queries<DIM, TILES>& queries, const __half* mean, int num_queries, const Lane& at) {
     for (int query = 0; query < num_queries; ++query) {
