@@ -47,7 +47,7 @@ BUILT_ON = "f19bf38882182d97"
 @njit(fastmath=True, nogil=True, cache=True, parallel=True, error_model="numpy")
 def decode_planes(top, following, low, scales, centres, signs, block, bits, out):
     """Decode to out [rows, tokens, dim]; `centres`: means, each token's mean run, offset of the first token, angles."""
-    means, segment, offset, angles = centres
+    means, mean_run, offset, angles = centres
     rows, tokens, dim = out.shape
     chunks = (tokens + CHUNK - 1) // CHUNK
     blocks, width = dim // block, dim // 4
@@ -61,7 +61,7 @@ def decode_planes(top, following, low, scales, centres, signs, block, bits, out)
             unpack_block(top, following, low, row * tokens + t, 1, width, bits, y)
             from_codes(y, other, pairs, odd)
             factor = step * scales[row, t]
-            rotate_mean(means[row, segment[t]], (offset + t) % GROUP, angles, centre)
+            rotate_mean(means[row, mean_run[t]], (offset + t) % GROUP, angles, centre)
             if blocks == 1:
                 for d in range(dim):
                     out[row, t, d] = y[d] * factor * signs[d] + centre[d]
@@ -243,13 +243,13 @@ def _encode_vectors(x, at, tokens, mean, signs, block, out, vector):
 
 
 @njit(error_model="numpy")
-def _encode_segment(piece, x, where, has_means, means, angles, signs, block, out):
+def _encode_mean_run(piece, x, where, has_means, means, angles, signs, block, out):
     """Encode a mean run. Return whether every value that moved a mean was finite and within float16's range."""
     _, stride, position, bounds = where
-    segments, dim = means.shape[1:]
-    row, segment = piece // segments, piece % segments
-    first, count = bounds[segment], bounds[segment + 1] - bounds[segment]
-    at, vector, mean = row * stride + first * dim, row * bounds[segments] + first, means[row, segment]
+    num_mean_runs, dim = means.shape[1:]
+    row, mean_run = piece // num_mean_runs, piece % num_mean_runs
+    first, count = bounds[mean_run], bounds[mean_run + 1] - bounds[mean_run]
+    at, vector, mean = row * stride + first * dim, row * bounds[num_mean_runs] + first, means[row, mean_run]
     is_rotated, offset, most = angles[0].shape[1] > 0, (position + first) % GROUP, np.float32(0)
     if not has_means:
         most = _rope_aware_mean(x, at, count, offset, angles, mean) if is_rotated else _mean(x, at, count, mean)
@@ -264,21 +264,21 @@ def _encode_segment(piece, x, where, has_means, means, angles, signs, block, out
 @njit
 def _values_at(where, means):
     address, stride, _, bounds = where
-    rows, segments, dim = means.shape
-    return carray(_floats_at(address), ((rows - 1) * stride + bounds[segments] * dim,))
+    rows, num_mean_runs, dim = means.shape
+    return carray(_floats_at(address), ((rows - 1) * stride + bounds[num_mean_runs] * dim,))
 
 
 @njit(nogil=True, cache=True, parallel=True, error_model="numpy")
 def encode_planes(where, has_means, means, angles, signs, block, out):
-    """Encode vectors to the planes top, next, low and scales of `out`, and to means [rows, segments, dim] unless
+    """Encode vectors to the planes top, next, low and scales of `out`, and to means [rows, mean runs, dim] unless
     `has_means`.
 
     `where`: address of float32 [rows, tokens, dim], values from a row to the next, position of the first token, and
-    bounds [segments + 1], the first tokens of the mean runs. `angles`: see blocks.py. Return whether every value that
+    bounds [mean runs + 1], the first tokens of the mean runs. `angles`: see blocks.py. Return whether every value that
     moved a mean was finite and within float16's range: if not, the result must not be used.
     """
     x, scaled_signs = _values_at(where, means), signs * np.float32(1 / np.sqrt(block))
     is_plain = np.empty(means.shape[0] * means.shape[1], np.bool_)
     for piece in prange(len(is_plain)):
-        is_plain[piece] = _encode_segment(piece, x, where, has_means, means, angles, scaled_signs, block, out)
+        is_plain[piece] = _encode_mean_run(piece, x, where, has_means, means, angles, scaled_signs, block, out)
     return is_plain.all()

@@ -1,13 +1,13 @@
-// Codes to vectors in the basis of the model: a thread has 16 dims, so that most of the rotation is within threads.
+// Decoding of codes to vectors in the basis of the model: a thread has 16 dims, so that most of the rotation is within threads.
 
 namespace kvstrata {
 
-// The segment of a token. Most have 256 tokens, so a guess is right or next to it.
-__device__ __forceinline__ int segment_of(const int* starts, int num_segments, int token) {
-  int segment = token < starts[1] ? 0 : min(1 + (token - starts[1]) / 256, num_segments - 1);
-  while (starts[segment] > token) --segment;
-  while (starts[segment + 1] <= token) ++segment;
-  return segment;
+// Mean run of a token. Most mean runs have 256 tokens, so a first guess is right or next to the right one.
+__device__ __forceinline__ int mean_run_of(const int* starts, int num_mean_runs, int token) {
+  int mean_run = token < starts[1] ? 0 : min(1 + (token - starts[1]) / 256, num_mean_runs - 1);
+  while (starts[mean_run] > token) --mean_run;
+  while (starts[mean_run + 1] <= token) ++mean_run;
+  return mean_run;
 }
 
 // A byte of `codes` as float32, in units. 0x4700bb00 is 32768 + bb.
@@ -46,7 +46,7 @@ __device__ __forceinline__ void load_codes(
   for (int i = 0; i < 16; ++i) x[i] = to_float<BITS>(codes[i % 4], i / 4);
 }
 
-// The same, under any bits: a kernel for each would be more to compile.
+// 16 dims of a vector as above, for bits that are known when a kernel runs: fewer kernels are compiled.
 __device__ __forceinline__ void load_codes(
     int bits, const unsigned* top, const unsigned* next, const unsigned* low, long from, float (&x)[16]) {
   if (bits == 8) {
@@ -58,7 +58,7 @@ __device__ __forceinline__ void load_codes(
   }
 }
 
-// What is rotated back, from dim `dim` on, as it was. `place`: of the token in its group.
+// Scales 16 dims that are rotated back, from dim `dim` on, and adds their mean. `place`: of the token in its group.
 template <typename ROTATION, int DIM>
 __device__ __forceinline__ void add_mean(
     float (&x)[16], float scale, const __half* mean, const float* signs, const float* angles, int dim, int place) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ void add_mean(
 template <typename ROTATION, typename T, int DIM>
 __device__ __forceinline__ void decode(
     int bits, const unsigned* top, const unsigned* next, const unsigned* low, const __half* scales, const __half* means,
-    const float* signs, const float* angles, int offset, const int* starts, int num_segments, long index,
+    const float* signs, const float* angles, int offset, const int* starts, int num_mean_runs, long index,
     long num_units, int num_tokens, int start, int count, T* out) {
   constexpr int UNITS = DIM / 16;
   bool is_ours = index < num_units;
@@ -86,7 +86,7 @@ __device__ __forceinline__ void decode(
   float x[16];
   load_codes(bits, top, next, low, at * UNITS + dim / 16, x);
   rotate_sixteen<DIM>(x);
-  const __half* mean = means + (long(row) * num_segments + segment_of(starts, num_segments, token)) * DIM;
+  const __half* mean = means + (long(row) * num_mean_runs + mean_run_of(starts, num_mean_runs, token)) * DIM;
   add_mean<ROTATION, DIM>(x, __half2float(scales[at]), mean, signs, angles, dim, (offset + token) % GROUP);
   if (is_ours) store(out + unit * 16, x);
 }
@@ -130,8 +130,8 @@ __device__ __forceinline__ void decode_parts(
     if (is_ours) to[0] = raw[0], to[1] = raw[1];
     return;
   }
-  int segment = segment_of(starts + span[5], span[4], token);
-  const __half* mean = reinterpret_cast<const __half*>(arrays[4]) + (long(row) * span[4] + segment) * DIM;
+  int mean_run = mean_run_of(starts + span[5], span[4], token);
+  const __half* mean = reinterpret_cast<const __half*>(arrays[4]) + (long(row) * span[4] + mean_run) * DIM;
   float scale = __half2float(reinterpret_cast<const __half*>(arrays[3])[at]);
   add_mean<ROTATION, DIM>(x, scale, mean, signs, angles, dim, (span[6] + token) % GROUP);
   if (is_ours) store(out + unit * 16, x);

@@ -1,4 +1,4 @@
-// Vectors to codes. A block has a segment of one head: first its mean, then its vectors, 16 dims to a thread.
+// Encoding of vectors to codes. A block has a mean run of one head: first its mean, then its vectors, 16 dims to a thread.
 
 namespace kvstrata {
 
@@ -12,7 +12,7 @@ constexpr __device__ int lanes_for(int units) {
   return lanes;
 }
 
-// Of tokens [start, end); a vector with something odd in it must not move the mean of the others.
+// Mean of tokens [start, end). Values that float16 cannot hold must not move it.
 template <typename ROTATION, int DIM, typename T>
 __device__ __forceinline__ void mean_of(
     const T* x, const float* angles, int offset, int start, int end, float (&sums)[ENCODE_THREADS],

@@ -28,7 +28,7 @@
     kv_barrier();
   }
   for (int number = 0; number < num_pieces; ++number, piece += 12) {
-    // piece: first token, how many, tokens of the arrays, slots (keys, values, means), segments, how many, offset.
+    // piece: first token, how many, tokens of the arrays, slots (keys, values, means), mean runs, how many, offset.
     const int start = piece[0], count = piece[1];
     const kv_long before = kv_long(head) * piece[2];
     kv_source keys, values;

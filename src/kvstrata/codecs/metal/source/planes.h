@@ -1,6 +1,6 @@
 // Encoding and decoding of planes. Constants that the caller defines: KV_DIM; to encode, KV_BITS.
-// table: rotation (first, step, gap, pairs), tokens, segments, two unused, signs [8], then pieces. To encode they have 5
-// numbers: first token, how many, segment, segment once more, where in its group the first token is.
+// table: rotation (first, step, gap, pairs), tokens, mean runs, two unused, signs [8], then pieces. To encode they have
+// 5 numbers: first token, how many, mean run, mean run once more, where in its group the first token is.
 
 #define KV_LARGEST 65504.0f  // of float16
 
