@@ -25,9 +25,9 @@ from kvstrata.codecs.cpu.blocks import (
     mix_block,
     rotate,
     rotate_back,
+    rotated_shares,
     score_block,
     step_of,
-    rotated_shares,
     unpack_block,
 )
 from kvstrata.codecs.cpu.vectors import LANES, exp

@@ -1,4 +1,5 @@
-"""Attention of a decode step by the portable kernel, whose text is shared by Metal, CUDA and tests.
+"""Attention of a decode step by the portable kernel. Servers run it on Metal only; tests also in its other dialects,
+CUDA and plain C++.
 
 A step is a few launches, each over some of the segments, and a launch that combines their results (launch_plan.py). The
 kernel writes only results: new tokens are in their buffers already. Whether the machine runs the kernel is decided by

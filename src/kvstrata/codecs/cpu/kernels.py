@@ -17,11 +17,11 @@ from kvstrata.codecs.cpu.blocks import (
     add_rotated_back,
     from_codes,
     mix_block,
+    rotate_mean,
     score_block,
     stages_of,
     step_of,
     to_codes,
-    rotate_mean,
     unpack_block,
 )
 from kvstrata.codecs.cpu.vectors import (

@@ -1,14 +1,15 @@
-// One query by head over packed codes or raw vectors: scores, softmax, weighted sum. A warp has a piece of the tokens.
+// Attention of one query by head over packed codes or raw vectors: scores, softmax, weighted sum. A warp has a piece of
+// the tokens.
 //
 // Raw values go to the tensor cores as they are. Codes of keys go as 8-bit integers, codes of values as float16 numbers
-// that are 1024 more than the code: neither conversion costs an addition, and the sums are corrected for the offset. The
-// other operands, queries and weights, are split into two numbers of the same type, so that little precision is lost. The
-// columns of a product are queries, each twice: upper and lower half of the split. The order of dims in a sum is free,
-// and so is the order of tokens, which is why no code is ever moved to another thread.
+// that are 1024 more than the code: neither conversion costs an addition, and the sums are corrected for the offset.
+// The other operands, queries and weights, are split into two numbers of the same type, so that little precision is
+// lost. The columns of a product are queries, each twice: upper and lower half of the split. The order of dims in a sum
+// is free, and so is the order of tokens, which is why no code is ever moved to another thread.
 //
 // A product is mma.m16n8k16, or m16n8k32 of integers: rows are tokens (scores) or dims (sums of values). Lane = 4 *
-// group + quarter. A lane holds rows `group` and `group + 8`: in the left operand the columns of `quarter`, in the right
-// operand the rows of `quarter` in column `group`, and in the result columns 2 * quarter and 2 * quarter + 1.
+// group + quarter. A lane holds rows `group` and `group + 8`: in the left operand the columns of `quarter`, in the
+// right operand the rows of `quarter` in column `group`, and in the result columns 2 * quarter and 2 * quarter + 1.
 //
 // Pieces end where a mean run ends, so a piece has one mean for keys and one for values. The share of a RoPE-aware mean
 // of keys in the scores is computed first, by tensor cores too, and kept in shared memory. Results are partial: not yet
@@ -179,9 +180,10 @@ struct Scored {
   }
 };
 
-// By one warp: `count` tokens from `start` on -> out [queries, V_DIM], in the basis that values are stored in and without
-// their mean; stats [queries, 2]. The scores of a step are found beside the sums of the one before, so that neither waits
-// for its own results. So keys are loaded two steps ahead, and beyond the end the last token again and again.
+// By one warp: `count` tokens from `start` on -> out [queries, V_DIM], in the basis that values are stored in and
+// without their mean; stats [queries, 2]. The scores of a step are found beside the sums of the one before, so that
+// neither waits for its own results. So keys are loaded two steps ahead, and beyond the end the last token again and
+// again.
 template <bool BF, int K_BITS, int V_BITS, int K_DIM, int V_DIM, int TILES, bool K_BF>
 __device__ __forceinline__ void attend(
     Exchange<TILES>& exchange, const Asked<K_BF, K_BITS, K_DIM, TILES>& asked, Keys<K_BITS, K_DIM>& k,

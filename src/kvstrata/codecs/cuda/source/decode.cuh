@@ -1,4 +1,5 @@
-// Decoding of codes to vectors in the basis of the model: a thread has 16 dims, so that most of the rotation is within threads.
+// Decoding of codes to vectors in the basis of the model: a thread has 16 dims, so that most of the rotation is within
+// threads.
 
 namespace kvstrata {
 
@@ -91,29 +92,29 @@ __device__ __forceinline__ void decode(
   if (is_ours) store(out + unit * 16, x);
 }
 
-// Parts that follow each other -> out [rows, total, DIM], as `decode` does it; raw vectors as they are.
-// spans [parts][8]: the first token of `out`, the one of the part, tokens of the part's arrays, bits (16: raw, 0: in
-// `own`), segments, where in `starts` they begin, where token 0 is in its group, the row of addresses.
+// Consecutive ranges -> out [rows, total, DIM], decoded as by `decode`; raw vectors as they are.
+// ranges [n][8]: first token in `out`, first token of the range, tokens of its arrays, bits (16: raw, 0: in `own`),
+// mean runs, where in `starts` they begin, where token 0 is in its group, the row of addresses.
 template <typename ROTATION, typename T, int DIM>
-__device__ __forceinline__ void decode_parts(
-    const int* spans, int num_spans, const int* starts, const unsigned long long* addresses, const T* own,
+__device__ __forceinline__ void decode_ranges(
+    const int* ranges, int num_ranges, const int* starts, const unsigned long long* addresses, const T* own,
     const float* signs, const float* angles, long index, long num_units, int total, T* out) {
   constexpr int UNITS = DIM / 16, ENTRY = 8, ADDRESSES = 12;
   bool is_ours = index < num_units;
   long unit = is_ours ? index : num_units - 1;
   long vector = unit / UNITS;
   int row = vector / total, place = vector % total, dim = unit % UNITS * 16;
-  int first = 0, last = num_spans - 1;
+  int first = 0, last = num_ranges - 1;
   while (first < last) {
     int middle = (first + last + 1) / 2;
-    if (spans[ENTRY * middle] <= place) first = middle;
+    if (ranges[ENTRY * middle] <= place) first = middle;
     else last = middle - 1;
   }
-  const int* span = spans + ENTRY * first;
-  const unsigned long long* arrays = addresses + ADDRESSES * span[7];
+  const int* range = ranges + ENTRY * first;
+  const unsigned long long* arrays = addresses + ADDRESSES * range[7];
   auto array = [&](int i) { return reinterpret_cast<const unsigned*>(arrays[i]); };
-  int bits = span[3], token = span[1] + place - span[0];
-  long at = long(row) * span[2] + token, from = at * UNITS + dim / 16;
+  int bits = range[3], token = range[1] + place - range[0];
+  long at = long(row) * range[2] + token, from = at * UNITS + dim / 16;
   bool is_raw = bits == 0 || bits == 16;
   uint4 raw[2];
   float x[16] = {};
@@ -130,10 +131,10 @@ __device__ __forceinline__ void decode_parts(
     if (is_ours) to[0] = raw[0], to[1] = raw[1];
     return;
   }
-  int mean_run = mean_run_of(starts + span[5], span[4], token);
-  const __half* mean = reinterpret_cast<const __half*>(arrays[4]) + (long(row) * span[4] + mean_run) * DIM;
+  int mean_run = mean_run_of(starts + range[5], range[4], token);
+  const __half* mean = reinterpret_cast<const __half*>(arrays[4]) + (long(row) * range[4] + mean_run) * DIM;
   float scale = __half2float(reinterpret_cast<const __half*>(arrays[3])[at]);
-  add_mean<ROTATION, DIM>(x, scale, mean, signs, angles, dim, (span[6] + token) % GROUP);
+  add_mean<ROTATION, DIM>(x, scale, mean, signs, angles, dim, (range[6] + token) % GROUP);
   if (is_ours) store(out + unit * 16, x);
 }
 

@@ -1,4 +1,5 @@
-// Encoding of vectors to codes. A block has a mean run of one head: first its mean, then its vectors, 16 dims to a thread.
+// Encoding of vectors to codes. A block has a mean run of one head: first its mean, then its vectors, 16 dims to a
+// thread.
 
 namespace kvstrata {
 

@@ -89,8 +89,8 @@ __device__ __forceinline__ void hadamard(float* x, int lane) {
   __syncwarp();
 }
 
-// Queries of a block. The largest magnitude of `values` is 1; for codes it is MOST, and the values are integers. A product
-// with values times `factor` is a score; `sum` is the sum of the values.
+// Queries of a block. The largest magnitude of `values` is 1; for codes it is MOST, and the values are integers. A
+// product with values times `factor` is a score; `sum` is the sum of the values.
 template <int DIM, int TILES>
 struct Queries {
   float values[4 * TILES][DIM];

@@ -6,8 +6,8 @@
 //
 // The table of a rotation: float32 [GROUP][2][DIM], cos and sin that rotate factors to each token of a group; then
 // float16 cos (of a pair's first dim) and sin (of its second) of each row, and the rest that 16 bits leave of them,
-// times LOWER. The order is that of the products: [2][DIM / 32][2 products][2 halves of the rows][lane][8]. A dim that RoPE
-// does not rotate has cos 1 and sin 0 in the first, 1 in the second.
+// times LOWER. The order is that of the products: [2][DIM / 32][2 products][2 halves of the rows][lane][8]. A dim that
+// RoPE does not rotate has cos 1 and sin 0 in the first, 1 in the second.
 
 namespace kvstrata {
 

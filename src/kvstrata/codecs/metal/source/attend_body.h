@@ -1,4 +1,4 @@
-  // One group: a split (some pieces of one row, all of one kind), a KV head, a tile of its queries.
+  // Work of a group: a split (some pieces of one row, all of one kind), a KV head, a tile of its queries.
   // table: scale, rotation (first, step, gap, pairs), KV heads, two unused, signs [8], then splits and pieces.
   const int lane = KV_LANE, head = KV_GROUP_Y, first_query = KV_GROUP_Z * KV_TILE;
   const KV_DEVICE int* split = table + 16 + 4 * KV_GROUP_X;

@@ -1,4 +1,5 @@
-  // One group: a piece, a head. Pieces of several ranges make one result, so all ranges of a layer are one launch.
+  // Work of a group: a piece, a head. Pieces of several ranges make one result, so all ranges of a layer are one
+  // launch.
   const int lane = KV_LANE, head = KV_GROUP_Y, total = table[4];
   // piece: first token, how many, tokens of the arrays, slots, slot of the means, mean run, how many, offset in its
   // group, bits (0: raw) and whether the mean is RoPE-aware, first token of the result.

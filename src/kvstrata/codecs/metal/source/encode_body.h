@@ -1,4 +1,5 @@
-  // One group: a piece, a head. A vector is centred, rotated and coded in the registers of the lanes that share it.
+  // Work of a group: a piece, a head. A vector is centred, rotated and coded in the registers of the lanes that share
+  // it.
   const int lane = KV_LANE, head = KV_GROUP_Y, num_tokens = table[4], num_mean_runs = table[5];
   const int unit = lane % kv_of_vectors::LANES, slot = lane / kv_of_vectors::LANES;
   const int used = unit < kv_of_vectors::USED ? unit : 0;

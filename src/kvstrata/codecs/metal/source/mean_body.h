@@ -1,5 +1,5 @@
-  // One group: a piece that is a whole mean run, a head. The mean of its vectors, rotated back to the start of their
-  // group.
+  // Work of a group: a piece that is a whole mean run, a head. The mean of its vectors, rotated back to the start of
+  // their group.
   const int lane = KV_LANE, head = KV_GROUP_Y, num_tokens = table[4], num_mean_runs = table[5];
   const KV_DEVICE int* piece = table + 16 + 5 * KV_GROUP_X;
   const int start = piece[0], count = piece[1];

@@ -1,8 +1,8 @@
 // Vectors in registers: 16 dims of a token to a lane, for each form of storage.
 //
-// KIND: 32, 16 or 17 for raw float32, float16 or bfloat16; 8, 4 or 2 for planes of so many bits. Values of planes come as
-// code - half of the codes; what is missing to a value, the other half of a step and the scale, is added by the caller.
-// A register r holds dim KV_DIM_OF(r) of the 16: the order in which bytes come out of the planes.
+// KIND: 32, 16 or 17 for raw float32, float16 or bfloat16; 8, 4 or 2 for planes of so many bits. Values of planes come
+// as code - half of the codes; what is missing to a value, the other half of a step and the scale, is added by the
+// caller. A register r holds dim KV_DIM_OF(r) of the 16: the order in which bytes come out of the planes.
 
 #define KV_DIM_OF(r) (4 * (((r) & 3) == 1 ? 2 : ((r) & 3) == 2 ? 1 : ((r) & 3)) + ((r) >> 2))
 #define KV_REGISTER_OF(dim) (4 * ((dim) & 3) + (((dim) >> 2) == 1 ? 2 : ((dim) >> 2) == 2 ? 1 : ((dim) >> 2)))
