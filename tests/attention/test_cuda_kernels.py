@@ -144,7 +144,7 @@ def test_join_equals_decoded_segments(
     joined = segments_to_arrays(tuple(parts), dtype)
     for found, expected in zip(joined, zip(*wanted, strict=True), strict=True):
         assert _error(found[0], np.concatenate(expected, axis=1)) < {mx.float16: 1e-3, mx.bfloat16: 5e-3}[dtype]
-    assert launched.count("decode_parts") == 2
+    assert launched.count("decode_ranges") == 2
     assert not any(name == "decode_planes" for name in launched)
 
 

@@ -105,8 +105,8 @@ def check(q: mx.array, rows: Rows, sinks: mx.array | None = None, run: Plain | N
 @pytest.mark.parametrize(("dim", "group"), [(64, 2), (128, 4)])
 def test_decode_is_right_for_every_pair_of_precisions(dim: int, group: int) -> None:
     """Each pair is a row with raw tokens after it, with plain means and RoPE-aware means of each form."""
-    turning = [f"{bits} {rotation}" for bits, rotation in zip(BITS, ROTATIONS, strict=True)]
-    pairs = product(("raw", *BITS, *turning), ("raw", *BITS))
+    rope_aware = [f"{bits} {rotation}" for bits, rotation in zip(BITS, ROTATIONS, strict=True)]
+    pairs = product(("raw", *BITS, *rope_aware), ("raw", *BITS))
     rows: Rows = [
         (sealed(k, v, 300 + 7 * i, dim, seed=i, position=200 + 31 * i), raw(9 + i, dim, seed=90 + i))
         for i, (k, v) in enumerate(pairs)
@@ -170,7 +170,7 @@ def test_decode_is_right_for_every_launch_shape(monkeypatch: pytest.MonkeyPatch)
     assert len(run.launches) == 2 + 1
     mixed: Rows = [(sealed("planes:4", "planes:4", 60, dim, seed=i), raw(20, dim, seed=50 + i)) for i in range(3)]
     check(queries(3, 2, dim), mixed, run=run)
-    assert {len(launch.inputs) - 3 for launch in run.launches if launch.text.name == "attend_parts"} == {8, 26}
+    assert {len(launch.inputs) - 3 for launch in run.launches if launch.text.name == "attend_segments"} == {8, 26}
 
 
 @dataclass(frozen=True)

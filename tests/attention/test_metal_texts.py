@@ -208,7 +208,7 @@ def test_clang_accepts_the_cuda_texts(tmp_path: Path) -> None:
     )
     assert step is not None
     metal_decode.attend(q, step, sinks, see)
-    assert [launch.text.name for launch in launches] == ["attend_parts", "combine_parts"]
+    assert [launch.text.name for launch in launches] == ["attend_segments", "combine_partials"]
     for bits in (8, 2):
         codec = PlanesCodec(bits)
         metal_planes.encode(keys(KV_HEADS, 40, DIM, dtype=mx.bfloat16), bits, 0, None, "cuda", see)

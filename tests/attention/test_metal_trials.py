@@ -78,7 +78,8 @@ def test_batch_steps_with_the_kernel_equal_stock_steps() -> None:
     with metal_trials.as_if_tried("plain", run):
         found = _steps(_layers())
     # In each step two launches for what the rows read, and one that combines.
-    assert [launch.text.name for launch in run.launches] == ["attend_parts", "attend_parts", "combine_parts"] * 3
+    names = [launch.text.name for launch in run.launches]
+    assert names == ["attend_segments", "attend_segments", "combine_partials"] * 3
     assert mx.abs(found - wanted).max() < 1e-4 * mx.abs(wanted).max()
 
 

@@ -70,8 +70,8 @@ def test_collect_kernel_compiles() -> None:
 @pytest.mark.parametrize(("dtype", "rotation", "place"), [(mx.bfloat16, ROTATION, 0), (mx.float16, NO_ROTATION, 5)])
 def test_join_kernel_compiles(dtype: mx.Dtype, rotation: tuple[Constant, ...], place: int) -> None:
     constants = (("T", dtype), ("DIM", 128), ("PLACE", place), *rotation)
-    types = {"spans": mx.int32, "starts": mx.int32, "addresses": mx.uint64, "own": dtype, "out": dtype}
-    assert assembled(cuda_kernels.decode_parts(), constants, types)
+    types = {"ranges": mx.int32, "starts": mx.int32, "addresses": mx.uint64, "own": dtype, "out": dtype}
+    assert assembled(cuda_kernels.decode_ranges(), constants, types)
 
 
 @pytest.mark.parametrize(("bits", "rotation"), [(8, ROTATION), (4, NO_ROTATION), (2, ROTATION)])
@@ -91,8 +91,8 @@ def test_decode_kernel_compiles(rotation: tuple[Constant, ...]) -> None:
 
 @pytest.mark.parametrize("rotation", [ROTATION, NO_ROTATION])
 def test_score_kernel_compiles(rotation: tuple[Constant, ...]) -> None:
-    turned = tuple((f"K_{name}", number) for name, number in rotation)
-    constants = (("T", mx.bfloat16), ("K_BITS", 8), ("K_DIM", 128), ("TILES", 2), *turned)
+    k_rotation = tuple((f"K_{name}", number) for name, number in rotation)
+    constants = (("T", mx.bfloat16), ("K_BITS", 8), ("K_DIM", 128), ("TILES", 2), *k_rotation)
     assert assembled(cuda_kernels.score_planes(), constants, named("k") | {"q": mx.bfloat16, "pieces0": mx.int32})
 
 

@@ -44,7 +44,7 @@ def test_codec_uses_portable_kernels_that_passed() -> None:
     with codec_trials.as_if_tried("plain", run):
         planes = codec.encode(x, 70)
         found = np.array(codec.decode(planes, mx.float32))
-    names = ["means_of_planes", "encode_planes", "decode_parts"]
+    names = ["means_of_planes", "encode_planes", "decode_ranges"]
     assert [launch.text.name for launch in run.launches] == names
     np.testing.assert_allclose(found, np.array(codec.decode(planes, mx.float32)), rtol=0, atol=1e-4)
     assert np.abs(found - np.array(x)).mean() < 0.3

@@ -159,7 +159,7 @@ def codecs_right() -> Iterator[Right]:
             planes = EncodedArray(codec, arrays, 700, 100, dim, theirs.mean_runs)
             found, wanted = (wide(codec.decode(each, mx.float32)) for each in (planes, theirs))
             first_s = time.perf_counter() - began_s
-            name = f"{codec.name}, heads of {dim}, {dtype}, {'turning' if rotation else 'plain'} means"
+            name = f"{codec.name}, heads of {dim}, {dtype}, {'RoPE-aware' if rotation else 'plain'} means"
             yield Right(f"encode {name}", float(np.abs(found - wanted).mean() / np.abs(wanted).mean()), 5e-3, first_s)
             began_s = time.perf_counter()
             decoded = wide(metal_planes.decode(theirs, mx.float32, "cuda"))

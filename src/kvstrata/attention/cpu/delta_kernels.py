@@ -13,7 +13,7 @@ from numba import njit, prange
 from kvstrata.codecs.cpu.vectors import LANES, load, load_one, multiply_add, splat, store, store_totals, zeros
 
 # As in attention/cpu/kernels.py.
-BUILT_ON = "1384cdc6e2e6e54d"
+BUILT_ON = "f19bf38882182d97"
 
 # Rows of an item, if v_dim is a multiple of this number; otherwise 4.
 ROWS = 32

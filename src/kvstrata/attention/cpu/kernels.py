@@ -1,10 +1,10 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 """Attention loops in float32, compiled by numba at the first call and cached on disk.
 
-A run is a row of int64: the batch row, then the fields of `Run` (step.py). The builder of the table keeps the memory of
-its addresses alive. Runs of a batch row are consecutive.
+A run is a row of int64: the batch row, then the fields of `TokenRun` (step.py). The builder of the table keeps the
+memory of its addresses alive. Runs of a batch row are consecutive.
 
-Decoding cuts runs into pieces. Each piece is within one segment of K and one of V, so it has a single mean of each. An
+Decoding cuts runs into pieces. Each piece is within one mean run of K and one of V, so it has a single mean of each. An
 item is a piece in one KV head: its scores, weights and weighted sum are computed at once for all queries of the head,
 relative to the item's largest score. Then the items of each query are combined. The order of additions depends only on
 the runs of the row, not on threads or other rows.
@@ -25,28 +25,28 @@ from kvstrata.codecs.cpu.blocks import (
     mix_block,
     rotate,
     rotate_back,
+    rotated_shares,
     score_block,
     step_of,
-    turned_shares,
     unpack_block,
 )
 from kvstrata.codecs.cpu.vectors import LANES, exp
 
 # Numba's cache is keyed by the text of this file alone. This digest of the modules that are inlined here makes a change
 # of them a change of this file; a test checks the digest.
-BUILT_ON = "1384cdc6e2e6e54d"
+BUILT_ON = "f19bf38882182d97"
 
 RAW_BITS = 32
 
 # Fields of a run. Fields of K's planes and then of V's planes follow, each in the order below.
 ROW, K, V, SIZE, WRITE_AT, NUM_TOKENS, START, K_PLANES, V_PLANES = 0, 1, 2, 3, 4, 5, 6, 7, 20
 
-BITS, NEXT, LOW, SCALES, MEANS, ENDS, NUM_SEGMENTS = 0, 1, 2, 3, 4, 5, 6
+BITS, NEXT, LOW, SCALES, MEANS, ENDS, NUM_MEAN_RUNS = 0, 1, 2, 3, 4, 5, 6
 
 COLUMNS, OFFSET, FIRST_DIM, PAIRS, STEP, GAP = 7, 8, 9, 10, 11, 12
 
 # Fields of a piece.
-RUN, FIRST, COUNT, K_SEGMENT, V_SEGMENT = 0, 1, 2, 3, 4
+RUN, FIRST, COUNT, K_MEAN_RUN, V_MEAN_RUN = 0, 1, 2, 3, 4
 
 # float16 bits that are read as float32 are too small by this factor.
 _HALF_RANGE = np.float32(2.0**112)
@@ -91,11 +91,11 @@ def write(k, v, runs):
 
 
 @_inner
-def _end_of(run, planes, segment):
-    """Return the first token after a segment."""
+def _end_of(run, planes, mean_run):
+    """Return the first token after a mean run."""
     if run[planes + BITS] == RAW_BITS:
         return run[SIZE]
-    return carray(_pointer(run[planes + ENDS], np.int64), (segment + 1,))[segment]
+    return carray(_pointer(run[planes + ENDS], np.int64), (mean_run + 1,))[mean_run]
 
 
 @_inner
@@ -104,17 +104,17 @@ def _cut(runs, pieces):
     num_pieces, k_planes, v_planes = 0, np.int64(K_PLANES), np.int64(V_PLANES)
     for i in range(runs.shape[0]):
         run = runs[i]
-        at, end, k_segment, v_segment = run[START], run[START] + run[NUM_TOKENS], np.int64(0), np.int64(0)
+        at, end, k_mean_run, v_mean_run = run[START], run[START] + run[NUM_TOKENS], np.int64(0), np.int64(0)
         while at < end:
-            while _end_of(run, k_planes, k_segment) <= at:
-                k_segment += 1
-            while _end_of(run, v_planes, v_segment) <= at:
-                v_segment += 1
-            segments_end = min(_end_of(run, k_planes, k_segment), _end_of(run, v_planes, v_segment))
-            stop = min(min(end, at + CHUNK), segments_end)
+            while _end_of(run, k_planes, k_mean_run) <= at:
+                k_mean_run += 1
+            while _end_of(run, v_planes, v_mean_run) <= at:
+                v_mean_run += 1
+            mean_runs_end = min(_end_of(run, k_planes, k_mean_run), _end_of(run, v_planes, v_mean_run))
+            stop = min(min(end, at + CHUNK), mean_runs_end)
             if num_pieces < len(pieces):
                 pieces[num_pieces, RUN], pieces[num_pieces, FIRST], pieces[num_pieces, COUNT] = i, at, stop - at
-                pieces[num_pieces, K_SEGMENT], pieces[num_pieces, V_SEGMENT] = k_segment, v_segment
+                pieces[num_pieces, K_MEAN_RUN], pieces[num_pieces, V_MEAN_RUN] = k_mean_run, v_mean_run
             num_pieces += 1
             at = stop
     return num_pieces
@@ -164,8 +164,8 @@ def _planes_of(run, first, planes, vectors, width):
 
 
 @_inner
-def _mean_of(run, planes, h, segment, dim):
-    return carray(_pointer(run[planes + MEANS], np.uint16), (h + 1, run[planes + NUM_SEGMENTS], dim))[h, segment]
+def _mean_of(run, planes, h, mean_run, dim):
+    return carray(_pointer(run[planes + MEANS], np.uint16), (h + 1, run[planes + NUM_MEAN_RUNS], dim))[h, mean_run]
 
 
 @_inner(fastmath=True)
@@ -189,7 +189,7 @@ def _shares(queries, mean, run, piece):
             shares[r, :] = factors[r].sum()
         return shares
     columns = carray(_pointer(run[K_PLANES + COLUMNS], np.float32), (dim * GROUP + LANES,))
-    turned_shares(factors, columns, (run[K_PLANES + OFFSET] + piece[FIRST]) % GROUP, shares)
+    rotated_shares(factors, columns, (run[K_PLANES + OFFSET] + piece[FIRST]) % GROUP, shares)
     return shares
 
 
@@ -209,7 +209,7 @@ def _score(scaled, rotated, run, piece, h, codes, scores):
         num_tokens = min(BLOCK, count - t)
         unpack_block(top, following, low, first + t, num_tokens, dim // 4, bits, codes)
         score_block(rotated, q_at, codes, np.int64(0), num_tokens, dim, scores, t)
-    mean, step = _mean_of(run, np.int64(K_PLANES), h, piece[K_SEGMENT], dim), step_of(bits)
+    mean, step = _mean_of(run, np.int64(K_PLANES), h, piece[K_MEAN_RUN], dim), step_of(bits)
     shares = _shares(scaled[row, h * queries : (h + 1) * queries], mean, run, piece)
     for r in range(queries):
         for t in range(count):
@@ -218,7 +218,7 @@ def _score(scaled, rotated, run, piece, h, codes, scores):
 
 @_inner(fastmath=True, error_model="numpy")
 def _weigh(scores, largest, totals):
-    """Turn scores into weights relative to the largest score of each query, not divided by their total yet."""
+    """Convert scores to weights relative to the largest score of each query, not divided by their total yet."""
     for r in range(scores.shape[0]):
         top = scores[r, 0]
         for t in range(scores.shape[1]):
@@ -287,7 +287,7 @@ def _put_together(runs, found, h, r, sinks, signs, block, rotated, other, out):
             for d in range(dim):
                 out[d] += share * sums[i, h, r, d]
         else:
-            some, mean = True, _mean_of(run, np.int64(V_PLANES), h, pieces[i, V_SEGMENT], dim)
+            some, mean = True, _mean_of(run, np.int64(V_PLANES), h, pieces[i, V_MEAN_RUN], dim)
             for d in range(dim):
                 out[d] += weight * _from_half(mean[d])
                 rotated[d] += share * sums[i, h, r, d]

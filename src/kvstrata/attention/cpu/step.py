@@ -60,7 +60,7 @@ class ArrayLayout(NamedTuple):
     means_address: int = 0
     ends_address: int = 0  # int64: the first token after each mean run
     num_mean_runs: int = 0
-    columns_address: int = 0  # float32 [dim, 256]: see `Tables` of codecs/rope.py
+    columns_address: int = 0  # float32 [dim, 256]: see `RotationTables` of codecs/rope.py
     offset: int = 0  # of the first token in the group that shares a mean
     first_dim: int = 0  # of the dims that RoPE rotates
     num_pairs: int = 0  # 0: the means are plain, not RoPE-aware
@@ -251,7 +251,7 @@ def _slot_addresses(slot: KvSlot) -> tuple[int, int]:
 class WrittenRows(NamedTuple):
     """Rows whose new tokens are in their buffers."""
 
-    table: np.ndarray  # [runs, 1 + fields of Run], the row first
+    table: np.ndarray  # [runs, 1 + fields of TokenRun], the row first
     runs: list[TokenRun]  # of all rows; they keep the memory of the addresses in the table alive
     kv_heads: int
     dims: tuple[int, int]  # of a key and of a value

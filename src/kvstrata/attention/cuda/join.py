@@ -16,7 +16,7 @@ import numpy as np
 
 from kvstrata.attention.cuda.ranges import RAW_DTYPES, EncodedRange, Range, RawRange, is_raw
 from kvstrata.attention.cuda.step import addresses_of, held_by
-from kvstrata.attention.cuda.tables import segments_length, table_length
+from kvstrata.attention.cuda.tables import segment_table_length, table_length
 from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.cuda import addresses as cuda_addresses
 from kvstrata.codecs.cuda import kernels as cuda_kernels
@@ -79,7 +79,7 @@ def join_input(ranges: Sequence[Range], own: RawRange | None, dtype: mx.Dtype) -
 def join(inputs: JoinInput, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
     """Return K and V, [1, kv_heads, tokens, dim]."""
     ranges, own, rotation = inputs
-    addresses = cuda_addresses.collect([addresses_of(kv) for kv in ranges], segments_length(len(ranges)))
+    addresses = cuda_addresses.collect([addresses_of(kv) for kv in ranges], segment_table_length(len(ranges)))
     planes = next(kv for kv in ranges if isinstance(kv, EncodedRange))
     (heads,) = planes.k.leading
     own_k, own_v = (own.k, own.v) if own else (_nothing(heads, x.dim, dtype) for x in (planes.k, planes.v))
@@ -122,7 +122,7 @@ def _decoded(
 ) -> mx.array:
     (_, heads, _, dim), dtype = own.shape, own.dtype
     num_units = heads * tables.total * (dim // 16)
-    (out,) = cuda_kernels.decode_parts().run(
+    (out,) = cuda_kernels.decode_ranges().run(
         (("T", dtype), ("DIM", dim), ("PLACE", place), *rotation_constants(rotation)),
         inputs=[signs(dim), angles_of(rotation), tables.ranges, tables.starts, addresses, own],
         output_shapes=[(1, heads, tables.total, dim)],

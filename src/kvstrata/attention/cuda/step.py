@@ -27,7 +27,7 @@ from kvstrata.attention.cuda.tables import (
     StepTables,
     places_of,
     raw_kind,
-    segments_length,
+    segment_table_length,
     tables_of,
 )
 from kvstrata.attention.segments import DecodeRow, KernelViews, KvSlot, SlotPlace
@@ -102,7 +102,7 @@ def _reads_of(before: Sequence[Sequence[Range]], slots: Sequence[KvSlot]) -> Ste
         return None
     tables = tables_of(tuple([_kind(kv) for kv in distinct]), tuple(rows), slots[0].k.shape[1])
     return StepReads(
-        tables, cuda_addresses.collect([addresses_of(kv) for kv in distinct], segments_length(len(distinct)))
+        tables, cuda_addresses.collect([addresses_of(kv) for kv in distinct], segment_table_length(len(distinct)))
     )
 
 

@@ -1,8 +1,8 @@
-"""The tables of a decode step on CUDA: which row reads which tokens of which part. step.cuh describes their columns.
+"""Tables of a decode step on CUDA: the tokens of segments that each row reads. step.cuh describes their columns.
 
-All tables but `places` stay unchanged while the rows read the same parts, and layers that are stored alike share them.
-Lengths are rounded up, short ones to those of a usual batch, because a step of a new shape is traced first, which takes
-as long as several steps. Knows numbers only, no arrays of keys or values.
+All tables but `places` stay unchanged while the rows read the same segments, and layers that are stored alike share
+them. Lengths are rounded up, short ones to those of a usual batch, because a step of a new shape is traced first, which
+takes as long as several steps. Knows numbers only, no arrays of keys or values.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from kvstrata.codecs.mean_runs import MeanRuns
 # without a piece end at once.
 _FEWEST_PIECES = 256
 
-_FEWEST_PARTS = 64
+_FEWEST_SEGMENTS = 64
 
 _ROW_BLOCKS, _ALL_BLOCKS = 32, 1024
 
 
 class SegmentForm(NamedTuple):
-    """Storage form of a part's arrays. Parts of the same kind differ only in their addresses."""
+    """Storage form of a segment's arrays. Segments of the same form differ only in their addresses."""
 
     k_bits: int
     v_bits: int
@@ -44,9 +44,9 @@ def raw_kind(num_tokens: int) -> SegmentForm:
 
 
 class RowReads(NamedTuple):
-    """Tokens that a row reads beside its own buffer, and that buffer; parts are given by number."""
+    """Tokens that a row reads beside its own buffer, and that buffer; segments are given by number."""
 
-    reads: tuple[tuple[int, int, int], ...]  # part, first token, end
+    reads: tuple[tuple[int, int, int], ...]  # segment, first token, end
     own: int
 
 
@@ -54,7 +54,7 @@ class StepTables(NamedTuple):
     """All tables of the kernel but `places`."""
 
     pieces: mx.array  # int32 [pieces, 8]
-    kinds: mx.array  # int32 [parts, 8]
+    kinds: mx.array  # int32 [segments, 8]
     rows: tuple[tuple[int, int, int], ...]  # of each row: its own buffer, its first piece, the number of its pieces
 
 
@@ -77,7 +77,7 @@ def tables_of(kinds: tuple[SegmentForm, ...], rows: tuple[RowReads, ...], heads:
     pieces = np.concatenate(found) if found else _NOTHING
     return StepTables(
         _padded(pieces, table_length(len(pieces), _FEWEST_PIECES)),
-        _padded(_kind_rows(kinds), segments_length(len(kinds))),
+        _padded(_kind_rows(kinds), segment_table_length(len(kinds))),
         tuple(placed),
     )
 
@@ -100,9 +100,9 @@ def _places(
     return PlaceTable(mx.array(table), rounded_up(max(fewest, -(-int(num_pieces.max()) // WARPS))))
 
 
-def segments_length(num_parts: int) -> int:
-    """Return the length of tables that have an entry for each part."""
-    return table_length(num_parts, _FEWEST_PARTS)
+def segment_table_length(num_segments: int) -> int:
+    """Return the length of tables that have an entry for each segment."""
+    return table_length(num_segments, _FEWEST_SEGMENTS)
 
 
 def table_length(number: int, fewest: int) -> int:

@@ -1,4 +1,5 @@
-"""Attention of a decode step by the portable kernel, whose text is shared by Metal, CUDA and tests.
+"""Attention of a decode step by the portable kernel. Servers run it on Metal only; tests also in its other dialects,
+CUDA and plain C++.
 
 A step is a few launches, each over some of the segments, and a launch that combines their results (launch_plan.py). The
 kernel writes only results: new tokens are in their buffers already. Whether the machine runs the kernel is decided by
@@ -41,7 +42,7 @@ class SegmentRead(NamedTuple):
 
 
 def read_buffers(k: mx.array, v: mx.array, start: int, end: int) -> SegmentRead | None:
-    """Return the `Read` of raw vectors [1, kv_heads, size, dim]. None: the kernel does not read them."""
+    """Return the `SegmentRead` of raw vectors [1, kv_heads, size, dim]. None: the kernel does not read them."""
     (one, kv_heads, size, k_dim), (_, _, v_size, v_dim) = k.shape, v.shape
     k_kind, v_kind = RAW_KINDS.get(k.dtype), RAW_KINDS.get(v.dtype)
     if one != 1 or size != v_size or not (k_kind and v_kind and _dims_fit(k_dim, v_dim)):
@@ -50,7 +51,7 @@ def read_buffers(k: mx.array, v: mx.array, start: int, end: int) -> SegmentRead 
 
 
 def read_planes(k: EncodedArray, v: EncodedArray, start: int, end: int) -> SegmentRead | None:
-    """Return the `Read` of sealed tokens, raw or encoded. None: the kernel does not read them."""
+    """Return the `SegmentRead` of sealed tokens, raw or encoded. None: the kernel does not read them."""
     if not _dims_fit(k.dim, v.dim) or len(k.leading) != 1 or rotation_of(v) is not None:
         return None
     kinds = _kind_of(k), _kind_of(v)

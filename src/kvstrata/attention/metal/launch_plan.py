@@ -1,7 +1,8 @@
 """Plans of decode steps: the launches of the portable kernel, the reads of each launch, and the tables of numbers.
 
-Parts of all rows are distributed over launches by their arrays, because Metal binds at most 31 buffers. A plan consists
-of numbers alone, so all layers of a step that read alike share one plan. The module never reads contents of arrays.
+Segments of all rows are distributed over launches by their arrays, because Metal binds at most 31 buffers. A plan
+consists of numbers alone, so all layers of a step that read alike share one plan. The module never reads contents of
+arrays.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class MeanForm(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StorageForm:
-    """Storage form of keys and values in arrays. `laid` returns one object for each form, which is its own key."""
+    """Storage form of keys and values. `storage_form` makes one object for each form, which is its own key."""
 
     form: HeadForm
     k_kind: int  # as in source/vectors.h

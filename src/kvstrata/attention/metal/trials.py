@@ -94,7 +94,7 @@ def _logged(trial: Trial, kind: DecodeKind) -> Trial:
 
 
 def known_trials(dtype: mx.Dtype, k_dim: int, v_dim: int) -> list[Trial]:
-    """Return the trials that have run for such heads, over planes and over raw vectors."""
+    """Return the trials that have run for such heads, over raw vectors and over planes."""
     return [trial for (_, kind), trial in runtime().trials_of(DecodeKind) if kind[:3] == (dtype, k_dim, v_dim)]
 
 

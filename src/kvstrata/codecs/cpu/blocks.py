@@ -168,7 +168,7 @@ def rotate_back(y, signs, block, out, other):
 
 
 @njit(fastmath=True)
-def turn_mean(mean, offset, angles, out):
+def rotate_mean(mean, offset, angles, out):
     """Rotate (RoPE) a mean to an offset into its group -> out [dim]."""
     cos, sin, first, step, gap = angles
     for d in range(len(out)):
@@ -181,7 +181,7 @@ def turn_mean(mean, offset, angles, out):
 
 
 @njit(fastmath=True)
-def add_turned_back(x, at, offset, angles, sums):
+def add_rotated_back(x, at, offset, angles, sums):
     """sums [dim] += x[at : at + dim], rotated back (RoPE) to the start of its group"""
     cos, sin, first, step, gap = angles
     for d in range(first):
@@ -196,7 +196,7 @@ def add_turned_back(x, at, offset, angles, sums):
 
 
 @njit(fastmath=True)
-def turned_shares(factors, columns, offset, shares):
+def rotated_shares(factors, columns, offset, shares):
     """shares [queries, tokens] = factors [queries, dim] @ columns [dim, ...] from `offset` on, a multiple of 16 tokens.
 
     Rows of `columns` are GROUP wide, and 16 numbers follow the last.

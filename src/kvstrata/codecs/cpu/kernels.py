@@ -14,14 +14,14 @@ from kvstrata.codecs.cpu.blocks import (
     BLOCK,
     CHUNK,
     GROUP,
-    add_turned_back,
+    add_rotated_back,
     from_codes,
     mix_block,
+    rotate_mean,
     score_block,
     stages_of,
     step_of,
     to_codes,
-    turn_mean,
     unpack_block,
 )
 from kvstrata.codecs.cpu.vectors import (
@@ -41,13 +41,13 @@ from kvstrata.codecs.cpu.vectors import (
 
 # Numba caches compiled code by the text of this file alone. The digest of the inlined modules makes a change in them a
 # change in this file; a test says what the digest has to be.
-BUILT_ON = "1384cdc6e2e6e54d"
+BUILT_ON = "f19bf38882182d97"
 
 
 @njit(fastmath=True, nogil=True, cache=True, parallel=True, error_model="numpy")
 def decode_planes(top, following, low, scales, centres, signs, block, bits, out):
     """Decode to out [rows, tokens, dim]; `centres`: means, each token's mean run, offset of the first token, angles."""
-    means, segment, offset, angles = centres
+    means, mean_run, offset, angles = centres
     rows, tokens, dim = out.shape
     chunks = (tokens + CHUNK - 1) // CHUNK
     blocks, width = dim // block, dim // 4
@@ -61,7 +61,7 @@ def decode_planes(top, following, low, scales, centres, signs, block, bits, out)
             unpack_block(top, following, low, row * tokens + t, 1, width, bits, y)
             from_codes(y, other, pairs, odd)
             factor = step * scales[row, t]
-            turn_mean(means[row, segment[t]], (offset + t) % GROUP, angles, centre)
+            rotate_mean(means[row, mean_run[t]], (offset + t) % GROUP, angles, centre)
             if blocks == 1:
                 for d in range(dim):
                     out[row, t, d] = y[d] * factor * signs[d] + centre[d]
@@ -206,13 +206,13 @@ def _pack(codes, at, top, following, low):
 
 
 @njit(fastmath=True, error_model="numpy")
-def _turning_mean(x, at, tokens, offset, angles, mean):
-    """Do the same as `_mean`, for vectors rotated back (RoPE) to the start of their group."""
+def _rope_aware_mean(x, at, tokens, offset, angles, mean):
+    """Write the mean of vectors rotated back (RoPE) to the start of their group, and return the largest magnitude."""
     dim = len(mean)
     mean[:] = 0
     most = zeros()
     for t in range(tokens):
-        add_turned_back(x, at + t * dim, offset + t, angles, mean)
+        add_rotated_back(x, at + t * dim, offset + t, angles, mean)
         for d in range(0, dim, LANES):
             most = larger(most, load(x, at + t * dim + d))
     _round_mean(mean, tokens)
@@ -225,7 +225,7 @@ def _centred(x, at, tokens, offset, angles, mean):
     dim = len(mean)
     out, centre = np.empty(tokens * dim, np.float32), np.empty(dim, np.float32)
     for t in range(tokens):
-        turn_mean(mean, offset + t, angles, centre)
+        rotate_mean(mean, offset + t, angles, centre)
         for d in range(dim):
             out[t * dim + d] = load_one(x, at + t * dim + d) - centre[d]
     return out
@@ -243,17 +243,17 @@ def _encode_vectors(x, at, tokens, mean, signs, block, out, vector):
 
 
 @njit(error_model="numpy")
-def _encode_segment(piece, x, where, has_means, means, angles, signs, block, out):
+def _encode_mean_run(piece, x, where, has_means, means, angles, signs, block, out):
     """Encode a mean run. Return whether every value that moved a mean was finite and within float16's range."""
     _, stride, position, bounds = where
-    segments, dim = means.shape[1:]
-    row, segment = piece // segments, piece % segments
-    first, count = bounds[segment], bounds[segment + 1] - bounds[segment]
-    at, vector, mean = row * stride + first * dim, row * bounds[segments] + first, means[row, segment]
-    turns, offset, most = angles[0].shape[1] > 0, (position + first) % GROUP, np.float32(0)
+    num_mean_runs, dim = means.shape[1:]
+    row, mean_run = piece // num_mean_runs, piece % num_mean_runs
+    first, count = bounds[mean_run], bounds[mean_run + 1] - bounds[mean_run]
+    at, vector, mean = row * stride + first * dim, row * bounds[num_mean_runs] + first, means[row, mean_run]
+    is_rotated, offset, most = angles[0].shape[1] > 0, (position + first) % GROUP, np.float32(0)
     if not has_means:
-        most = _turning_mean(x, at, count, offset, angles, mean) if turns else _mean(x, at, count, mean)
-    if turns:
+        most = _rope_aware_mean(x, at, count, offset, angles, mean) if is_rotated else _mean(x, at, count, mean)
+    if is_rotated:
         centred = _centred(x, at, count, offset, angles, mean)
         _encode_vectors(centred, 0, count, np.zeros(dim, np.float32), signs, block, out, vector)
     else:
@@ -264,21 +264,21 @@ def _encode_segment(piece, x, where, has_means, means, angles, signs, block, out
 @njit
 def _values_at(where, means):
     address, stride, _, bounds = where
-    rows, segments, dim = means.shape
-    return carray(_floats_at(address), ((rows - 1) * stride + bounds[segments] * dim,))
+    rows, num_mean_runs, dim = means.shape
+    return carray(_floats_at(address), ((rows - 1) * stride + bounds[num_mean_runs] * dim,))
 
 
 @njit(nogil=True, cache=True, parallel=True, error_model="numpy")
 def encode_planes(where, has_means, means, angles, signs, block, out):
-    """Encode vectors to the planes top, next, low and scales of `out`, and to means [rows, segments, dim] unless
+    """Encode vectors to the planes top, next, low and scales of `out`, and to means [rows, mean runs, dim] unless
     `has_means`.
 
     `where`: address of float32 [rows, tokens, dim], values from a row to the next, position of the first token, and
-    bounds [segments + 1], the first tokens of the mean runs. `angles`: see blocks.py. Return whether every value that
+    bounds [mean runs + 1], the first tokens of the mean runs. `angles`: see blocks.py. Return whether every value that
     moved a mean was finite and within float16's range: if not, the result must not be used.
     """
-    x, turned = _values_at(where, means), signs * np.float32(1 / np.sqrt(block))
+    x, scaled_signs = _values_at(where, means), signs * np.float32(1 / np.sqrt(block))
     is_plain = np.empty(means.shape[0] * means.shape[1], np.bool_)
     for piece in prange(len(is_plain)):
-        is_plain[piece] = _encode_segment(piece, x, where, has_means, means, angles, turned, block, out)
+        is_plain[piece] = _encode_mean_run(piece, x, where, has_means, means, angles, scaled_signs, block, out)
     return is_plain.all()

@@ -108,7 +108,7 @@ def zeros(_context):
 
 @intrinsic
 def splat(_context, _value):
-    """The same number in all lanes."""
+    """Broadcast a number to all lanes."""
 
     def code(_context, builder, _signature, arguments):
         return splatted(builder, arguments[0])

@@ -112,7 +112,7 @@ def _declared(name: str, value: mx.Dtype | int) -> str:
 @cache
 def attend(kinds: tuple[Kind, ...]) -> Kernel:
     """Attention over several segments in one launch; `combine` merges the results of the blocks."""
-    body = _body("attend_place") + _parts(kinds)
+    body = _body("attend_place") + _segments_body(kinds)
     return _make(f"attend_{_letters(kinds)}", attend_inputs(kinds), ("sums", "stats"), body, ATTENTION, views=True)
 
 
@@ -151,12 +151,12 @@ def collect(num_rows: int) -> Kernel:
 def attend_inputs(kinds: tuple[Kind, ...]) -> tuple[str, ...]:
     names = ["q", "scale", "k_signs", "v_signs"]
     for i, kind in enumerate(kinds):
-        planes = [f"pieces{i}", *_names(f"k{i}"), *_names(f"v{i}"), f"turns{i}"]
+        planes = [f"pieces{i}", *_names(f"k{i}"), *_names(f"v{i}"), f"rotations{i}"]
         names += planes if kind == "planes" else [f"k{i}", f"v{i}"]
     return tuple(names)
 
 
-def _parts(kinds: tuple[Kind, ...]) -> str:
+def _segments_body(kinds: tuple[Kind, ...]) -> str:
     """Code for attention segments: a block works on one segment, and each of its warps on a piece of it."""
     counts = {"planes": "pieces{i}_shape[0]", "raw": "(k{i}_shape[2] + SIZE{i} - 1) / SIZE{i}"}
     code = {kind: _body(f"attend_{kind}") for kind in kinds}
@@ -192,7 +192,7 @@ def _letters(kinds: tuple[Kind, ...]) -> str:
 def score_planes() -> Kernel:
     return _make(
         "score_planes",
-        ("q", "k_signs", "turns", "pieces0", *_names("k")),
+        ("q", "k_signs", "rotations", "pieces0", *_names("k")),
         ("scores",),
         _body("score_planes"),
         ATTENTION,
@@ -211,9 +211,9 @@ def decode_planes() -> Kernel:
 
 
 @cache
-def decode_parts() -> Kernel:
-    inputs = ("signs", "angles", "spans", "starts", "addresses", "own")
-    return _make("decode_parts", inputs, ("out",), _body("decode_parts"), ("intrinsics", "codes", "rope", "decode"))
+def decode_ranges() -> Kernel:
+    inputs = ("signs", "angles", "ranges", "starts", "addresses", "own")
+    return _make("decode_ranges", inputs, ("out",), _body("decode_ranges"), ("intrinsics", "codes", "rope", "decode"))
 
 
 @cache
@@ -223,18 +223,18 @@ def encode_planes() -> Kernel:
 
 
 @cache
-def combine(num_parts: int) -> Kernel:
-    pairs = [(f"sums{i}", f"stats{i}") for i in range(num_parts)]
-    parts = ", ".join(f"{{{sums}, {stats}, {sums}_shape[1]}}" for sums, stats in pairs)
+def combine(num_partials: int) -> Kernel:
+    pairs = [(f"sums{i}", f"stats{i}") for i in range(num_partials)]
+    partials = ", ".join(f"{{{sums}, {stats}, {sums}_shape[1]}}" for sums, stats in pairs)
     body = f"""
   __shared__ kvstrata::Combining<V_DIM> shared;
   const int num_queries = sums0_shape[2], head = blockIdx.x / num_queries, query = blockIdx.x % num_queries;
-  const kvstrata::Partial parts[{num_parts}] = {{{parts}}};
+  const kvstrata::Partial partials[{num_partials}] = {{{partials}}};
   const float sink = HAS_SINKS ? sinks[blockIdx.x] : -INFINITY;
-  kvstrata::combine<T, V_DIM, {num_parts}>(shared, parts, head, query, num_queries, sink, out, log_sum);
+  kvstrata::combine<T, V_DIM, {num_partials}>(shared, partials, head, query, num_queries, sink, out, log_sum);
 """
     inputs = ("sinks", *(name for pair in pairs for name in pair))
-    return _make(f"combine{num_parts}", inputs, ("out", "log_sum"), body, ("intrinsics", "combine"))
+    return _make(f"combine{num_partials}", inputs, ("out", "log_sum"), body, ("intrinsics", "combine"))
 
 
 def without_comments(file: Path) -> str:

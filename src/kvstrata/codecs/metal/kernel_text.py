@@ -1,4 +1,6 @@
-"""Texts of the portable kernels, written once for three compilers: CUDA's, Metal's, and a plain C++ one in tests.
+"""Texts of the portable kernels, written once for three dialects: Metal, CUDA and plain C++.
+
+Servers run the portable kernels on Metal only; the CUDA and C++ dialects exist for tests.
 
 `source/` has the bodies, in the common subset of the three languages, and a prelude for each language. This module puts
 both together for given sizes. It knows no contents of arrays, no attention segments and no tokens.
@@ -111,7 +113,7 @@ def attend_text(dialect: Dialect, sizes: HeadSizes, slots: ArrayCounts, raw: tup
     header = _header(dialect, constants) + _read("vectors") + _read("attend")
     body = _PLACES[dialect] + _picks(slots) + _read("attend_body")
     inputs = ("q", "table", "angles", *slots.names)
-    return KernelText(dialect, "attend_parts", inputs, ("partial",), header, body)
+    return KernelText(dialect, "attend_segments", inputs, ("partial",), header, body)
 
 
 @cache
@@ -129,7 +131,7 @@ def combine_text(
     }
     header = _header(dialect, constants) + _read("vectors")
     inputs = ("ranges", *(("sinks",) if sinks is not None else ()), *names)
-    return KernelText(dialect, "combine_parts", inputs, ("out",), header, _PLACES[dialect] + _read("combine_body"))
+    return KernelText(dialect, "combine_partials", inputs, ("out",), header, _PLACES[dialect] + _read("combine_body"))
 
 
 @cache
@@ -154,7 +156,7 @@ def decode_text(dialect: Dialect, dim: int, slots: ArrayCounts, dtype: mx.Dtype)
     constants = {"KV_DIM": dim, "KV_RAW_KIND": RAW_KINDS[dtype]}
     body = _PLACES[dialect] + _picks(slots) + _read("decode_body")
     inputs = ("table", "angles", *slots.names)
-    return KernelText(dialect, "decode_parts", inputs, ("out",), _planes_header(dialect, constants), body)
+    return KernelText(dialect, "decode_ranges", inputs, ("out",), _planes_header(dialect, constants), body)
 
 
 def _planes_header(dialect: Dialect, constants: Mapping[str, object]) -> str:

@@ -207,8 +207,8 @@ class _Load:
         else:
             words = [held.arrays[name] for name in ("top", "next", "low") if name in held.arrays]
             halves, raw = [held.arrays["scales"], held.arrays["means"]], []
-            offset, rotations = held.position % GROUP_TOKENS, token_range.rotation is not None
-            stored = RangeLayout(bits_of(held), held.num_tokens, start, end, held.mean_runs, offset, rotations)
+            offset, is_rotated = held.position % GROUP_TOKENS, token_range.rotation is not None
+            stored = RangeLayout(bits_of(held), held.num_tokens, start, end, held.mean_runs, offset, is_rotated)
         held_already = (self._words, self._halves, self._raw)
         sizes = [len(before) + len(more) for before, more in zip(held_already, (words, halves, raw), strict=True)]
         if not SHAPES[-1].holds(ArrayCounts(*sizes)):
@@ -253,10 +253,10 @@ def _decoded(load: _Load, heads: int, dim: int, dtype: mx.Dtype, dialect: Dialec
 
 # Tables of a few chunks, for keys and for values; layers that are stored alike share one.
 @lru_cache(maxsize=32)
-def _range_table(parts: tuple[RangeLayout, ...], rotation: RopeRotation | None) -> mx.array:
+def _range_table(layouts: tuple[RangeLayout, ...], rotation: RopeRotation | None) -> mx.array:
     """int32 table that decode_body.h reads"""
     rows, total, words, halves, raw = [], 0, 0, 0, 0
-    for bits, size, start, end, mean_runs, offset, rotations in parts:
+    for bits, size, start, end, mean_runs, offset, is_rotated in layouts:
         pieces = piece_rows((mean_runs, mean_runs), offset, start, end, PIECE_TOKENS)
         found = np.zeros((len(pieces), PIECE_NUMBERS), np.int32)
         found[:, 0:2] = pieces[:, 0:2]
@@ -272,7 +272,7 @@ def _range_table(parts: tuple[RangeLayout, ...], rotation: RopeRotation | None) 
         else:
             found[:, 3] = raw
             raw += 1
-        found[:, 8] = bits | rotations << 8
+        found[:, 8] = bits | is_rotated << 8
         found[:, 9] = total - start + pieces[:, 0]
         rows.append(found)
         total += end - start

@@ -14,7 +14,7 @@ from kvstrata.packed.cpu.rows import gate, heads, norm
 from kvstrata.packed.quantized import TILE_COLUMNS
 
 # As in attention/cpu/kernels.py.
-BUILT_ON = "9d6513bc5df82a2a"
+BUILT_ON = "cf612e9705121d5f"
 
 
 @njit(nogil=True)

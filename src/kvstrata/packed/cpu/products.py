@@ -50,7 +50,7 @@ from kvstrata.packed.cpu.tiles import (
 from kvstrata.packed.quantized import TILE_COLUMNS, TILE_ROWS
 
 # As in attention/cpu/kernels.py.
-BUILT_ON = "bed6ecd871194e6a"
+BUILT_ON = "e37b9e328679bfa4"
 
 TASK_PANELS = 12  # that a thread takes at a time
 

@@ -14,7 +14,7 @@ from numba import njit, prange
 from kvstrata.codecs.cpu.vectors import exp
 
 # As in attention/cpu/kernels.py.
-BUILT_ON = "09883c0552c9d44e"
+BUILT_ON = "16a00a12344adb9a"
 
 # Sums in any order; NaN and infinity stay what they are.
 FAST = {"contract", "reassoc", "nsz", "arcp"}

@@ -31,9 +31,9 @@
       // Until the piece is done, what it finds has no need of its memory.
       float* shares = K_PAIRS@ > 0 ? found : nullptr;
       if constexpr (K_PAIRS@ > 0) {
-        using Turn = kvstrata::Turn<K_PAIRS@, K_FIRST@, K_INTERLEAVED@>;
-        kvstrata::add_turned(
-            Turn{}, shared.queries, k@_source.mean, turns@, place[4], num_queries,
+        using Rotation = kvstrata::Rotation<K_PAIRS@, K_FIRST@, K_INTERLEAVED@>;
+        kvstrata::compute_rotated_shares(
+            Rotation{}, shared.queries, k@_source.mean, rotations@, place[4], num_queries,
             shared.scratch[lane.warp].factors, shares, lane);
       } else {
         asked.centre(shared.queries, k@_source.mean, num_queries, lane);

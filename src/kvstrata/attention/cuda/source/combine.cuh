@@ -1,4 +1,4 @@
-// Partial attention, by parts and pieces of parts, to attention: weighted by exp(largest score - largest of all).
+// Combines partial results of attention, by launches and pieces: weighted by exp(largest score - largest of all).
 
 namespace kvstrata {
 
@@ -11,25 +11,25 @@ struct Partial {
 
 template <int V_DIM>
 struct Combining {
-  static constexpr int GROUPS = 1024 / V_DIM;  // of threads, a thread for each dim; pieces take turns
+  static constexpr int GROUPS = 1024 / V_DIM;  // of threads, a thread for each dim; pieces alternate between groups
   static constexpr int THREADS = GROUPS * V_DIM;
   float sums[GROUPS][V_DIM];
   float totals[GROUPS];
   float largest[THREADS / 32];
 };
 
-template <typename T, int V_DIM, int PARTS>
+template <typename T, int V_DIM, int PARTIALS>
 __device__ __forceinline__ void combine(
-    Combining<V_DIM>& shared, const Partial (&parts)[PARTS], int head, int query, int num_queries, float sink, T* out,
-    float* log_sum) {
+    Combining<V_DIM>& shared, const Partial (&partials)[PARTIALS], int head, int query, int num_queries, float sink,
+    T* out, float* log_sum) {
   using C = Combining<V_DIM>;
   int group = threadIdx.x / V_DIM, dim = threadIdx.x % V_DIM;
   float largest = sink;
 #pragma unroll
-  for (int i = 0; i < PARTS; ++i) {
-    for (int piece = threadIdx.x; piece < parts[i].num_pieces; piece += C::THREADS) {
-      long row = (long(head) * parts[i].num_pieces + piece) * num_queries + query;
-      largest = fmaxf(largest, parts[i].stats[2 * row]);
+  for (int i = 0; i < PARTIALS; ++i) {
+    for (int piece = threadIdx.x; piece < partials[i].num_pieces; piece += C::THREADS) {
+      long row = (long(head) * partials[i].num_pieces + piece) * num_queries + query;
+      largest = fmaxf(largest, partials[i].stats[2 * row]);
     }
   }
   for (int step = 16; step; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, step));
@@ -38,13 +38,13 @@ __device__ __forceinline__ void combine(
   for (int w = 0; w < C::THREADS / 32; ++w) largest = fmaxf(largest, shared.largest[w]);
   float sum = 0, total = 0;
 #pragma unroll
-  for (int i = 0; i < PARTS; ++i) {
+  for (int i = 0; i < PARTIALS; ++i) {
 #pragma unroll 8
-    for (int piece = group; piece < parts[i].num_pieces; piece += C::GROUPS) {
-      long row = (long(head) * parts[i].num_pieces + piece) * num_queries + query;
-      float weight = expf(parts[i].stats[2 * row] - largest);
-      total += weight * parts[i].stats[2 * row + 1];
-      sum += weight * parts[i].sums[row * V_DIM + dim];
+    for (int piece = group; piece < partials[i].num_pieces; piece += C::GROUPS) {
+      long row = (long(head) * partials[i].num_pieces + piece) * num_queries + query;
+      float weight = expf(partials[i].stats[2 * row] - largest);
+      total += weight * partials[i].stats[2 * row + 1];
+      sum += weight * partials[i].sums[row * V_DIM + dim];
     }
   }
   shared.sums[group][dim] = sum;

@@ -1,27 +1,27 @@
-// One decode step of a batch: each row writes its new token into its buffer and attends to all that it reads.
+// Decode step of a batch: each row writes its new token into its buffer and attends over its segments and the buffer.
 //
-// Nothing that is read comes as an argument but tables: `addresses` says where the arrays of each part lie, `kinds` what
-// they are, `pieces` which tokens of which part a warp takes, `places` where the new tokens go. So one kernel serves
-// any number of rows and parts, of any bits. A block has the pieces of one row, whatever their parts are.
+// Cached KV is read through tables: `addresses` has the addresses of each segment's arrays, `kinds` their storage form,
+// `pieces` the tokens of a segment that a warp takes, `places` the slots of the new tokens. So one kernel serves any
+// number of rows and segments, of any bits. A block has pieces of one row, of any of its segments.
 //
-// places [rows][8]: the part with the row's own buffer, the new token's place in it, its tokens with the new one, how
-// many of them to a piece, the first of the row's pieces, how many they are.
-// pieces [n][8]: part, first token, how many, segment of keys, segment of values, where in its group the first is.
-// kinds [parts][8]: bits of keys and of values (16: raw), tokens of the arrays, segments of keys, of values, and the
-// turn of the keys' means: pairs, first dim, whether a pair's dims are neighbours.
-// addresses [parts][12]: of keys, then of values: values (or top crumbs), next, low, scales, means; then the table of the
-// turn.
+// places [rows][8]: number of the segment with the row's own buffer, the new token's place in it, its tokens with the
+// new one, how many of them to a piece, the first of the row's pieces, how many they are.
+// pieces [n][8]: segment, first token, how many, mean run of keys, mean run of values, where in its group the first is.
+// kinds [segments][8]: bits of keys and of values (16: raw), tokens of the arrays, mean runs of keys, of values, and
+// the RoPE rotation of the keys' means: pairs, first dim, whether a pair's dims are neighbours.
+// addresses [segments][12]: of keys, then of values: values (or top crumbs), next, low, scales, means; then the table
+// of the rotation.
 
 namespace kvstrata {
 
 constexpr int ENTRY = 8, ADDRESSES = 12;
 
-// Of one piece.
+// Work of a warp: one piece.
 struct Work {
   Source k, v;
   int k_bits, v_bits, start, count, offset;
-  AnyTurn turn;
-  const float* table;  // of the turn
+  AnyRotation rotation;
+  const float* table;  // of the rotation
 };
 
 template <typename T>
@@ -31,21 +31,21 @@ __device__ __forceinline__ const T* address(unsigned long long number) {
 
 template <int DIM>
 __device__ __forceinline__ Source source_of(
-    const unsigned long long* at, int bits, int head, long num_tokens, int num_segments, int segment) {
+    const unsigned long long* at, int bits, int head, long num_tokens, int num_mean_runs, int mean_run) {
   const long row = head * num_tokens;
   if (bits == RAW) return {address<unsigned short>(at[0]) + row * DIM, nullptr, nullptr, nullptr, nullptr, DIM};
   return {address<unsigned>(at[0]) + row * (DIM / 16), address<unsigned>(at[1]) + row * (DIM / 16),
           address<unsigned>(at[2]) + row * (DIM / 8),  address<__half>(at[3]) + row,
-          address<__half>(at[4]) + (long(head) * num_segments + segment) * DIM, 0};
+          address<__half>(at[4]) + (long(head) * num_mean_runs + mean_run) * DIM, 0};
 }
 
-// `own`: which piece of the row's own buffer it is; below 0: it stands in `known`.
+// `own`: number of the piece in the row's own buffer; below 0: the piece is in `known`.
 template <int K_DIM, int V_DIM>
 __device__ __forceinline__ Work work_of(
     const int* place, const int* known, int own, const int* kinds, const unsigned long long* addresses, int head) {
-  const int part = own < 0 ? known[0] : place[0];
-  const int* kind = kinds + ENTRY * part;
-  const unsigned long long* at = addresses + ADDRESSES * part;
+  const int segment = own < 0 ? known[0] : place[0];
+  const int* kind = kinds + ENTRY * segment;
+  const unsigned long long* at = addresses + ADDRESSES * segment;
   Work work;
   work.start = own < 0 ? known[1] : own * place[3];
   work.count = own < 0 ? known[2] : min(place[3], place[2] - work.start);
@@ -53,7 +53,7 @@ __device__ __forceinline__ Work work_of(
   work.k_bits = kind[0], work.v_bits = kind[1];
   work.k = source_of<K_DIM>(at, kind[0], head, kind[2], kind[3], own < 0 ? known[3] : 0);
   work.v = source_of<V_DIM>(at + 5, kind[1], head, kind[2], kind[4], own < 0 ? known[4] : 0);
-  work.turn = {kind[5], kind[6], kind[7] != 0};
+  work.rotation = {kind[5], kind[6], kind[7] != 0};
   work.table = address<float>(at[10]);
   return work;
 }
@@ -66,7 +66,7 @@ __device__ __forceinline__ void put_token(const Source& to, int place, const T* 
   for (int d = at.lane; d < DIM; d += 32) values[d] = bits[d];
 }
 
-// Each side of a piece is raw or coded. `shares`: of a mean of keys that turns; nullptr: there is none.
+// Each side of a piece is raw or coded. `shares`: of a RoPE-aware mean of the keys; nullptr: there is none.
 template <bool BF, int K_BITS, int V_BITS, int K_DIM, int V_DIM, int TILES>
 __device__ __forceinline__ void attend_piece(
     Shared<K_DIM, V_DIM, TILES>& shared, const Work& work, const float* shares, int num_queries, const Lane& at) {
@@ -98,8 +98,8 @@ __device__ __forceinline__ void attend_values(
   }
 }
 
-// The block that is last to come combines what all of them found: sums and stats [blocks, queries, ...] of a row's head.
-// What its own warps found is no longer needed: that memory holds the blocks' weights, and then parts of the sums.
+// The last block of a row's head combines the results of all blocks: sums and stats [blocks, queries, ...]. The memory
+// of its own results is reused for the blocks' weights, and then for partial sums.
 template <int V_DIM, int TILES, typename T>
 __device__ __forceinline__ void combine_found(
     Found<V_DIM, TILES>& memory, const float* sums, const float* stats, int num_blocks, int num_queries,
@@ -121,18 +121,18 @@ __device__ __forceinline__ void combine_found(
   }
   __syncthreads();
   auto weight_of = [&](int i) { return exp2f((__ldcg(stats + 2 * i) - largest[i % num_queries]) * LOG2_E); };
-  // Those that there is no room for are computed again.
+  // Weights beyond this memory are computed again.
   const int num_weights = min(num_blocks * num_queries, (WARPS - 1) * ROOM);
-  float *weights = memory.sums[0], *parts = memory.sums[WARPS - 1];
+  float *weights = memory.sums[0], *partials = memory.sums[WARPS - 1];
   for (int i = threadIdx.x; i < num_weights; i += THREADS) weights[i] = weight_of(i);
   __syncthreads();
   // Each thread has four dims; where threads are left, each has some of the blocks.
-  const int num_fours = num_queries * V_DIM / 4, num_parts = max(1, THREADS / num_fours);
-  for (int four = threadIdx.x; four < num_fours * num_parts; four += THREADS) {
+  const int num_fours = num_queries * V_DIM / 4, num_partials = max(1, THREADS / num_fours);
+  for (int four = threadIdx.x; four < num_fours * num_partials; four += THREADS) {
     const int place = four % num_fours, query = place / (V_DIM / 4);
     float4 sum = {0, 0, 0, 0};
 #pragma unroll 8
-    for (int b = four / num_fours; b < num_blocks; b += num_parts) {
+    for (int b = four / num_fours; b < num_blocks; b += num_partials) {
       const int i = b * num_queries + query;
       const float weight = i < num_weights ? weights[i] : weight_of(i);
       const float4 found = __ldcg(reinterpret_cast<const float4*>(sums) + long(b) * num_fours + place);
@@ -142,18 +142,18 @@ __device__ __forceinline__ void combine_found(
     const float values[4] = {sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse};
 #pragma unroll
     for (int d = 0; d < 4; ++d) {
-      if (num_parts == 1) {
+      if (num_partials == 1) {
         out[4 * place + d] = static_cast<T>(values[d]);
       } else {
-        parts[4 * four + d] = values[d];
+        partials[4 * four + d] = values[d];
       }
     }
   }
-  if (num_parts == 1) return;
+  if (num_partials == 1) return;
   __syncthreads();
   for (int i = threadIdx.x; i < 4 * num_fours; i += THREADS) {
     float sum = 0;
-    for (int part = 0; part < num_parts; ++part) sum += parts[4 * num_fours * part + i];
+    for (int p = 0; p < num_partials; ++p) sum += partials[4 * num_fours * p + i];
     out[i] = static_cast<T>(sum);
   }
 }

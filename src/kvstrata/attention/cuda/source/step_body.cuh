@@ -30,11 +30,11 @@
     __syncthreads();
   }
   float* shares = nullptr;
-  if (has_coded_keys && work.turn.pairs > 0) {
+  if (has_coded_keys && work.rotation.pairs > 0) {
     // Until the piece is done, what it finds has no need of its memory.
     shares = shared.found.sums[lane.warp];
-    kvstrata::add_turned(
-        work.turn, shared.queries, work.k.mean, work.table, work.offset, num_queries,
+    kvstrata::compute_rotated_shares(
+        work.rotation, shared.queries, work.k.mean, work.table, work.offset, num_queries,
         shared.scratch[lane.warp].factors, shares, lane);
   }
   if (!has_piece) {

@@ -1,23 +1,23 @@
-// One query by head over packed codes or raw vectors: scores, softmax, weighted sum. A warp has a piece of the tokens.
+// Attention of one query by head over packed codes or raw vectors: scores, softmax, weighted sum. A warp has a piece of
+// the tokens.
 //
-// Raw values go to the tensor cores as they are. Codes of keys go as 8-bit integers, those of values as float16 numbers,
-// 1024 more than the code: neither costs an addition, and what is too much is taken from the sums. What they are
-// multiplied with, queries and weights, is split into two numbers of the same type, so that little is lost to it. The
-// columns of a product are queries, each twice: upper and lower half of the split. The sum over dims may take them in
-// any order, and the sum over tokens too, which is why no code is ever moved to another thread.
+// Raw values go to the tensor cores as they are. Codes of keys go as 8-bit integers, codes of values as float16 numbers
+// that are 1024 more than the code: neither conversion costs an addition, and the sums are corrected for the offset.
+// The other operands, queries and weights, are split into two numbers of the same type, so that little precision is
+// lost. The columns of a product are queries, each twice: upper and lower half of the split. The order of dims in a sum
+// is free, and so is the order of tokens, which is why no code is ever moved to another thread.
 //
-// A product is mma.m16n8k16, or m16n8k32 of integers: rows are tokens (scores) or dims (sums of values). Lane = 4 * group
-// + quarter. A lane holds rows `group` and `group + 8`, on the left columns by `quarter`, on the right rows by `quarter`
-// of column `group`, and of the result columns 2 * quarter and 2 * quarter + 1.
+// A product is mma.m16n8k16, or m16n8k32 of integers: rows are tokens (scores) or dims (sums of values). Lane = 4 *
+// group + quarter. A lane holds rows `group` and `group + 8`: in the left operand the columns of `quarter`, in the
+// right operand the rows of `quarter` in column `group`, and in the result columns 2 * quarter and 2 * quarter + 1.
 //
-// Pieces end where the mean of a segment does, so a piece has one mean for keys and one for values. Where the mean of
-// keys turns, its share of the scores comes first, from tensor cores too, and waits in shared memory. Results are
-// partial: not yet divided by the sum of exponentials, which stands beside the largest score. Scores are in units of
-// log(2).
+// Pieces end where a mean run ends, so a piece has one mean for keys and one for values. The share of a RoPE-aware mean
+// of keys in the scores is computed first, by tensor cores too, and kept in shared memory. Results are partial: not yet
+// divided by the sum of exponentials, which is stored beside the largest score. Scores are in units of log(2).
 
 namespace kvstrata {
 
-// Values by weights, so far.
+// Weighted sums of values, so far.
 template <bool BF, int BITS, int DIM, int TILES>
 struct Sums {
   using V = Values<BITS, DIM>;
@@ -77,7 +77,7 @@ struct Sums {
     }
   }
 
-  // x[dim of the lane][query], in the basis that values are stored in. `factor`: what weights were divided by.
+  // x[dim of the lane][query], in the basis that values are stored in. `factor`: the divisor of the weights.
   __device__ __forceinline__ void take(const float (&factor)[2], float (&x)[V::PRODUCTS][2][2], const Lane& at) const {
     const float unit = BITS == RAW ? 1.0f : UNIT * rsqrtf(float(DIM & -DIM));
 #pragma unroll
@@ -136,7 +136,7 @@ __device__ __forceinline__ void split_weights(
   }
 }
 
-// Of a warp. Weights of a step go from lanes by token to lanes by query. Two buffers: one is read while the next is
+// Exchange of weights within a warp, from lanes by token to lanes by query. Two buffers: one is read while the next is
 // written.
 template <int TILES>
 struct Exchange {
@@ -168,7 +168,7 @@ struct Scored {
     top[0] = top[1] = -INFINITY;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      scores[e] += turned_share<TILES>(shares, first, e, at);
+      scores[e] += rotated_share<TILES>(shares, first, e, at);
       if (first + at.group + 8 * (e / 2) >= count) scores[e] = -INFINITY;
       top[e % 2] = fmaxf(top[e % 2], scores[e]);
     }
@@ -180,9 +180,10 @@ struct Scored {
   }
 };
 
-// By one warp: `count` tokens from `start` on -> out [queries, V_DIM], in the basis that values are stored in and without
-// their mean; stats [queries, 2]. The scores of a step are found beside the sums of the one before, so that neither waits
-// for its own results. So keys are loaded two steps ahead, and beyond the end the last token again and again.
+// By one warp: `count` tokens from `start` on -> out [queries, V_DIM], in the basis that values are stored in and
+// without their mean; stats [queries, 2]. The scores of a step are found beside the sums of the one before, so that
+// neither waits for its own results. So keys are loaded two steps ahead, and beyond the end the last token again and
+// again.
 template <bool BF, int K_BITS, int V_BITS, int K_DIM, int V_DIM, int TILES, bool K_BF>
 __device__ __forceinline__ void attend(
     Exchange<TILES>& exchange, const Asked<K_BF, K_BITS, K_DIM, TILES>& asked, Keys<K_BITS, K_DIM>& k,
@@ -241,7 +242,7 @@ __device__ __forceinline__ void attend(
   }
 }
 
-// What the warps of a block found, to be one piece.
+// Results of the warps of a block, to be merged to one piece.
 template <int V_DIM, int TILES>
 struct Found {
   static_assert(V_DIM <= SHARES, "a warp's sums lie where the shares of its mean were");
@@ -305,7 +306,7 @@ struct Found {
   }
 };
 
-// What a warp needs first for the mean of its keys, then for each step.
+// Memory of a warp, first for the mean of its keys, then for each step.
 template <int K_DIM, int TILES>
 union Scratch {
   Factors<K_DIM, TILES> factors;
@@ -333,7 +334,7 @@ __device__ __forceinline__ void score(
     for (int e = 0; e < 4; ++e) {
       int query = query_of_lane<TILES>(at) + e % 2, token = first + at.group + 8 * (e / 2);
       if ((TILES == 2 || at.quarter < 2) && query < num_queries && token < count) {
-        float score = found[e] + turned_share<TILES>(shares, first, e, at);
+        float score = found[e] + rotated_share<TILES>(shares, first, e, at);
         scores[query * stride + start + token] = score * LOG_2;
       }
     }

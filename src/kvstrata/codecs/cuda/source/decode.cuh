@@ -1,13 +1,14 @@
-// Codes to vectors in the basis of the model: a thread has 16 dims, so that most of the rotation is within threads.
+// Decoding of codes to vectors in the basis of the model: a thread has 16 dims, so that most of the rotation is within
+// threads.
 
 namespace kvstrata {
 
-// The segment of a token. Most have 256 tokens, so a guess is right or next to it.
-__device__ __forceinline__ int segment_of(const int* starts, int num_segments, int token) {
-  int segment = token < starts[1] ? 0 : min(1 + (token - starts[1]) / 256, num_segments - 1);
-  while (starts[segment] > token) --segment;
-  while (starts[segment + 1] <= token) ++segment;
-  return segment;
+// Mean run of a token. Most mean runs have 256 tokens, so a first guess is right or next to the right one.
+__device__ __forceinline__ int mean_run_of(const int* starts, int num_mean_runs, int token) {
+  int mean_run = token < starts[1] ? 0 : min(1 + (token - starts[1]) / 256, num_mean_runs - 1);
+  while (starts[mean_run] > token) --mean_run;
+  while (starts[mean_run + 1] <= token) ++mean_run;
+  return mean_run;
 }
 
 // A byte of `codes` as float32, in units. 0x4700bb00 is 32768 + bb.
@@ -46,7 +47,7 @@ __device__ __forceinline__ void load_codes(
   for (int i = 0; i < 16; ++i) x[i] = to_float<BITS>(codes[i % 4], i / 4);
 }
 
-// The same, under any bits: a kernel for each would be more to compile.
+// 16 dims of a vector as above, for bits that are known when a kernel runs: fewer kernels are compiled.
 __device__ __forceinline__ void load_codes(
     int bits, const unsigned* top, const unsigned* next, const unsigned* low, long from, float (&x)[16]) {
   if (bits == 8) {
@@ -58,24 +59,24 @@ __device__ __forceinline__ void load_codes(
   }
 }
 
-// What is rotated back, from dim `dim` on, as it was. `place`: of the token in its group.
-template <typename TURN, int DIM>
+// Scales 16 dims that are rotated back, from dim `dim` on, and adds their mean. `place`: of the token in its group.
+template <typename ROTATION, int DIM>
 __device__ __forceinline__ void add_mean(
     float (&x)[16], float scale, const __half* mean, const float* signs, const float* angles, int dim, int place) {
   float factor = scale * UNIT * rsqrtf(float(DIM & -DIM));
   auto mean_at = [&](int d) { return __half2float(mean[d]); };
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    float centre = TURN::turned(mean_at, dim + i, angles, place);
+    float centre = ROTATION::rotated(mean_at, dim + i, angles, place);
     x[i] = x[i] * (factor * signs[dim + i]) + centre;
   }
 }
 
 // Tokens [start, start + count) of each row -> out [rows, count, DIM]. One thread for each 16 dims.
-template <typename TURN, typename T, int DIM>
+template <typename ROTATION, typename T, int DIM>
 __device__ __forceinline__ void decode(
     int bits, const unsigned* top, const unsigned* next, const unsigned* low, const __half* scales, const __half* means,
-    const float* signs, const float* angles, int offset, const int* starts, int num_segments, long index,
+    const float* signs, const float* angles, int offset, const int* starts, int num_mean_runs, long index,
     long num_units, int num_tokens, int start, int count, T* out) {
   constexpr int UNITS = DIM / 16;
   bool is_ours = index < num_units;
@@ -86,34 +87,34 @@ __device__ __forceinline__ void decode(
   float x[16];
   load_codes(bits, top, next, low, at * UNITS + dim / 16, x);
   rotate_sixteen<DIM>(x);
-  const __half* mean = means + (long(row) * num_segments + segment_of(starts, num_segments, token)) * DIM;
-  add_mean<TURN, DIM>(x, __half2float(scales[at]), mean, signs, angles, dim, (offset + token) % GROUP);
+  const __half* mean = means + (long(row) * num_mean_runs + mean_run_of(starts, num_mean_runs, token)) * DIM;
+  add_mean<ROTATION, DIM>(x, __half2float(scales[at]), mean, signs, angles, dim, (offset + token) % GROUP);
   if (is_ours) store(out + unit * 16, x);
 }
 
-// Parts that follow each other -> out [rows, total, DIM], as `decode` does it; raw vectors as they are.
-// spans [parts][8]: the first token of `out`, the one of the part, tokens of the part's arrays, bits (16: raw, 0: in
-// `own`), segments, where in `starts` they begin, where token 0 is in its group, the row of addresses.
-template <typename TURN, typename T, int DIM>
-__device__ __forceinline__ void decode_parts(
-    const int* spans, int num_spans, const int* starts, const unsigned long long* addresses, const T* own,
+// Consecutive ranges -> out [rows, total, DIM], decoded as by `decode`; raw vectors as they are.
+// ranges [n][8]: first token in `out`, first token of the range, tokens of its arrays, bits (16: raw, 0: in `own`),
+// mean runs, where in `starts` they begin, where token 0 is in its group, the row of addresses.
+template <typename ROTATION, typename T, int DIM>
+__device__ __forceinline__ void decode_ranges(
+    const int* ranges, int num_ranges, const int* starts, const unsigned long long* addresses, const T* own,
     const float* signs, const float* angles, long index, long num_units, int total, T* out) {
   constexpr int UNITS = DIM / 16, ENTRY = 8, ADDRESSES = 12;
   bool is_ours = index < num_units;
   long unit = is_ours ? index : num_units - 1;
   long vector = unit / UNITS;
   int row = vector / total, place = vector % total, dim = unit % UNITS * 16;
-  int first = 0, last = num_spans - 1;
+  int first = 0, last = num_ranges - 1;
   while (first < last) {
     int middle = (first + last + 1) / 2;
-    if (spans[ENTRY * middle] <= place) first = middle;
+    if (ranges[ENTRY * middle] <= place) first = middle;
     else last = middle - 1;
   }
-  const int* span = spans + ENTRY * first;
-  const unsigned long long* arrays = addresses + ADDRESSES * span[7];
+  const int* range = ranges + ENTRY * first;
+  const unsigned long long* arrays = addresses + ADDRESSES * range[7];
   auto array = [&](int i) { return reinterpret_cast<const unsigned*>(arrays[i]); };
-  int bits = span[3], token = span[1] + place - span[0];
-  long at = long(row) * span[2] + token, from = at * UNITS + dim / 16;
+  int bits = range[3], token = range[1] + place - range[0];
+  long at = long(row) * range[2] + token, from = at * UNITS + dim / 16;
   bool is_raw = bits == 0 || bits == 16;
   uint4 raw[2];
   float x[16] = {};
@@ -130,10 +131,10 @@ __device__ __forceinline__ void decode_parts(
     if (is_ours) to[0] = raw[0], to[1] = raw[1];
     return;
   }
-  int segment = segment_of(starts + span[5], span[4], token);
-  const __half* mean = reinterpret_cast<const __half*>(arrays[4]) + (long(row) * span[4] + segment) * DIM;
+  int mean_run = mean_run_of(starts + range[5], range[4], token);
+  const __half* mean = reinterpret_cast<const __half*>(arrays[4]) + (long(row) * range[4] + mean_run) * DIM;
   float scale = __half2float(reinterpret_cast<const __half*>(arrays[3])[at]);
-  add_mean<TURN, DIM>(x, scale, mean, signs, angles, dim, (span[6] + token) % GROUP);
+  add_mean<ROTATION, DIM>(x, scale, mean, signs, angles, dim, (range[6] + token) % GROUP);
   if (is_ours) store(out + unit * 16, x);
 }
 

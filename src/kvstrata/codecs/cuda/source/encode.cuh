@@ -1,4 +1,5 @@
-// Vectors to codes. A block has a segment of one head: first its mean, then its vectors, 16 dims to a thread.
+// Encoding of vectors to codes. A block has a mean run of one head: first its mean, then its vectors, 16 dims to a
+// thread.
 
 namespace kvstrata {
 
@@ -12,8 +13,8 @@ constexpr __device__ int lanes_for(int units) {
   return lanes;
 }
 
-// Of tokens [start, end); a vector with something odd in it must not move the mean of the others.
-template <typename TURN, int DIM, typename T>
+// Mean of tokens [start, end). Values that float16 cannot hold must not move it.
+template <typename ROTATION, int DIM, typename T>
 __device__ __forceinline__ void mean_of(
     const T* x, const float* angles, int offset, int start, int end, float (&sums)[ENCODE_THREADS],
     float (&mean)[DIM], __half* out) {
@@ -27,7 +28,7 @@ __device__ __forceinline__ void mean_of(
           float value = static_cast<float>(x[long(token) * DIM + i]);
           return fabsf(value) <= LARGEST ? value : 0.0f;
         };
-        sum += TURN::turned_back(usual, d, angles, (offset + token) % GROUP);
+        sum += ROTATION::rotated_back(usual, d, angles, (offset + token) % GROUP);
       }
     }
     sums[threadIdx.x] = sum;
@@ -47,7 +48,7 @@ __device__ __forceinline__ unsigned code_of(float y, float scale) {
 }
 
 // x [tokens, DIM] of one head; the planes of the same head.
-template <typename TURN, int BITS, int DIM, typename T>
+template <typename ROTATION, int BITS, int DIM, typename T>
 __device__ __forceinline__ void encode(
     const T* x, const float (&mean)[DIM], const float* signs, const float* angles, int offset, int start, int end,
     unsigned* top, unsigned* next, unsigned* low, __half* scales) {
@@ -64,7 +65,7 @@ __device__ __forceinline__ void encode(
     for (int i = 0; i < 16; ++i) {
       float value = static_cast<float>(vector[i]);
       value = isnan(value) ? 0 : fminf(fmaxf(value, -LARGEST), LARGEST);
-      y[i] = (value - TURN::turned(mean_at, dim + i, angles, within)) * signs[dim + i];
+      y[i] = (value - ROTATION::rotated(mean_at, dim + i, angles, within)) * signs[dim + i];
     }
     rotate_sixteen<DIM>(y);
 #pragma unroll

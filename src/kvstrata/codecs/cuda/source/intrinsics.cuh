@@ -1,4 +1,4 @@
-// What has no name in CUDA C++.
+// Instructions without a name in CUDA C++.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -9,7 +9,7 @@ __device__ __forceinline__ unsigned permute(unsigned a, unsigned b, unsigned whi
   return __byte_perm(a, b, which);
 }
 
-// Loads of what is read once: it does not push out of the nearest cache what is read again.
+// Loads of data that is read once: they evict nothing from the L1 cache.
 __device__ __forceinline__ void load_once(const unsigned* from, unsigned& a) {
   asm("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(a) : "l"(__cvta_generic_to_global(from)));
 }
@@ -24,7 +24,7 @@ __device__ __forceinline__ void load_once(const unsigned* from, unsigned& a, uns
       : "l"(__cvta_generic_to_global(from)));
 }
 
-// What would be smaller than any normal number is 0.
+// 2^x; 0 instead of subnormal numbers.
 __device__ __forceinline__ float exp2_of(float x) {
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));

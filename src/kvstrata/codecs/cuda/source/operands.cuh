@@ -1,4 +1,4 @@
-// What a lane holds of keys and values, packed or raw, and how it goes to the tensor cores: see attention.cuh.
+// Shares of a lane in keys and values, packed or raw, as operands of the tensor cores: see attention.cuh.
 
 namespace kvstrata {
 
@@ -15,7 +15,7 @@ struct Source {
   const unsigned* next;
   const unsigned* low;
   const __half* scales;  // [tokens]
-  const __half* mean;  // [dim] of the piece's segment
+  const __half* mean;  // [dim] of the piece's mean run
   long stride;  // of raw vectors, in values
 };
 

@@ -16,7 +16,7 @@ __device__ __forceinline__ unsigned short split(float x, bool lower) {
   return lower ? to_bits<BF>((x - from_bits<BF>(upper)) * LOWER<BF>) : upper;
 }
 
-// Whose query a column is, and which half of its split. Up to four queries fill one tile, up to eight fill two.
+// Query of a column, and half of the split of that query. Up to four queries fill one tile, up to eight fill two.
 template <int TILES>
 __device__ __forceinline__ int query_of(int column) {
   return TILES == 1 ? column & 3 : column;
@@ -44,7 +44,7 @@ __device__ __forceinline__ float add_halves(const float (&tiles)[TILES][4], int 
   }
 }
 
-// The same of whole numbers up to MOST, in two bytes: BASE * upper + lower.
+// Split of integers up to MOST into two bytes: BASE * upper + lower.
 constexpr int BASE = 128, MOST = 127 * BASE;
 
 __device__ __forceinline__ unsigned split_digits(int x, bool lower) {
@@ -72,7 +72,7 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// In place, by one warp, without the factor 1 / sqrt(BLOCK).
+// Hadamard transform in place, by one warp, without the factor 1 / sqrt(BLOCK).
 template <int DIM>
 __device__ __forceinline__ void hadamard(float* x, int lane) {
   constexpr int BLOCK = DIM & -DIM;
@@ -89,8 +89,8 @@ __device__ __forceinline__ void hadamard(float* x, int lane) {
   __syncwarp();
 }
 
-// Of a block. The largest magnitude of `values` is 1; for codes it is MOST, and they are whole. `factor` makes a score of
-// a product with values, `sum` is that of the values.
+// Queries of a block. The largest magnitude of `values` is 1; for codes it is MOST, and the values are integers. A
+// product with values times `factor` is a score; `sum` is the sum of the values.
 template <int DIM, int TILES>
 struct Queries {
   float values[4 * TILES][DIM];
@@ -127,7 +127,7 @@ __device__ __forceinline__ void take_queries(
   }
 }
 
-// The same, rotated, for codes.
+// Queries rotated (Hadamard), for codes.
 template <int DIM, int TILES>
 __device__ __forceinline__ void rotate_queries(
     Queries<DIM, TILES>& rotated, const Queries<DIM, TILES>& queries, const float* signs, int num_queries,
@@ -139,7 +139,7 @@ __device__ __forceinline__ void rotate_queries(
   }
 }
 
-// The right sides of products of keys with values [queries, DIM]: two 16-bit numbers to a word, or four bytes for codes.
+// Right sides of products of keys with values [queries, DIM]: two 16-bit numbers to a word, or four bytes for codes.
 template <bool BF, int BITS, int DIM, int TILES>
 __device__ __forceinline__ void take_fragments(
     const float* values, int num_queries, unsigned (&fragments)[TILES][Keys<BITS, DIM>::PRODUCTS][2], const Lane& at) {
@@ -162,7 +162,7 @@ __device__ __forceinline__ void take_fragments(
   }
 }
 
-// What a warp knows of its queries: fragments of all of them, facts of the two that its lane has results of.
+// Queries of a warp: fragments of all, and factors of the two queries for which a lane has results.
 template <bool BF, int BITS, int DIM, int TILES>
 struct Asked {
   using K = Keys<BITS, DIM>;
@@ -186,7 +186,7 @@ struct Asked {
     }
   }
 
-  // Adds q . mean to all scores, of a mean that does not turn.
+  // Adds q . mean to all scores; for a mean that is not RoPE-aware.
   __device__ __forceinline__ void centre(
       const Queries<DIM, TILES>& queries, const __half* mean, int num_queries, const Lane& at) {
     for (int query = 0; query < num_queries; ++query) {

@@ -1,13 +1,13 @@
-// What a mean that turns adds to the scores of a piece: see rope.py, and attention.cuh for the products.
+// Shares of a RoPE-aware mean in the scores of a piece: see rope.py, and attention.cuh for the products.
 //
-// The tokens of a piece are 8 columns of 32 rows. A token is turned as its column's first one, and then as its row. So the
-// factors of cos and sin are turned to the 8 columns, and one product with the cos and sin of 32 rows gives the shares of
-// all tokens. Both sides are split into two 16-bit numbers.
+// The tokens of a piece are 8 columns of 32 rows. A token is rotated like the first token of its column, and then like
+// its row. So the factors of cos and sin are rotated to the 8 columns, and one product with the cos and sin of 32 rows
+// gives the shares of all tokens. Both sides are split into two 16-bit numbers.
 //
-// The table of a turn: float32 [GROUP][2][DIM], cos and sin by which factors turn to each token of a group; then float16
-// cos (of a pair's first dim) and sin (of its second) of each row, and what 16 bits leave of them, times LOWER. These are
-// as products take them: [2][DIM / 32][2 products][2 halves of the rows][lane][8]. A dim that does not turn has cos 1 and
-// sin 0 in the first, 1 in the second.
+// The table of a rotation: float32 [GROUP][2][DIM], cos and sin that rotate factors to each token of a group; then
+// float16 cos (of a pair's first dim) and sin (of its second) of each row, and the rest that 16 bits leave of them,
+// times LOWER. The order is that of the products: [2][DIM / 32][2 products][2 halves of the rows][lane][8]. A dim that
+// RoPE does not rotate has cos 1 and sin 0 in the first, 1 in the second.
 
 namespace kvstrata {
 
@@ -15,22 +15,23 @@ constexpr int ROWS = 32;
 constexpr int SHARES = GROUP + 4;  // numbers of a query in shared memory: those of two queries are not in one bank
 template <int TILES> constexpr int AT_ONCE = TILES == 1 ? 2 : 1;  // queries
 
-// Of a warp: what a query has of cos and sin, by dim. The largest magnitude of `own` is 1.
+// Factors of cos and sin for the queries of a warp, by dim. The largest magnitude of `own` is 1.
 template <int DIM, int TILES>
 struct Factors {
   alignas(16) float own[AT_ONCE<TILES>][DIM];
-  alignas(16) float other[AT_ONCE<TILES>][DIM];  // of the pair's other dim, as turning adds it
+  alignas(16) float other[AT_ONCE<TILES>][DIM];  // of the pair's other dim, with the sign of the rotation
 
-  // Returns what they were divided by.
-  template <typename TURN>
-  __device__ __forceinline__ float take(const TURN& turn, int place, const float* q, const __half* mean, int lane) {
+  // Returns the divisor of the factors.
+  template <typename ROTATION>
+  __device__ __forceinline__ float take(
+      const ROTATION& rotation, int place, const float* q, const __half* mean, int lane) {
     auto mean_at = [&](int d) { return __half2float(mean[d]); };
     float largest = 0;
     for (int d = lane; d < DIM; d += 32) {
       float x = q[d] * mean_at(d);
-      if (turn.turns(d)) {
-        const int partner = turn.partner(d);
-        const bool is_second = turn.is_second(d);
+      if (rotation.rotates(d)) {
+        const int partner = rotation.partner(d);
+        const bool is_second = rotation.is_second(d);
         x = is_second ? q[d] * mean_at(partner) - q[partner] * mean_at(d) : x + q[partner] * mean_at(partner);
         other[place][partner] = is_second ? x : -x;
       } else {
@@ -71,13 +72,13 @@ __device__ __forceinline__ void split_eight(const float (&x)[8], unsigned (&uppe
   }
 }
 
-// By one warp: of the tokens from `offset` of their group on -> shares [queries][SHARES].
-template <typename TURN, int DIM, int TILES>
-__device__ __forceinline__ void add_turned(
-    const TURN& turn, const Queries<DIM, TILES>& queries, const __half* mean, const float* table, int offset,
+// By one warp: shares of the mean for the tokens from `offset` of their group on -> shares [queries][SHARES].
+template <typename ROTATION, int DIM, int TILES>
+__device__ __forceinline__ void compute_rotated_shares(
+    const ROTATION& rotation, const Queries<DIM, TILES>& queries, const __half* mean, const float* table, int offset,
     int num_queries, Factors<DIM, TILES>& factors, float* shares, const Lane& at) {
   constexpr int HALVES = ROWS / TOKENS;  // of the rows
-  const float* turns = table + 2 * DIM * min(offset + ROWS * at.group, GROUP - 1);
+  const float* rotations = table + 2 * DIM * min(offset + ROWS * at.group, GROUP - 1);
   const uint4* rows = reinterpret_cast<const uint4*>(table + 2 * GROUP * DIM) + at.lane;
   for (int first = 0; first < num_queries; first += AT_ONCE<TILES>) {
     float factor[AT_ONCE<TILES>];
@@ -85,7 +86,7 @@ __device__ __forceinline__ void add_turned(
 #pragma unroll
     for (int a = 0; a < AT_ONCE<TILES>; ++a) {
       const int query = min(first + a, num_queries - 1);
-      factor[a] = factors.take(turn, a, queries.values[query], mean, at.lane) * queries.factor[query];
+      factor[a] = factors.take(rotation, a, queries.values[query], mean, at.lane) * queries.factor[query];
     }
     __syncwarp();
     float sums[AT_ONCE<TILES>][HALVES][4] = {}, rests[AT_ONCE<TILES>][HALVES][4] = {};
@@ -93,8 +94,8 @@ __device__ __forceinline__ void add_turned(
     for (int d = 0; d < DIM; d += 32) {
       const int dim = d + 8 * at.quarter;
       float cos[8], sin[8];
-      load_eight(turns + dim, cos);
-      load_eight(turns + DIM + dim, sin);
+      load_eight(rotations + dim, cos);
+      load_eight(rotations + DIM + dim, sin);
       unsigned right[AT_ONCE<TILES>][4], rest[AT_ONCE<TILES>][4];
 #pragma unroll
       for (int a = 0; a < AT_ONCE<TILES>; ++a) {
@@ -139,9 +140,9 @@ __device__ __forceinline__ void add_turned(
   __syncwarp();
 }
 
-// The same of a token and query of this lane; nothing where the mean does not turn.
+// Share of the mean for a token and query of this lane; 0 if the mean is not RoPE-aware.
 template <int TILES>
-__device__ __forceinline__ float turned_share(const float* shares, int first, int e, const Lane& at) {
+__device__ __forceinline__ float rotated_share(const float* shares, int first, int e, const Lane& at) {
   if (shares == nullptr) return 0;
   return shares[(query_of_lane<TILES>(at) + e % 2) * SHARES + first + at.group + 8 * (e / 2)];
 }

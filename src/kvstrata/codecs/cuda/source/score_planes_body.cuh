@@ -26,12 +26,12 @@
   asked.take(rotated, num_queries, lane);
   float* shares = nullptr;
   if constexpr (K_PAIRS > 0) {
-    __shared__ float turned[kvstrata::WARPS][4 * TILES * kvstrata::SHARES];
+    __shared__ float rotated_shares[kvstrata::WARPS][4 * TILES * kvstrata::SHARES];
     __shared__ kvstrata::Factors<K_DIM, TILES> factors[kvstrata::WARPS];
-    shares = turned[lane.warp];
-    using Turn = kvstrata::Turn<K_PAIRS, K_FIRST, K_INTERLEAVED>;
-    kvstrata::add_turned(
-        Turn{}, queries, k_source.mean, turns, place[4], num_queries, factors[lane.warp], shares, lane);
+    shares = rotated_shares[lane.warp];
+    using Rotation = kvstrata::Rotation<K_PAIRS, K_FIRST, K_INTERLEAVED>;
+    kvstrata::compute_rotated_shares(
+        Rotation{}, queries, k_source.mean, rotations, place[4], num_queries, factors[lane.warp], shares, lane);
   } else {
     asked.centre(queries, k_source.mean, num_queries, lane);
   }

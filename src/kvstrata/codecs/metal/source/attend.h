@@ -9,8 +9,8 @@
 typedef kv_share<KV_K_DIM> kv_of_keys;
 typedef kv_share<KV_V_DIM> kv_of_values;
 
-// Of keys that are centred on a mean: what the mean adds to scores. See rope.py for A and B.
-struct kv_turning {
+// Share of the keys' RoPE-aware mean in scores. See rope.py for A and B.
+struct kv_mean_rotation {
   bool is_on;
   const KV_DEVICE float* angles;  // [256][units][16]: 8 cosines and 8 sines for each lane's pairs
   int offset;  // of the piece's first token in its group
@@ -52,30 +52,31 @@ KV_FN void kv_take_queries(
   kv_barrier();
 }
 
-// What the mean of a piece adds to all scores of a query; A and B of the pairs that turn.
+// Share of the mean of a piece in all scores of a query; A and B of the pairs that RoPE rotates. `numbers`: the
+// rotation in the table.
 template <typename T>
 KV_FN void kv_take_mean(
-    const KV_DEVICE T* q, int num_queries, float scale, const KV_DEVICE kv_half* mean, const KV_DEVICE int* turn,
-    KV_LOCAL kv_turning& turning, KV_LOCAL float (&shares)[KV_TILE], int lane) {
-  const int first = turn[0], step = turn[1], gap = turn[2], num_pairs = turning.is_on ? turn[3] : 0;
+    const KV_DEVICE T* q, int num_queries, float scale, const KV_DEVICE kv_half* mean, const KV_DEVICE int* numbers,
+    KV_LOCAL kv_mean_rotation& rotation, KV_LOCAL float (&shares)[KV_TILE], int lane) {
+  const int first = numbers[0], step = numbers[1], gap = numbers[2], num_pairs = rotation.is_on ? numbers[3] : 0;
   const int unit = lane % kv_of_keys::LANES;
   KV_UNROLL
   for (int query = 0; query < KV_TILE; ++query) {
     const KV_DEVICE T* mine = q + (query < num_queries ? query : num_queries - 1) * KV_K_DIM;
     float share = 0.0f;
     for (int dim = lane; dim < KV_K_DIM; dim += 32) {
-      const bool turns = dim >= first && dim < first + 2 * num_pairs;
-      share += turns ? 0.0f : float(mine[dim]) * float(mean[dim]);
+      const bool is_rotated = dim >= first && dim < first + 2 * num_pairs;
+      share += is_rotated ? 0.0f : float(mine[dim]) * float(mean[dim]);
     }
     shares[query] = kv_sum(share) * scale;
-    if (!turning.is_on) continue;
+    if (!rotation.is_on) continue;
     KV_UNROLL
     for (int i = 0; i < 8; ++i) {
       const int pair = unit * 8 + i, dim = first + step * (pair < num_pairs ? pair : 0);
       const float q1 = float(mine[dim]) * scale, q2 = float(mine[dim + gap]) * scale;
       const float m1 = float(mean[dim]), m2 = float(mean[dim + gap]);
-      turning.a[query][i] = pair < num_pairs ? q1 * m1 + q2 * m2 : 0.0f;
-      turning.b[query][i] = pair < num_pairs ? q2 * m1 - q1 * m2 : 0.0f;
+      rotation.a[query][i] = pair < num_pairs ? q1 * m1 + q2 * m2 : 0.0f;
+      rotation.b[query][i] = pair < num_pairs ? q2 * m1 - q1 * m2 : 0.0f;
     }
   }
 }
@@ -96,7 +97,7 @@ KV_FN void kv_take_angles(const KV_DEVICE float* table, int offset, int unit, KV
   }
 }
 
-KV_FN void kv_turn_on(KV_LOCAL kv_angles& angles, const KV_LOCAL kv_angles& by) {
+KV_FN void kv_advance_angles(KV_LOCAL kv_angles& angles, const KV_LOCAL kv_angles& by) {
   KV_UNROLL
   for (int i = 0; i < 8; ++i) {
     const float cosine = angles.cos[i] * by.cos[i] - angles.sin[i] * by.sin[i];
@@ -105,15 +106,16 @@ KV_FN void kv_turn_on(KV_LOCAL kv_angles& angles, const KV_LOCAL kv_angles& by) 
   }
 }
 
-template <int KIND, bool TURNS>
+template <int KIND, bool ROTATES>
 KV_FN void kv_score(
     const KV_LOCAL kv_source& keys, int start, int count, const KV_LOCAL float (&asked)[KV_TILE][16],
-    const KV_LOCAL float (&halves)[KV_TILE], const KV_LOCAL kv_turning& turning, KV_SHARED float* scores, int lane) {
+    const KV_LOCAL float (&halves)[KV_TILE], const KV_LOCAL kv_mean_rotation& rotation, KV_SHARED float* scores,
+    int lane) {
   enum { AHEAD = kv_form<KIND>::AHEAD, TOKENS = kv_of_keys::TOKENS };
   const int unit = lane % kv_of_keys::LANES, slot = lane / kv_of_keys::LANES;
   const int used = unit < kv_of_keys::USED ? unit : 0;
   kv_angles angles, by;
-  if (TURNS) kv_take_angles(turning.angles, TOKENS, unit, by);
+  if (ROTATES) kv_take_angles(rotation.angles, TOKENS, unit, by);
   for (int base = 0; base < count; base += AHEAD * TOKENS) {
     kv_packed packed[AHEAD];
     KV_UNROLL
@@ -121,9 +123,9 @@ KV_FN void kv_score(
       const int token = base + i * TOKENS + slot;
       kv_fetch<KIND, KV_K_DIM>(keys, start + (token < count ? token : count - 1), used, packed[i]);
     }
-    if (TURNS) {
+    if (ROTATES) {
       const int token = base + slot;
-      kv_take_angles(turning.angles, turning.offset + (token < count ? token : count - 1), unit, angles);
+      kv_take_angles(rotation.angles, rotation.offset + (token < count ? token : count - 1), unit, angles);
     }
     KV_UNROLL
     for (int i = 0; i < AHEAD; ++i) {
@@ -136,16 +138,16 @@ KV_FN void kv_score(
         KV_UNROLL
         for (int r = 0; r < 16; ++r) sum += asked[query][r] * values[r];
         if (KV_IS_CODED(KIND)) sum *= packed[i].scale;
-        if (TURNS) {
+        if (ROTATES) {
           KV_UNROLL
           for (int p = 0; p < 8; ++p) {
-            sum += turning.a[query][p] * angles.cos[p] + turning.b[query][p] * angles.sin[p];
+            sum += rotation.a[query][p] * angles.cos[p] + rotation.b[query][p] * angles.sin[p];
           }
         }
         sum = kv_sum_over(sum, 1, kv_of_keys::LANES);
         if (unit == 0 && token < count) scores[query * KV_PIECE + token] = sum;
       }
-      if (TURNS && i + 1 < AHEAD) kv_turn_on(angles, by);
+      if (ROTATES && i + 1 < AHEAD) kv_advance_angles(angles, by);
     }
   }
 }

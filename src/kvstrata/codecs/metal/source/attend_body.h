@@ -1,5 +1,5 @@
-  // One group: a split (some pieces of one row, all of one kind), a KV head, a tile of its queries.
-  // table: scale, turn (first, step, gap, pairs), KV heads, two unused, signs [8], then splits and pieces.
+  // Work of a group: a split (some pieces of one row, all of one kind), a KV head, a tile of its queries.
+  // table: scale, rotation (first, step, gap, pairs), KV heads, two unused, signs [8], then splits and pieces.
   const int lane = KV_LANE, head = KV_GROUP_Y, first_query = KV_GROUP_Z * KV_TILE;
   const KV_DEVICE int* split = table + 16 + 4 * KV_GROUP_X;
   const KV_DEVICE int* piece = table + split[1];
@@ -11,9 +11,9 @@
   KV_SHARED_ARRAY(float, scores, KV_TILE * KV_PIECE);
   KV_SHARED_ARRAY(float, centres, KV_TILE * KV_V_DIM);
   float asked[KV_TILE][16], halves[KV_TILE], shares[KV_TILE], shrunk[KV_TILE], sums[KV_TILE];
-  kv_turning turning;
-  turning.is_on = (split[3] >> 16) != 0;
-  turning.angles = angles;
+  kv_mean_rotation rotation;
+  rotation.is_on = (split[3] >> 16) != 0;
+  rotation.angles = angles;
   kv_found found;
   KV_UNROLL
   for (int query = 0; query < KV_TILE; ++query) {
@@ -28,7 +28,7 @@
     kv_barrier();
   }
   for (int number = 0; number < num_pieces; ++number, piece += 12) {
-    // piece: first token, how many, tokens of the arrays, slots (keys, values, means), segments, how many, offset.
+    // piece: first token, how many, tokens of the arrays, slots (keys, values, means), mean runs, how many, offset.
     const int start = piece[0], count = piece[1];
     const kv_long before = kv_long(head) * piece[2];
     kv_source keys, values;
@@ -38,8 +38,8 @@
       keys.low = KV_WORDS((piece[3] >> 16) & 255) + before * (KV_K_DIM / 8);
       keys.scales = KV_HALVES((piece[3] >> 24) & 255) + before;
       keys.mean = KV_HALVES(piece[5] & 255) + (kv_long(head) * piece[8] + piece[6]) * KV_K_DIM;
-      turning.offset = piece[10];
-      kv_take_mean(q + first * KV_K_DIM, num_queries, scale, keys.mean, table + 1, turning, shares, lane);
+      rotation.offset = piece[10];
+      kv_take_mean(q + first * KV_K_DIM, num_queries, scale, keys.mean, table + 1, rotation, shares, lane);
     } else {
       keys.words = KV_RAW(piece[3] & 255) + before * (k_kind == 32 ? KV_K_DIM : KV_K_DIM / 2);
     }
@@ -52,9 +52,9 @@
     } else {
       values.words = KV_RAW(piece[4] & 255) + before * (v_kind == 32 ? KV_V_DIM : KV_V_DIM / 2);
     }
-#define KV_TRY_SCORE(kind, turns) kv_score<kind, turns>(keys, start, count, asked, halves, turning, scores, lane)
+#define KV_TRY_SCORE(kind, rotates) kv_score<kind, rotates>(keys, start, count, asked, halves, rotation, scores, lane)
 #define KV_TRY_CODED(kind) \
-  if (k_kind == kind) { if (turning.is_on) KV_TRY_SCORE(kind, true); else KV_TRY_SCORE(kind, false); }
+  if (k_kind == kind) { if (rotation.is_on) KV_TRY_SCORE(kind, true); else KV_TRY_SCORE(kind, false); }
     if (KV_CODED) { KV_TRY_CODED(8) else KV_TRY_CODED(4) else KV_TRY_CODED(2) }
     if (KV_RAW_KINDS & 1) { if (k_kind == 32) KV_TRY_SCORE(32, false); }
     if (KV_RAW_KINDS & 2) { if (k_kind == 16) KV_TRY_SCORE(16, false); }

@@ -1,5 +1,5 @@
-  // One group: 32 dims of one head of a row. ranges: heads, seven unused; then for each row and each partial result its
-  // first split and how many.
+  // Work of a group: 32 dims of one head of a row. ranges: heads, seven unused; then for each row and each partial
+  // result its first split and how many.
   const int lane = KV_LANE, dim = KV_GROUP_X * 32 + lane, num_heads = ranges[0];
   const int row = KV_GROUP_Y / num_heads, head = KV_GROUP_Y % num_heads;
   const KV_DEVICE int* mine = ranges + 8 + 2 * KV_PARTIALS * row;

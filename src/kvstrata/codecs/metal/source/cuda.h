@@ -1,4 +1,4 @@
-// What the kernels need by one name, in CUDA C++. A group is one warp.
+// Prelude of the kernels in CUDA C++: the names that differ between languages. A group is one warp.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -1,7 +1,8 @@
-  // One group: a piece, a head. Pieces of several parts make one result, so a layer that lies in parts is one launch.
+  // Work of a group: a piece, a head. Pieces of several ranges make one result, so all ranges of a layer are one
+  // launch.
   const int lane = KV_LANE, head = KV_GROUP_Y, total = table[4];
-  // piece: first token, how many, tokens of the arrays, slots, slot of the means, segment, how many, offset in its group,
-  // bits (0: raw) and whether it turns, first token of the result.
+  // piece: first token, how many, tokens of the arrays, slots, slot of the means, mean run, how many, offset in its
+  // group, bits (0: raw) and whether the mean is RoPE-aware, first token of the result.
   const KV_DEVICE int* piece = table + 16 + 10 * KV_GROUP_X;
   const int start = piece[0], count = piece[1], bits = piece[8] & 255, slots = piece[3];
   const kv_long before = kv_long(head) * piece[2];
@@ -9,7 +10,7 @@
   centring.table = table;
   centring.angles = angles;
   centring.offset = piece[7];
-  centring.turns = (piece[8] >> 8) != 0;
+  centring.is_rotated = (piece[8] >> 8) != 0;
   kv_source source;
   if (bits != 0) {
     source.words = KV_WORDS(slots & 255) + before * (KV_DIM / 16);

@@ -1,10 +1,11 @@
-  // One group: a piece, a head. A vector is centred, rotated and coded in the registers of the lanes that share it.
-  const int lane = KV_LANE, head = KV_GROUP_Y, num_tokens = table[4], num_segments = table[5];
+  // Work of a group: a piece, a head. A vector is centred, rotated and coded in the registers of the lanes that share
+  // it.
+  const int lane = KV_LANE, head = KV_GROUP_Y, num_tokens = table[4], num_mean_runs = table[5];
   const int unit = lane % kv_of_vectors::LANES, slot = lane / kv_of_vectors::LANES;
   const int used = unit < kv_of_vectors::USED ? unit : 0;
   const KV_DEVICE int* piece = table + 16 + 5 * KV_GROUP_X;
   const int start = piece[0], count = piece[1];
-  const KV_DEVICE kv_half* mean = means + (kv_long(head) * num_segments + piece[2]) * KV_DIM;
+  const KV_DEVICE kv_half* mean = means + (kv_long(head) * num_mean_runs + piece[2]) * KV_DIM;
   const float factor = kv_hadamard_scale<kv_of_vectors::BLOCK>();
   for (int base = 0; base < count; base += kv_of_vectors::TOKENS) {
     const int t = base + slot < count ? base + slot : count - 1;

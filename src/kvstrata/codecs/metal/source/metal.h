@@ -1,4 +1,4 @@
-// What the kernels need by one name, in Metal's language. A group is one SIMD group.
+// Prelude of the kernels in Metal's language: the names that differ between languages. A group is one SIMD group.
 
 typedef uint kv_uint;
 typedef long kv_long;

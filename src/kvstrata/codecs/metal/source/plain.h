@@ -1,4 +1,4 @@
-// What the kernels need by one name, in C++17, for tests: the 32 lanes of a group are 32 fibres of one thread.
+// Prelude of the kernels in C++17, for tests: the 32 lanes of a group are 32 fibres of one thread.
 //
 // A fibre runs until it has to meet the others (a shuffle or a barrier), then the next one runs. Lanes that do not meet
 // at the same point, and shared memory that is read without a barrier in one of the two orders, are found this way.
@@ -47,7 +47,7 @@ static void kv_go_on() {
   }
 }
 
-// All lanes come here before one of them goes on. `place` tells lanes that are at another point from those that are here.
+// Barrier of all lanes. `place` distinguishes lanes that meet at another point.
 static unsigned kv_meet(unsigned place) {
   const unsigned meeting = kv_meetings[kv_lane]++;
   kv_places[kv_lane] = place;
@@ -61,7 +61,7 @@ static unsigned kv_meet(unsigned place) {
   return meeting;
 }
 
-// Memory of a group begins with what no kernel may rely on.
+// Fills the memory of a group with values that no kernel may rely on.
 static void kv_poison(void* memory, std::size_t num_bytes) {
   if (kv_lane == (kv_step > 0 ? 0 : KV_LANES - 1)) std::memset(memory, 0xFF, num_bytes);
 }

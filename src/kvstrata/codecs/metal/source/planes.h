@@ -1,46 +1,46 @@
 // Encoding and decoding of planes. Constants that the caller defines: KV_DIM; to encode, KV_BITS.
-// table: turn (first, step, gap, pairs), tokens, segments, two unused, signs [8], then pieces. To encode they have 5
-// numbers: first token, how many, segment, segment once more, where in its group the first token is.
+// table: rotation (first, step, gap, pairs), tokens, mean runs, two unused, signs [8], then pieces. To encode they have
+// 5 numbers: first token, how many, mean run, mean run once more, where in its group the first token is.
 
 #define KV_LARGEST 65504.0f  // of float16
 
 typedef kv_share<KV_DIM> kv_of_vectors;
 
-// How a dim turns: x becomes x * cos + partner * sin.
-struct kv_turned {
+// RoPE rotation of a dim: x becomes x * cos + partner * sin.
+struct kv_rotation {
   bool is_on;
   int partner;
   int angle;  // of the pair, in the row of an offset
   float sign;  // of the sine
 };
 
-KV_FN kv_turned kv_turn_of(const KV_DEVICE int* table, int dim) {
+KV_FN kv_rotation kv_rotation_of(const KV_DEVICE int* table, int dim) {
   const int first = table[0], step = table[1], gap = table[2], num_pairs = table[3], at = dim - first;
-  kv_turned turned;
-  turned.is_on = at >= 0 && at < 2 * num_pairs;
-  const int pair = !turned.is_on ? 0 : step == 2 ? at / 2 : at % num_pairs;
-  const bool is_second = turned.is_on && (step == 2 ? at % 2 != 0 : at >= num_pairs);
-  turned.partner = !turned.is_on ? dim : is_second ? dim - gap : dim + gap;
-  turned.angle = pair / 8 * 16 + pair % 8;
-  turned.sign = is_second ? 1.0f : -1.0f;
-  return turned;
+  kv_rotation rotation;
+  rotation.is_on = at >= 0 && at < 2 * num_pairs;
+  const int pair = !rotation.is_on ? 0 : step == 2 ? at / 2 : at % num_pairs;
+  const bool is_second = rotation.is_on && (step == 2 ? at % 2 != 0 : at >= num_pairs);
+  rotation.partner = !rotation.is_on ? dim : is_second ? dim - gap : dim + gap;
+  rotation.angle = pair / 8 * 16 + pair % 8;
+  rotation.sign = is_second ? 1.0f : -1.0f;
+  return rotation;
 }
 
 // A dim of the mean, at an offset in the group.
 KV_FN float kv_centre(
     const KV_DEVICE kv_half* mean, const KV_DEVICE int* table, const KV_DEVICE float* angles, int dim, int offset) {
-  const kv_turned turned = kv_turn_of(table, dim);
-  if (!turned.is_on) return float(mean[dim]);
-  const KV_DEVICE float* at = angles + offset * kv_of_vectors::USED * 16 + turned.angle;
-  return float(mean[dim]) * at[0] + turned.sign * float(mean[turned.partner]) * at[8];
+  const kv_rotation rotation = kv_rotation_of(table, dim);
+  if (!rotation.is_on) return float(mean[dim]);
+  const KV_DEVICE float* at = angles + offset * kv_of_vectors::USED * 16 + rotation.angle;
+  return float(mean[dim]) * at[0] + rotation.sign * float(mean[rotation.partner]) * at[8];
 }
 
-// How the tokens of a piece are centred.
+// Mean of the tokens of a piece, and its rotation.
 struct kv_centring {
   const KV_DEVICE int* table;
   const KV_DEVICE float* angles;
   int offset;  // of the piece's first token in its group
-  bool turns;
+  bool is_rotated;
 };
 
 // `count` vectors from `start` on, to `out`. A vector is rotated back in the registers of the lanes that share it.
@@ -68,7 +68,7 @@ KV_FN void kv_decode(
       float value = values[r];
       if (KV_IS_CODED(KIND)) {
         value *= kv_hadamard_scale<kv_of_vectors::BLOCK>() * kv_sign(centring.table + 8, dim);
-        value += centring.turns ? kv_centre(source.mean, centring.table, centring.angles, dim, centring.offset + t)
+        value += centring.is_rotated ? kv_centre(source.mean, centring.table, centring.angles, dim, centring.offset + t)
                                 : float(source.mean[dim]);
       }
       out[kv_long(t) * KV_DIM + dim] = T(value);

@@ -1,8 +1,8 @@
-// Vectors in registers: 16 dims of a token to a lane, whatever they are stored as.
+// Vectors in registers: 16 dims of a token to a lane, for each form of storage.
 //
-// KIND: 32, 16 or 17 for raw float32, float16 or bfloat16; 8, 4 or 2 for planes of so many bits. Values of planes come as
-// code - half of the codes; what is missing to a value, the other half of a step and the scale, is added by the caller.
-// A register r holds dim KV_DIM_OF(r) of the 16: the order in which bytes come out of the planes.
+// KIND: 32, 16 or 17 for raw float32, float16 or bfloat16; 8, 4 or 2 for planes of so many bits. Values of planes come
+// as code - half of the codes; what is missing to a value, the other half of a step and the scale, is added by the
+// caller. A register r holds dim KV_DIM_OF(r) of the 16: the order in which bytes come out of the planes.
 
 #define KV_DIM_OF(r) (4 * (((r) & 3) == 1 ? 2 : ((r) & 3) == 2 ? 1 : ((r) & 3)) + ((r) >> 2))
 #define KV_REGISTER_OF(dim) (4 * ((dim) & 3) + (((dim) >> 2) == 1 ? 2 : ((dim) >> 2) == 2 ? 1 : ((dim) >> 2)))
@@ -25,7 +25,7 @@ struct kv_share {
   };
 };
 
-// Where the vectors of one head are, and the mean of one segment.
+// Addresses of the vectors of one head, and the mean of one mean run.
 struct kv_source {
   const KV_DEVICE kv_uint* words;  // raw vectors, or plane `top`
   const KV_DEVICE kv_uint* next;
@@ -101,7 +101,7 @@ KV_FN void kv_spread(const KV_LOCAL kv_packed& packed, KV_LOCAL float (&values)[
   }
 }
 
-// Over lanes whose numbers differ in bits below `end` and not below `first`.
+// Sum over lanes whose numbers differ in bits below `end` and not below `first`.
 KV_FN float kv_sum_over(float x, int first, int end) {
   for (int mask = first; mask < end; mask <<= 1) x += kv_shuffle_xor(x, mask);
   return x;
@@ -128,8 +128,8 @@ KV_FN void kv_hadamard(KV_SHARED float* numbers, int count, int lane) {
   }
 }
 
-// The same on vectors that lie in registers. Registers have the dims in another order, but one that only swaps bits of their
-// numbers, which the matrix does not see.
+// The Hadamard matrix on vectors in registers. Registers have the dims in another order, which only swaps bits of their
+// numbers, so the product is the same.
 template <int BLOCK>
 KV_FN void kv_hadamard_registers(KV_LOCAL float (&values)[16], int lane) {
   KV_UNROLL

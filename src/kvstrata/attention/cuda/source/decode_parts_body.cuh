@@ -1,8 +1,0 @@
-// spans: the number of tokens and of attention segments in the first row, then as in decode.cuh. PLACE: place of keys
-// or of values in a row of addresses.
-
-  using Turn = kvstrata::Turn<PAIRS, FIRST, INTERLEAVED>;
-  const int total = spans[0];
-  kvstrata::decode_parts<Turn, T, DIM>(
-      spans + 8, spans[1], starts, reinterpret_cast<const unsigned long long*>(addresses) + PLACE, own, signs, angles,
-      long(blockIdx.x) * blockDim.x + threadIdx.x, long(own_shape[1]) * total * (DIM / 16), total, out);
