@@ -56,7 +56,8 @@ def run_chunks(
     tokens = [token for _, tokens in chunks for token in tokens]
     logits = model(mx.array([*tokens, *inputs])[:, None], cache=mixed.begin())
     mixed.end()
-    mx.eval(logits, [cache.arrays() for cache, _ in chunks])
+    # Without rows nothing reads the logits, which are empty: MLX crashes on some empty arrays on CUDA.
+    mx.eval(logits if rows else [], [cache.arrays() for cache, _ in chunks])
     return logits[:, -1]
 
 
