@@ -184,7 +184,7 @@ def test_trial_runs_every_kernel_of_a_step(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.undo()
     shapes, counts = set(), set()
     for case in (*metal_trials.RAW_CASES, *metal_trials.PLANES_CASES):
-        parts = metal_trials._segments(KIND, *case)
+        parts = metal_trials.case_segments(KIND, *case)
         step = metal_decode.step_of(
             queries(1, GROUP, DIM), [[metal_decode.read_of(part) for part in parts]], 0.1, None, "plain"
         )

@@ -29,7 +29,7 @@ _HEADS, _GROUP, _SCALE = 2, 2, 0.1
 
 _BUFFER_TOKENS, _NUM_BEFORE = 512, 300
 
-_BITS = ((8, 8), (4, 2), (2, 4), (RAW_BITS, 8), (4, RAW_BITS))  # of keys and of values
+CODED_BITS = ((8, 8), (4, 2), (2, 4), (RAW_BITS, 8), (4, RAW_BITS))  # of keys and of values
 
 _TOLERANCE = 0.02  # as a share of the largest value: 16-bit rounding stays well below
 
@@ -79,7 +79,7 @@ def join_works(dtype: mx.Dtype, k_dim: int, v_dim: int, rotation: RopeRotation |
 
 
 def _join_error(dtype: mx.Dtype, k_dim: int, v_dim: int, rotation: RopeRotation | None) -> float:
-    planes = [_planes(dtype, k_dim, v_dim, *bits, rotation) for bits in _BITS]
+    planes = [_planes(dtype, k_dim, v_dim, *bits, rotation) for bits in CODED_BITS]
     stored, own = (_pair(1, _BUFFER_TOKENS, k_dim, v_dim, seed, dtype) for seed in (2, 4))
     mx.eval(stored, own)
     inputs = join_input([planes[0], RawRange(*stored, 5, 70), *planes[1:]], RawRange(*own, 0, 9), dtype)
@@ -94,7 +94,7 @@ def _join_error(dtype: mx.Dtype, k_dim: int, v_dim: int, rotation: RopeRotation 
 def _step_error(dtype: mx.Dtype, k_dim: int, v_dim: int) -> float:
     """Return the largest error of two steps of two rows; the second row also reads planes and tokens of the first."""
     rotation = make_rotation(100.0 ** (-np.arange(k_dim // 2) / k_dim))
-    planes = [_planes(dtype, k_dim, v_dim, *bits, rotation) for bits in _BITS]
+    planes = [_planes(dtype, k_dim, v_dim, *bits, rotation) for bits in CODED_BITS]
     buffers = [_pair(1, _BUFFER_TOKENS, k_dim, v_dim, seed, dtype) for seed in (2, 4)]
     expected = [_pair(1, _BUFFER_TOKENS, k_dim, v_dim, seed, dtype) for seed in (2, 4)]
     mx.eval(buffers, expected)

@@ -127,14 +127,13 @@ def _error(kind: DecodeKind, over: Over) -> float:
     """Return the largest error of all kernels, with and without sinks."""
     errors = []
     for i, case in enumerate(RAW_CASES if over == "raw" else PLANES_CASES):
-        segments = _segments(kind, *case)
+        segments = case_segments(kind, *case)
         q = _normal((1, KV_HEADS * kind.group, 1, kind.k_dim), 5, kind.dtype)
         sinks = _normal((KV_HEADS * kind.group,), 6, kind.dtype) if i % 2 else None
         keys = SegmentedKV((segments,))
         errors.append(relative_error(_ours(q, keys, sinks), attend_rows(q, keys, SCALE, sinks)))
-    two = SegmentedKV(
-        (_segments(kind, 0, 0, 2), _segments(kind, 1, 1, 2) if over == "planes" else _segments(kind, 0, 0, 3))
-    )
+    second = case_segments(kind, 1, 1, 2) if over == "planes" else case_segments(kind, 0, 0, 3)
+    two = SegmentedKV((case_segments(kind, 0, 0, 2), second))
     q = _normal((2, KV_HEADS * kind.group, 1, kind.k_dim), 7, kind.dtype)
     errors.append(relative_error(_ours(q, two, None), attend_rows(q, two, SCALE, None)))
     return largest(errors)
@@ -188,7 +187,7 @@ def _timed_row(kind: DecodeKind, over: Over, row: int) -> tuple[Segment, ...]:
     return (SealedSegment(k, v), _raw(kind, OWN_TOKENS, row, TIMED_KV_HEADS))
 
 
-def _segments(kind: DecodeKind, num_eights: int, num_fours: int, num_raw: int) -> tuple[Segment, ...]:
+def case_segments(kind: DecodeKind, num_eights: int, num_fours: int, num_raw: int) -> tuple[Segment, ...]:
     """Make the segments of one row. Keys of 8 bits have RoPE-aware means."""
     frequencies = 100.0 ** (-np.arange(kind.k_dim // 2) / kind.k_dim)
     eights = [(PlanesCodec(8, make_rotation(frequencies)), PlanesCodec(8))] * num_eights
