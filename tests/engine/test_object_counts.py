@@ -20,12 +20,13 @@ from tests.engine.drive import Drive
 from tests.tiny import VOCAB, tiny_loaded
 
 KIB, MIB = 1 << 10, 1 << 20
-NUM_REQUESTS = 320
+NUM_REQUESTS = 640
 AT_ONCE = 16
 PROMPT_TOKENS = 12
 HOT_BYTES = 32 * KIB
-# Queues of leaves drop outdated items, which refer to entries, when there are more than 64 of them.
-MOST_OUTDATED = 128
+# A queue of leaves drops outdated items, which refer to entries, when it has more than 64 of them. There is one for each
+# cost of computing a leaf again, as measured: on a busy machine costs differ by more than an octave.
+MOST_OUTDATED = 4 * 64
 
 
 def count_objects() -> Counter[str]:
