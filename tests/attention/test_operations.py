@@ -119,7 +119,7 @@ class Before(NamedTuple):
 
 @cache
 def rows_of(kind: DecodeKind) -> tuple[Before, ...]:
-    """Return the segments of each row: those that the trials read, then slices and offsets in a group."""
+    """Return the segments of each row: the cases of the trials, then slices and offsets in a group."""
     return tuple(Before(segments, *float64(kind, segments)) for segments in _segments_of(kind))
 
 

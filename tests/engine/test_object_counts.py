@@ -41,7 +41,7 @@ def name_of(kind: type[Any]) -> str:
 
 
 def num_excess_entries(storage: KvConfig, tier: DiskTier | None = None) -> int:
-    """Return by how many the entries that are alive after many short requests exceed those that queues may refer to."""
+    """Return the number of entries alive after many short requests, less the largest number that queues refer to."""
     before = count_objects()[name_of(Entry)]
     drive = Drive(tiny_loaded("llama", 1), kv_bytes=4 * MIB, storage=storage, tier=tier)
     rng = random.Random(1)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
@@ -39,7 +38,7 @@ from kvstrata.attention.segments import (
 )
 from kvstrata.backend.rebinding import rebind
 from kvstrata.codecs import dispatch as codec_dispatch
-from kvstrata.codecs.backends import NOT_TRIED, HeadKind, KernelChoice, known_result, no_kernels, runtime
+from kvstrata.codecs.backends import NOT_TRIED, HeadKind, KernelChoice, checked_once, known_result, no_kernels, runtime
 from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.cuda.planes import tiles_for
 from kvstrata.codecs.metal.planes import TokenRange
@@ -176,7 +175,7 @@ def _is_one_buffer(kv: SegmentedKV) -> bool:
     return len(kv.rows) == 1 and len(kv.rows[0]) == 1 and isinstance(kv.rows[0][0], RawSegment)
 
 
-@cache
+@checked_once
 def _warn_once(reason: str) -> None:
     logger.warning("Batches attend by sequence, which is slower: a step could not be planned: %s", reason)
 

@@ -31,7 +31,8 @@ class KernelViews:
 
     def __init__(self) -> None:
         self._views: dict[Callable[[Any], Any], Any] = {}
-        self.version = object()  # of these views alone, replaced by `forget`; whoever keeps it keeps no view alive
+        # Equal to no other version, also of other views: a key that holds versions keeps no view alive.
+        self.version = object()
 
     def get(self, make: Callable[[_Source], _View], source: _Source) -> _View:
         """Return `make(source)`, made at the first use and again after `forget`."""

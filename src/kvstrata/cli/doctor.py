@@ -275,7 +275,7 @@ def _table(report: Report) -> Table:
 
 
 def _kernel_lines(choices: Sequence[Mapping[str, str]]) -> list[str]:
-    """One line for each back-end and reason, with the operations that it computes."""
+    """Return a line for each back-end and reason, with the operations that it computes."""
     labels = {label for choice in choices if (label := choice["operation"].partition(" (")[2])}
     operations: dict[str, list[str]] = {}
     for choice in choices:
