@@ -222,7 +222,7 @@ class Cuda(Implementation):
     backend = "cuda"
     kinds = MORE_KINDS if ON_GPU else KINDS
     few_kinds = MORE_KINDS if ON_GPU else KINDS[:1]
-    within = {mx.float32: 2e-4, mx.float16: 2e-3, mx.bfloat16: 2e-2}  # noqa: RUF012
+    within = {mx.float32: 3e-4, mx.float16: 2e-3, mx.bfloat16: 2e-2}  # noqa: RUF012
 
     def _prepare(self, patch: pytest.MonkeyPatch, stack: ExitStack) -> None:  # noqa: ARG002
         if not ON_GPU:
@@ -243,6 +243,9 @@ class Portable(Implementation):
     within = {mx.float32: 1e-4, mx.float16: 2e-3, mx.bfloat16: 2e-2}  # noqa: RUF012
 
     def _prepare(self, patch: pytest.MonkeyPatch, stack: ExitStack) -> None:
+        if ON_GPU:
+            # The addresses that CUDA's kernels know of the shared cases would no longer hold.
+            pytest.skip("reads arrays on the host, and MLX then moves them off the GPU")
         if COMPILER is None:
             pytest.skip("needs a C++ compiler")
         patch.setattr(metal_launch_plan, "SHAPES", ONE_SHAPE)

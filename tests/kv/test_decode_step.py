@@ -125,7 +125,7 @@ def test_plan_is_reused_until_a_version_changes() -> None:
     assert [a is b for a, b in zip(first.layers, second.layers, strict=True)] == [True, False]
 
 
-@pytest.mark.usefixtures("walk")
+@pytest.mark.usefixtures("walk", "exact_buffers")
 def test_planned_step_continues_in_the_next_buffer_when_one_is_full() -> None:
     model = tiny_module("qwen3")
     layout = probe(model)
@@ -141,7 +141,7 @@ def test_planned_step_continues_in_the_next_buffer_when_one_is_full() -> None:
         assert mx.abs(got - wanted).max() < 1e-4 * mx.abs(wanted).max()
 
 
-@pytest.mark.usefixtures("walk")
+@pytest.mark.usefixtures("walk", "exact_buffers")
 def test_planned_and_layerwise_steps_alternate() -> None:
     model = tiny_module("gemma3_text")
     layout = probe(model)
