@@ -70,7 +70,19 @@ def test_queue_unreachable_without_returns_descendants() -> None:
     assert unreachable(second.id) == [second.id, checkpoint.id, third.id]
     assert unreachable(checkpoint.id) == [checkpoint.id]
     assert unreachable(other.id) == [other.id]
-    assert queue.needed_keys() >= {first.parent, first.key, second.key, third.key, other.key}
+
+
+def test_queue_needs_keys_and_parents_of_its_entries_until_the_last_one_leaves() -> None:
+    queue = WriteQueue(1 << 30)
+    first, second = make_chain(2)
+    checkpoint = replace(second, part="mark")
+    for block in (second, checkpoint):
+        assert queue.add(block) is None
+    assert [queue.needs(key) for key in (first.parent, first.key, second.key)] == [False, True, True]
+    for num_left, entry in enumerate(reversed(queue.entries())):
+        queue.remove(entry)
+        queue.remove(entry)
+        assert [queue.needs(key) for key in (first.key, second.key)] == [num_left == 0] * 2
 
 
 def test_queue_block_queued_again_has_a_new_entry() -> None:

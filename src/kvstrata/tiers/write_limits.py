@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -33,6 +34,7 @@ class WriteQueue:
         self.moved_s = 0.0  # when a block last left, or came to an empty queue
         self._entries: dict[BlockId, QueuedBlock] = {}
         self._lengths: dict[bytes, dict[BlockId, int]] = {}  # in tokens, of the queued bases, by parent
+        self._needed: Counter[bytes] = Counter()  # how many entries name a key as theirs or as their parent
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -49,6 +51,7 @@ class WriteQueue:
                 self.moved_s = time.monotonic()
             self._entries[block.id] = QueuedBlock(block, replaces)
             self.num_bytes += block.nbytes
+            self._needed.update((block.key, block.parent))
             if block.part == BASE:
                 self._lengths.setdefault(block.parent, {})[block.id] = block.num_tokens
             self.changed.notify_all()
@@ -76,10 +79,10 @@ class WriteQueue:
         with self.changed:
             return self._entries.get(entry.block.id) is entry
 
-    def needed_keys(self) -> frozenset[bytes]:
-        """Return keys that must stay on the tier: parents of queued blocks, and bases of queued checkpoints."""
+    def needs(self, key: bytes) -> bool:
+        """Whether a key must stay on the tier: of the parent of a queued block, or the base of a queued checkpoint."""
         with self.changed:
-            return frozenset(key for each in self._entries.values() for key in (each.block.parent, each.block.key))
+            return key in self._needed
 
     def unreachable_without(self, entry: QueuedBlock) -> list[QueuedBlock]:
         """Return this entry and all entries that no lookup could reach without it. Parents are queued before their
@@ -100,6 +103,10 @@ class WriteQueue:
             del self._entries[entry.block.id]
             self.num_bytes -= entry.block.nbytes
             self.moved_s = time.monotonic()
+            for key in (entry.block.key, entry.block.parent):
+                self._needed[key] -= 1
+                if not self._needed[key]:
+                    del self._needed[key]
             following = self._lengths.get(entry.block.parent, {})
             following.pop(entry.block.id, None)
             if not following:

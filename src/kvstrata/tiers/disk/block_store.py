@@ -110,12 +110,12 @@ class DiskBlockStore:
     # On the writer's thread.
 
     def publish(
-        self, block: Block, kept: Callable[[], frozenset[bytes]], is_wanted: Callable[[], bool], pace: Pace
+        self, block: Block, is_needed: Callable[[bytes], bool], is_wanted: Callable[[], bool], pace: Pace
     ) -> Published | DroppedBlock | WriteFailed:
-        """Write a block. `kept` returns the keys that evictions must keep. `is_wanted` is asked at the moment of
+        """Write a block. Evictions must keep the keys that `is_needed` names. `is_wanted` is asked at the moment of
         publication. `pace` throttles long work."""
         try:
-            return self._publish(block, kept, is_wanted, pace)
+            return self._publish(block, is_needed, is_wanted, pace)
         except BlockDropped as dropped:
             if dropped.reason is not DropReason.CLEARED:
                 self._remember_drop(block.key)
@@ -140,14 +140,14 @@ class DiskBlockStore:
         except (OSError, CatalogueFault, ConfigError) as error:
             return self._failed(error)
 
-    def expire(self, kept: frozenset[bytes]) -> float:
+    def expire(self, is_needed: Callable[[bytes], bool]) -> float:
         """Delete expired blocks, oldest first, children before parents. Return the seconds until the next expires."""
         if self._ttl_s == math.inf:
             return math.inf
         now = self._clock()
         try:
             with self.changes:
-                oldest = self.space.delete_expired(now - self._ttl_s, kept)
+                oldest = self.space.delete_expired(now - self._ttl_s, is_needed)
             return min(oldest - now, 0.0) + self._ttl_s
         except OSError as error:
             self._counters.add(BlockEvent.FAILED, fault_of(error))
@@ -216,14 +216,15 @@ class DiskBlockStore:
     # Publishing.
 
     def _publish(
-        self, block: Block, kept: Callable[[], frozenset[bytes]], is_wanted: Callable[[], bool], pace: Pace
+        self, block: Block, is_needed: Callable[[bytes], bool], is_wanted: Callable[[], bool], pace: Pace
     ) -> Published:
         self._require_folder()
         self._reconcile_once()
         encoded = encode_block(block, self._checksum, pace)
         with self.changes:
             # After a parent that did not fit, space for its children would come from evicting their own chain.
-            self.space.free_space(encoded.nbytes, kept(), may_evict=block.parent not in self._without_space)
+            may_evict = block.parent not in self._without_space
+            self.space.free_space(encoded.nbytes, is_needed, may_evict=may_evict)
         if not self.budget.take(encoded.nbytes, self._clock()):
             raise BlockDropped(DropReason.WRITE_BUDGET)
         temporary = self.folder.temporaries / f"{next(self._serial)}.tmp"

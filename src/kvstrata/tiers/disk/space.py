@@ -38,6 +38,10 @@ NUM_UNDELETABLE = 16
 NUM_DELETED_AT_ONCE = 64
 
 
+def _nothing_needed(_key: bytes) -> bool:
+    return False
+
+
 class BlockDropped(Exception):
     """A block is not published, for `reason`. Raised and caught inside disk/."""
 
@@ -130,9 +134,9 @@ class Space:
     def disk_bytes(self) -> int:
         return self.account.disk_bytes(self._index.totals().disk_bytes + self._index.pending.num_bytes)
 
-    def free_space(self, nbytes: int, kept: frozenset[bytes], *, may_evict: bool) -> None:
-        """Free space for a file, or raise BlockDropped. `kept`: keys that must stay; pinned keys stay, too."""
-        self.enforce_limit(kept)
+    def free_space(self, nbytes: int, is_needed: Callable[[bytes], bool], *, may_evict: bool) -> None:
+        """Free space for a file, or raise BlockDropped. Keys that `is_needed` names must stay; so must pinned ones."""
+        self.enforce_limit(is_needed)
         needed = _whole_pages(nbytes) + MARGIN_BYTES
         while max(self._excess(needed)) > 0 and self.delete_pending():
             pass
@@ -145,13 +149,13 @@ class Space:
             raise BlockDropped(DropReason.RESERVE)
         over_both = max(over_reserve - max(over_limit, 0), 0)
         for excess_bytes, reason in ((over_limit, RemovalReason.LIMIT), (over_both, RemovalReason.RESERVE)):
-            if excess_bytes > 0 and self.evict(excess_bytes, kept, reason) < excess_bytes:
+            if excess_bytes > 0 and self.evict(excess_bytes, is_needed, reason) < excess_bytes:
                 raise BlockDropped(DropReason.NO_ROOM)
 
-    def enforce_limit(self, kept: frozenset[bytes] = frozenset()) -> None:
+    def enforce_limit(self, is_needed: Callable[[bytes], bool] = _nothing_needed) -> None:
         """Delete until the limit holds, also after it was lowered and whatever the volume has free."""
         while (over_limit := self.disk_bytes - self._limit_bytes) > 0:
-            if not self.delete_pending() and not self.evict(over_limit, kept, RemovalReason.LIMIT):
+            if not self.delete_pending() and not self.evict(over_limit, is_needed, RemovalReason.LIMIT):
                 break
             self._save()  # the catalogue may grow while records leave it
         self._measure_volume()
@@ -206,10 +210,10 @@ class Space:
         self._report_undeletable(stuck, "and stays until others are cleared")
         self._index.files_deleted(deleted)
 
-    def delete_expired(self, oldest: float, kept: frozenset[bytes]) -> float:
+    def delete_expired(self, oldest: float, is_needed: Callable[[bytes], bool]) -> float:
         """Delete blocks that no request used since `oldest`. Return when the next one was last used; infinite without a
         next. Raises OSError if a block cannot be deleted."""
-        with closing(self._index.leaves.oldest(self._is_kept(kept, {}))) as leaves:
+        with closing(self._index.leaves.oldest(self._is_kept(is_needed, {}))) as leaves:
             for record in leaves:
                 if record.last_use > oldest:
                     return record.last_use
@@ -218,12 +222,12 @@ class Space:
                 self._count_evicted([record], RemovalReason.EXPIRED)
         return math.inf
 
-    def evict(self, nbytes: int, kept: frozenset[bytes], reason: RemovalReason) -> int:
+    def evict(self, nbytes: int, is_needed: Callable[[bytes], bool], reason: RemovalReason) -> int:
         """Evict the least recently used leaves and return the bytes freed: fewer if no more can go. OSError if
         undeletable files are why."""
         freed_bytes = 0
         stuck: dict[BlockId, OSError] = {}
-        with closing(self._index.leaves.oldest(self._is_kept(kept, stuck))) as leaves:
+        with closing(self._index.leaves.oldest(self._is_kept(is_needed, stuck))) as leaves:
             for record in leaves:
                 try:
                     self._unlink(record)
@@ -258,8 +262,8 @@ class Space:
         free_bytes = self._measure_volume()
         return self.disk_bytes + needed - self._limit_bytes, self._reserve_bytes + needed - free_bytes
 
-    def _is_kept(self, kept: frozenset[bytes], stuck: Mapping[BlockId, OSError]) -> Callable[[bytes], bool]:
-        return lambda key: key in kept or self._is_pinned(key) or any(block.key == key for block in stuck)
+    def _is_kept(self, is_needed: Callable[[bytes], bool], stuck: Mapping[BlockId, OSError]) -> Callable[[bytes], bool]:
+        return lambda key: is_needed(key) or self._is_pinned(key) or any(block.key == key for block in stuck)
 
     def _count_evicted(self, records: Iterable[BlockRecord], reason: RemovalReason) -> None:
         for record in records:

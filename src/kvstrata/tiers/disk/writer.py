@@ -55,9 +55,9 @@ class DiskWork(Protocol):
     """The disk operations of the thread. Faults of the disk do not raise."""
 
     def publish(
-        self, block: Block, kept: Callable[[], frozenset[bytes]], is_wanted: Callable[[], bool], pace: Pace
+        self, block: Block, is_needed: Callable[[bytes], bool], is_wanted: Callable[[], bool], pace: Pace
     ) -> Published | DroppedBlock | WriteFailed:
-        """Write a block. `kept` returns the keys that evictions must keep. `is_wanted` is asked at the moment of
+        """Write a block. Evictions must keep the keys that `is_needed` names. `is_wanted` is asked at the moment of
         publication. `pace` throttles long work."""
         ...
 
@@ -69,7 +69,7 @@ class DiskWork(Protocol):
         """Copy changes of the index to the catalogue. Called when the queue runs empty."""
         ...
 
-    def expire(self, kept: frozenset[bytes]) -> float:
+    def expire(self, is_needed: Callable[[bytes], bool]) -> float:
         """Delete blocks that no request used in time, except keys that must stay. Return the seconds until the next
         call."""
         ...
@@ -208,7 +208,7 @@ class DiskWriter:
                 self._must_catch_up = True
 
     def _expire(self) -> None:
-        seconds = _guarded(lambda: self._work.expire(self.queue.needed_keys()))
+        seconds = _guarded(lambda: self._work.expire(self.queue.needs))
         with self._changed:
             self._expires_s = time.monotonic() + (LONGEST_PAUSE_S if isinstance(seconds, WriteFailed) else seconds)
 
@@ -240,7 +240,7 @@ class DiskWriter:
 
     def _write(self, entry: QueuedBlock) -> None:
         is_wanted, pace = (lambda: self.queue.has(entry)), self._throttle.pace
-        match _guarded(lambda: self._work.publish(entry.block, self.queue.needed_keys, is_wanted, pace)):
+        match _guarded(lambda: self._work.publish(entry.block, self.queue.needs, is_wanted, pace)):
             case Published(file_bytes, expires_in_s):
                 self._counters.add(BlockEvent.WRITTEN, entry.block.part, nbytes=file_bytes)
                 with self._changed:
