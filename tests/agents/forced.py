@@ -227,7 +227,11 @@ def forced_tokenizer(form: Form = CHATML) -> TokenizerWrapper:
     tokenizer.add_tokens([AddedToken(mark, special=False) for mark in marks])
     hf = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=form.end)
     hf.chat_template = form.template
-    # From files, as those of models are: so mlx-lm finds its parser for calls.
+    return from_files(hf)
+
+
+def from_files(hf: PreTrainedTokenizerFast) -> TokenizerWrapper:
+    """Load a tokenizer from files, as those of models are: so mlx-lm finds its parser for calls."""
     with tempfile.TemporaryDirectory() as folder:
         hf.save_pretrained(folder)
         return load(Path(folder))
