@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvstrata.text.tokens import token_bytes
+from kvstrata.text.tokenizer import token_bytes
 from tests.agents.errand import CONTENT, FILE, LAST, TASK, WORD, Think, whole_file
 from tests.agents.forced import Prompt, Said, Script
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata.text.tokens import encode_rendered
+from kvstrata.text.tokenizer import encode_rendered
 from tests.agents import clients
 from tests.agents.clients import Agent, Ended, Where, run
 from tests.agents.errand import (

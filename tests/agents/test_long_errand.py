@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvstrata.text.tokens import encode_rendered
+from kvstrata.text.tokenizer import encode_rendered
 from tests.agents.forced import Prompt, Said, forced_model
 from tests.agents.long_errand import Turn, odd, odd_call, shared_tokens, thinks_long, turns_of
 

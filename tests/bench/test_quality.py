@@ -21,7 +21,7 @@ from kvstrata.codecs.registry import parse
 from kvstrata.errors import ConfigError
 from kvstrata.kv.precision_plan import make_plan
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.text.tokens import encode_text
+from kvstrata.text.tokenizer import encode_text
 from tests.tiny import VOCAB, tiny_loaded
 
 WIKITEXT = Path(__file__).parents[3] / "shared" / "text" / "wikitext2_test_raw.txt"
@@ -158,7 +158,7 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command's model is a tiny one, and each character of its text is a token."""
     monkeypatch.setattr("kvstrata.models.load.load", lambda _model: tiny_loaded("llama", 4))
     monkeypatch.setattr(
-        "kvstrata.text.tokens.encode_text", lambda _tokenizer, words: [ord(word) - 32 for word in words]
+        "kvstrata.text.tokenizer.encode_text", lambda _tokenizer, words: [ord(word) - 32 for word in words]
     )
 
 

@@ -18,7 +18,7 @@ from kvstrata.kv.span import Span, SpanRange, prefix_of
 from kvstrata.kv.transcode import transcode_checkpoints, transcode_layer
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
-from kvstrata.text.tokens import encode_text
+from kvstrata.text.tokenizer import encode_text
 from tests.allocated import active_bytes
 from tests.kv.drive import address, distance, random_kv, random_span, sealed_span, text_for
 

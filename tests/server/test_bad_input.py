@@ -193,7 +193,7 @@ def test_a_text_that_cannot_fit_is_not_tokenized(served: Served, monkeypatch: py
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": long}]}]}),
     ]
     with monkeypatch.context() as patched:
-        patched.setattr("kvstrata.text.tokens._encode", None)
+        patched.setattr("kvstrata.text.tokenizer._encode", None)
         for path, body in bodies:
             error = error_of(served.ask(path, **body), 400)
             assert error["code"] == "context_length_exceeded"

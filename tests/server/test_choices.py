@@ -17,7 +17,7 @@ from kvstrata.models.loaded import LoadedModel
 from kvstrata.server.conversation.wire import Ended, json_bytes
 from kvstrata.server.openai.wires import ChatChoice
 from kvstrata.server.service import Service
-from kvstrata.text.events import Text
+from kvstrata.text.reply_events import Text
 from tests.server import played as played_by
 from tests.server.conftest import running
 from tests.text.chat_templates import HERMES

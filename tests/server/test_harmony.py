@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.text.tokens import encode_rendered
+from kvstrata.text.tokenizer import encode_rendered
 from tests.server.conftest import Served, running
 from tests.server.played import play_ids as played_ids
 from tests.text.chat_templates import GPT_OSS, HARMONY

@@ -12,7 +12,7 @@ from kvstrata.engine.request import TokenLogprob
 from kvstrata.server.conversation import wire
 from kvstrata.server.openai.wires import ChatChoice, CompletionChoice
 from kvstrata.server.responses import endpoints
-from kvstrata.text.events import CallArguments, CallBegun, Text
+from kvstrata.text.reply_events import CallArguments, CallBegun, Text
 from tests.server.conftest import Served
 from tests.tiny import tiny_tokenizer
 

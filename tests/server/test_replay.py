@@ -19,11 +19,10 @@ from kvstrata.server.replay.carrier import ReplyCarrier
 from kvstrata.server.replay.noting import Noting
 from kvstrata.server.sessions.session import Session
 from kvstrata.text.harmony import harmony_marks
-from kvstrata.text.reply_form import ReplyForm
-from kvstrata.text.sampled import Sampled
+from kvstrata.text.reply_parser import ReplyForm
+from kvstrata.text.sampled_reply import Sampled, visible_of_reply
 from kvstrata.text.template import ChatTemplate
-from kvstrata.text.tokens import decode_ids, encode_rendered
-from kvstrata.text.visible import visible_of_reply
+from kvstrata.text.tokenizer import decode_ids, encode_rendered
 from tests.agents.forced import END, Forced, Form, Prompt, forced_tokenizer, serving
 from tests.text.chat_templates import GPT_OSS, HARMONY, LLAMA, QWEN3
 

@@ -19,8 +19,7 @@ from kvstrata.server.replay import memory as reply_memory
 from kvstrata.server.replay.files import ReplyFiles
 from kvstrata.server.replay.memory import ReplyMemory
 from kvstrata.server.replay.record import Record, from_line, record_of, to_line
-from kvstrata.text.sampled import Sampled
-from kvstrata.text.visible import visible_of_message
+from kvstrata.text.sampled_reply import Sampled, visible_of_message
 
 VOCAB = 1000
 SCALARS = st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(allow_nan=False) | st.text(max_size=4)

@@ -13,8 +13,8 @@ from kvstrata.server.conversation.job import Job
 from kvstrata.server.conversation.stream import Heartbeat, send_stream
 from kvstrata.server.conversation.telling import Telling
 from kvstrata.server.openai.wires import CompletionChoice, OpenAIWire
-from kvstrata.text.calls.offered import Offered
-from kvstrata.text.reply_form import PlainReader
+from kvstrata.text.reply_parser import PlainReader
+from kvstrata.text.tool_calls.answer_text import Offered
 from tests.server.conftest import running
 from tests.tiny import tiny_loaded
 

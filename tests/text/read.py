@@ -8,11 +8,11 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from kvstrata.text.calls.answer import NativeForm
-from kvstrata.text.calls.offered import Offered
-from kvstrata.text.events import CallArguments, CallBegun, CallEnded, ReplyEvent, ReplyReader, Text, joined
-from kvstrata.text.reply_form import PlainReader
+from kvstrata.text.reply_events import CallArguments, CallBegun, CallEnded, ReplyEvent, ReplyReader, Text, joined
+from kvstrata.text.reply_parser import PlainReader
 from kvstrata.text.thinking import ThinkingReader, ThinkingTags
+from kvstrata.text.tool_calls.answer_text import Offered
+from kvstrata.text.tool_calls.native_calls import NativeForm
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:

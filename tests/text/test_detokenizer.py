@@ -10,9 +10,8 @@ from mlx_lm.tokenizer_utils import NewlineTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from kvstrata.text.detokenizer import Detokenizer
-from kvstrata.text.special import special_tokens
-from kvstrata.text.tokens import encode_rendered
+from kvstrata.text.detokenizer import Detokenizer, special_tokens
+from kvstrata.text.tokenizer import encode_rendered
 
 
 def pieces_of(detokenizer: Detokenizer, ids: tuple[int, ...] | list[int]) -> list[str]:

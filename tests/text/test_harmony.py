@@ -7,10 +7,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from kvstrata.text.calls.offered import Offered
-from kvstrata.text.events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text, Thinking, joined
 from kvstrata.text.harmony import HarmonyMarks, HarmonyReader, harmony_marks
-from kvstrata.text.tokens import encode_rendered
+from kvstrata.text.reply_events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text, Thinking, joined
+from kvstrata.text.tokenizer import encode_rendered
+from kvstrata.text.tool_calls.answer_text import Offered
 from tests.text.chat_templates import HARMONY
 from tests.text.read import call, known, said, tool, well_formed
 

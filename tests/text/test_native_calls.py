@@ -11,9 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from kvstrata.text.calls.offered import Offered
-from kvstrata.text.events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text
-from kvstrata.text.reply_form import PlainReader, native_form
+from kvstrata.text.reply_events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text
+from kvstrata.text.reply_parser import PlainReader
+from kvstrata.text.tool_calls.answer_text import Offered
+from kvstrata.text.tool_calls.native_calls import native_form
 from tests.text.read import call, cut, parses, read, said, tool, well_formed
 
 TOOLS = [tool("f", x={"type": "integer"}, s={"type": "string"}), tool("g")]

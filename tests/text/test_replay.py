@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.text.replay import Frame, pieces_of
-from kvstrata.text.reply_form import ReplyForm
-from kvstrata.text.sampled import Sampled
+from kvstrata.text.reply_parser import ReplyForm
+from kvstrata.text.sampled_reply import Sampled, Visible, visible_of_reply
 from kvstrata.text.template import ChatTemplate
-from kvstrata.text.tokens import decode_ids, encode_rendered
-from kvstrata.text.visible import Visible, visible_of_reply
+from kvstrata.text.tokenizer import decode_ids, encode_rendered
 from tests.agents.forced import END, TEMPLATE, Form, forced_tokenizer
 from tests.text.chat_templates import HERMES, LLAMA, MISTRAL, QWEN3
 from tests.text.read import TOOLS

@@ -13,10 +13,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerFast
 
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.text.special import control_names, special_names
+from kvstrata.text.detokenizer import control_names, special_names
 from kvstrata.text.special_escapes import SpecialTokenEscapes
 from kvstrata.text.template import ChatTemplate
-from kvstrata.text.tokens import decode_ids, encode_rendered
+from kvstrata.text.tokenizer import decode_ids, encode_rendered
 from tests.text.chat_templates import HERMES, QWEN3
 from tests.text.test_template import PLAIN
 

@@ -8,7 +8,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from kvstrata.errors import InvalidRequest
 from kvstrata.text.template import ChatTemplate
-from kvstrata.text.tokens import encode_rendered
+from kvstrata.text.tokenizer import encode_rendered
 
 PLAIN = """{% for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>

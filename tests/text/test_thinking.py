@@ -7,11 +7,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from kvstrata.text.detokenizer import Detokenizer
-from kvstrata.text.events import ReplyEvent, Text, Thinking
-from kvstrata.text.special import special_tokens
+from kvstrata.text.detokenizer import Detokenizer, special_tokens
+from kvstrata.text.reply_events import ReplyEvent, Text, Thinking
 from kvstrata.text.thinking import ThinkingTags, end_ids, opens_thinking, thinking_tags
-from kvstrata.text.tokens import encode_rendered
+from kvstrata.text.tokenizer import encode_rendered
 from tests.text.chat_templates import GPT_OSS
 from tests.text.conftest import Wrap
 from tests.text.read import HERMES, TAGS, call, cut, read, reader

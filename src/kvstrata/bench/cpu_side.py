@@ -26,7 +26,7 @@ from kvstrata.models.cpu_options import CpuOptions
 from kvstrata.models.load import load
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
-from kvstrata.text.tokens import encode_text
+from kvstrata.text.tokenizer import encode_text
 
 Answer = dict[str, Any]
 

@@ -40,8 +40,7 @@ from kvstrata.prefix_cache.keys import Identity, chain
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.sharing import SharedTierClient
 from kvstrata.prefix_cache.tier_client import Post, TierClient, without_tier
-from kvstrata.text.detokenizer import Detokenizer
-from kvstrata.text.special import SpecialTokens, special_tokens
+from kvstrata.text.detokenizer import Detokenizer, SpecialTokens, special_tokens
 from kvstrata.tiers.block import BLOCK_TOKENS
 from kvstrata.tiers.disk.filesystem import Filesystem
 from kvstrata.tiers.disk.tier import DiskTier

@@ -31,7 +31,7 @@ from kvstrata.server.responses import ask as responses
 from kvstrata.server.responses.schema import ResponseAsked
 from kvstrata.server.responses.stored import StoredResponses
 from kvstrata.server.sessions.names import Name, name_of_chat, name_of_text
-from kvstrata.text.tokens import encode_text
+from kvstrata.text.tokenizer import encode_text
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from kvstrata.errors import InvalidRequest
-from kvstrata.text.fast import hf_tokenizer
+from kvstrata.text.tokenizer import hf_tokenizer
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper

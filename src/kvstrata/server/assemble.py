@@ -46,10 +46,10 @@ from kvstrata.server.service import Service
 from kvstrata.server.wire.bounds import Bounds
 from kvstrata.sizes import human_bytes
 from kvstrata.text.harmony import harmony_marks
-from kvstrata.text.reply_form import ReplyForm
+from kvstrata.text.reply_parser import ReplyForm
 from kvstrata.text.template import ChatTemplate
-from kvstrata.text.thinking_switch import ThinkingSwitch
-from kvstrata.text.tokens import longest_token_chars
+from kvstrata.text.thinking import ThinkingSwitch
+from kvstrata.text.tokenizer import longest_token_chars
 from kvstrata.tiers.options import DiskOptions, RemoteOptions
 from kvstrata.tiers.remote.sealing import keys_for
 from kvstrata.tiers.remote.url import parse_url

@@ -57,7 +57,7 @@ from kvstrata.server.service import Service, service_of
 from kvstrata.server.sessions.registry import Visit
 from kvstrata.server.sessions.session import Parted, Session
 from kvstrata.sizes import Size
-from kvstrata.text.tokens import ids_text
+from kvstrata.text.tokenizer import ids_text
 
 T = TypeVar("T")
 AskedT = TypeVar("AskedT", bound=BaseModel)

@@ -13,7 +13,7 @@ from kvstrata.engine.cache_api import TokenIds, as_ids
 from kvstrata.errors import InvalidRequest
 from kvstrata.server.conversation.lengths import require_possible_text
 from kvstrata.server.service import Service
-from kvstrata.text.tokens import encode_text, require_unicode
+from kvstrata.text.tokenizer import encode_text, require_unicode
 
 
 def ids_of_prompt(service: Service, prompt: Mapping[str, Any]) -> TokenIds:

@@ -25,9 +25,9 @@ from kvstrata.server.responses.stored import StoredResponses
 from kvstrata.server.sessions.registry import Sessions
 from kvstrata.server.wire.bounds import Bounds
 from kvstrata.sizes import Size
-from kvstrata.text.reply_form import ReplyForm
+from kvstrata.text.reply_parser import ReplyForm
 from kvstrata.text.template import ChatTemplate
-from kvstrata.text.thinking_switch import ThinkingSwitch
+from kvstrata.text.thinking import ThinkingSwitch
 
 if TYPE_CHECKING:
     from kvstrata.events.publisher import Publisher

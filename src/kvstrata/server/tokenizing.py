@@ -20,7 +20,7 @@ from kvstrata.server.errors import Shape, answers
 from kvstrata.server.openai.ask import messages_of
 from kvstrata.server.openai.schema import Message, TokenId, ToolOffered
 from kvstrata.server.service import Service
-from kvstrata.text.tokens import decode_ids, encode_rendered, encode_text, require_unicode, token_text
+from kvstrata.text.tokenizer import decode_ids, encode_rendered, encode_text, require_unicode, token_text
 
 router = APIRouter(tags=["Tokens"])
 

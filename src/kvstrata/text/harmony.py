@@ -15,19 +15,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from kvstrata.text.calls.answer import AnswerReader
-from kvstrata.text.calls.json_scan import JsonScanner
-from kvstrata.text.calls.offered import Offered
-from kvstrata.text.events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text, Thinking, joined
-from kvstrata.text.fast import hf_tokenizer
-from kvstrata.text.tokens import token_text
+from kvstrata.text.reply_events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text, Thinking, joined
+from kvstrata.text.tokenizer import hf_tokenizer, token_text
+from kvstrata.text.tool_calls.answer_text import Offered
+from kvstrata.text.tool_calls.json_calls import JsonScanner
+from kvstrata.text.tool_calls.scanner import AnswerReader
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 _REQUIRED = frozenset(("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"))
+
 FINAL = "<|channel|>final<|message|>"  # what an answer begins with
+
 _OPENING_TOKENS = 64  # how near to a prompt's end the message begins that the reply goes on with
+
 _FUNCTION = re.compile(r"\bto=functions\.([^\s<]+)")
 
 

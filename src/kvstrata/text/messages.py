@@ -14,10 +14,12 @@ from typing import Any
 from kvstrata.errors import InvalidRequest
 
 Message = dict[str, Any]
+
 ShapeArguments = Callable[[Any], Any]
 
 # What templates call the model's thoughts. The first is what clients send.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
 _SHORT_ID = 9  # characters, letters and digits only
 
 

@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvstrata.text.messages import Message
-from kvstrata.text.sampled import Sampled
-from kvstrata.text.tokens import decode_ids
-from kvstrata.text.visible import visible_of_message
+from kvstrata.text.sampled_reply import Sampled, visible_of_message
+from kvstrata.text.tokenizer import decode_ids
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper

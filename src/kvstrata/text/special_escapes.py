@@ -1,8 +1,8 @@
-"""Special tokens in what clients send, kept apart from those that a chat template writes.
+"""Special tokens in texts of clients, kept apart from those that a chat template writes.
 
-A tokenizer reads `<|im_start|>` in a tool's result as the control token that begins a turn. So a mark goes behind the
-first character of each such text before the template sees it, and the rendered text is tokenized in the pieces
-between the marks: no piece holds the whole token. Texts without special tokens stay as they are, and so do their ids.
+A tokenizer reads `<|im_start|>` in a tool's result as the control token that begins a turn. Therefore a mark goes
+after the first character of each such text before the template sees it, and the rendered text is tokenized in the
+pieces between the marks: no piece contains the whole token. Texts without special tokens stay as they are.
 """
 
 from __future__ import annotations

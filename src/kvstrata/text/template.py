@@ -1,8 +1,8 @@
 """Chats to token ids, by the model's own chat template.
 
-Knows templates and where their parts begin. Does not know what a reply looks like (reply_form.py) or how ids are
-cached. What a template cannot show is brought into a form that it can: tools (told_tools.py), system messages in the
-middle of a chat (system_turns.py).
+Knows templates and where their parts begin. Does not know what a reply looks like (reply_parser.py) or how ids are
+cached. What a template cannot show is brought into a form that it can: tools and system messages in the
+middle of a chat (tools_in_prompt.py).
 Any number of threads may render.
 """
 
@@ -19,10 +19,14 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedTokenizerBase
 
 from kvstrata.errors import InvalidRequest
-from kvstrata.text.fast import hf_tokenizer
+from kvstrata.text.detokenizer import control_names, reply_marks, special_names
+from kvstrata.text.incremental_tokenizer import TurnEncoder
 from kvstrata.text.messages import Message, Shape, normalise
-from kvstrata.text.next_turns import Positions, next_chats
-from kvstrata.text.probe import (
+from kvstrata.text.replay import Frame, pieces_of
+from kvstrata.text.resume_points import Positions, next_chats
+from kvstrata.text.sampled_reply import Sampled
+from kvstrata.text.special_escapes import SpecialTokenEscapes
+from kvstrata.text.template_probe import (
     SystemTurns,
     probe_call,
     reply_header,
@@ -32,14 +36,8 @@ from kvstrata.text.probe import (
     system_turns,
     wanted_shape,
 )
-from kvstrata.text.replay import Frame, pieces_of
-from kvstrata.text.sampled import Sampled
-from kvstrata.text.special import control_names, reply_marks, special_names
-from kvstrata.text.special_escapes import SpecialTokenEscapes
-from kvstrata.text.system_turns import placed
-from kvstrata.text.tokens import encode_rendered, require_unicode, token_text
-from kvstrata.text.told_tools import without_tools
-from kvstrata.text.turn_encoder import TurnEncoder
+from kvstrata.text.tokenizer import encode_rendered, hf_tokenizer, require_unicode, token_text
+from kvstrata.text.tools_in_prompt import placed, without_tools
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -47,6 +45,9 @@ if TYPE_CHECKING:
 Tools = list[dict[str, Any]]
 # Raises where so many characters are too many, before they are tokenized.
 CheckChars = Callable[[int], None]
+
+# What apply_chat_template takes for itself; a client may set the template's variables only.
+_RESERVED = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,6 @@ class Prompt:
     ids: tuple[int, ...]
     replayed_turns: int = 0
     replayed_tokens: int = 0
-
-
-# What apply_chat_template takes for itself; a client may set the template's variables only.
-_RESERVED = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
 
 
 class ChatTemplate:
@@ -146,7 +143,7 @@ class ChatTemplate:
             return ""
 
     def probe_call(self) -> tuple[str, str]:
-        """A prompt, and the same chat with a call behind it (probe.py)."""
+        """A prompt, and the same chat with a call behind it (template_probe.py)."""
         return probe_call(self._with_generation_prompt, self._shape)
 
     def boundaries(

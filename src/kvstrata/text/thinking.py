@@ -1,8 +1,8 @@
-"""Thinking: the tags around a model's reasoning, and how a reply is parted by them.
+"""Thinking: its tags, the parser of a reply, and the template variable that switches thinking.
 
-Knows templates only as far as the tags go. Goes by text, not by token ids: a model that talks about `<think>` writes
-the same single token as one that thinks, so an id proves no more than the text does. What proves it is the place:
-thinking begins where the reply begins, or the prompt has opened it already.
+The parser goes by text: a model that talks about `<think>` writes the same token as one that thinks. The place decides:
+thinking begins where the reply begins, or in the prompt. A variable that changes nothing is never set, because it would
+tell two equal prompts apart.
 """
 
 from __future__ import annotations
@@ -12,22 +12,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvstrata.text.calls.offered import Offered
-from kvstrata.text.calls.reading import Reading, Steps, mark, space, until
-from kvstrata.text.events import Text, Thinking
-from kvstrata.text.fast import hf_tokenizer
-from kvstrata.text.tokens import encode_rendered, token_bytes
+from kvstrata.text.reply_events import Text, Thinking
+from kvstrata.text.tokenizer import encode_rendered, hf_tokenizer, token_bytes
+from kvstrata.text.tool_calls.answer_text import Offered, Reading, Steps, mark, space, until
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+    from kvstrata.text.template import ChatTemplate
+
 _OPENING_TOKENS = 32  # how near to a prompt's end a template opens the thinking of the reply
+
 _LINE_BREAKS = "\r\n"
+
 _THOUGHT = "kvstrata_probe_thought"
+
 _TAG_BEFORE = re.compile(r"([<\[][^<>\[\]\s]+[>\]])\s*$")
+
 _TAG_AFTER = re.compile(r"\s*([<\[][^<>\[\]\s]+[>\]])")
+
 _TAGS_IN_SOURCE = re.compile(r"<[\w:]*(?:think|thought|reason)[\w:]*>|\[[A-Z_]*THINK[A-Z_]*\]")
+
 _OTHER_WORDS = (("START", "END"), ("start", "end"), ("BEGIN", "END"), ("begin", "end"))
+
+_SWITCHES = ("enable_thinking", "thinking")
+_EFFORT = "reasoning_effort"
+_EFFORTS = ("none", "minimal", "low", "medium", "high")
+_HIGHER = ("xhigh", "max")  # what some clients have above high
+_UNKNOWN = "kvstrata-probe"
+_USUAL = ("low", "medium", "high")  # what models know whose template takes any word
 
 
 @dataclass(frozen=True)
@@ -175,3 +188,45 @@ def _source(tokenizer: TokenizerWrapper) -> str:
     if isinstance(template, dict):
         return "\n".join(str(one) for one in template.values())
     return template if isinstance(template, str) else ""
+
+
+class ThinkingSwitch:
+    """Made once for a model."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._switches = tuple(name for name in _SWITCHES if _differs(template, name, (True, False)))
+        self._efforts = _known_efforts(template)
+
+    def switch(self, effort: str | None, enabled: bool | None) -> dict[str, Any]:
+        """Template variables that have an effect. `effort`: none, minimal, low, medium or high. None: not asked for."""
+        effort = "high" if effort in _HIGHER else effort
+        if enabled is False or (enabled is None and effort == "none"):
+            variables: dict[str, Any] = dict.fromkeys(self._switches, False)
+            effort = "none"
+        elif enabled or effort in _EFFORTS:
+            variables = dict.fromkeys(self._switches, True)
+            effort = "minimal" if effort == "none" else effort
+        else:
+            return {}
+        if effort in _EFFORTS and self._efforts and not (effort == "none" and self._switches):
+            variables[_EFFORT] = _nearest(effort, self._efforts)
+        return variables
+
+
+def _differs(template: ChatTemplate, name: str, values: tuple[Any, Any]) -> bool:
+    texts = [template.shown_with({name: value}) for value in values]
+    return all(texts) and texts[0] != texts[1]
+
+
+def _known_efforts(template: ChatTemplate) -> tuple[str, ...]:
+    """The words that the template knows; none, if it does not ask for one."""
+    texts = {effort: template.shown_with({_EFFORT: effort}) for effort in (*_EFFORTS, _UNKNOWN)}
+    takes_any = _UNKNOWN in texts.pop(_UNKNOWN)
+    known = tuple(effort for effort in (_USUAL if takes_any else _EFFORTS) if texts[effort])
+    return known if len({texts[effort] for effort in known}) > 1 else ()
+
+
+def _nearest(effort: str, known: Sequence[str]) -> str:
+    """Of two that are as near the higher one."""
+    place = _EFFORTS.index(effort)
+    return min(known, key=lambda one: (abs(_EFFORTS.index(one) - place), -_EFFORTS.index(one)))

@@ -14,7 +14,7 @@ from kvstrata.engine.request import TokenUsage
 from kvstrata.errors import ContextTooLong, QueueFull
 from kvstrata.server.anthropic.wire import SIGNATURE, MessagesWire
 from kvstrata.server.conversation.wire import Begun, Ended, ServerEvent
-from kvstrata.text.events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text, Thinking
+from kvstrata.text.reply_events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text, Thinking
 
 USAGE = TokenUsage(prompt_tokens=100, cached_tokens=60, completion_tokens=7)
 LOOK = [CallBegun("abcdefghi", "look"), CallArguments('{"at": '), CallArguments("1}"), CallEnded()]

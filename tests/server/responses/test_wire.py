@@ -20,7 +20,7 @@ from kvstrata.server.responses.reasoning import packed
 from kvstrata.server.responses.schema import ResponseAsked
 from kvstrata.server.responses.tools import ToolName
 from kvstrata.server.responses.wire import ResponsesWire
-from kvstrata.text.events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text, Thinking
+from kvstrata.text.reply_events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text, Thinking
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 NAMES = {

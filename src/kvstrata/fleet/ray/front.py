@@ -122,7 +122,7 @@ class RayReplicas:
 def _renderer(settings: Settings) -> tuple[Any, Renderer]:
     from kvstrata.models.load import load_tokenizer
     from kvstrata.text.template import ChatTemplate
-    from kvstrata.text.thinking_switch import ThinkingSwitch
+    from kvstrata.text.thinking import ThinkingSwitch
 
     tokenizer = load_tokenizer(settings.model)
     template = ChatTemplate(

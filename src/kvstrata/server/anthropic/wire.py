@@ -14,7 +14,7 @@ from kvstrata.errors import RequestError
 from kvstrata.server.anthropic.answers import BlockAnswer, MessagesAnswer, StopReason, message_usage
 from kvstrata.server.anthropic.errors import messages_shape
 from kvstrata.server.conversation.wire import Begun, Ended, ServerEvent, encode
-from kvstrata.text.events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text, Thinking
+from kvstrata.text.reply_events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text, Thinking
 
 # Clients want one and send it back; nothing is to be proved by it.
 SIGNATURE = "kvstrata"

@@ -19,7 +19,7 @@ SYSTEM = ("system", "developer")
 @dataclass(frozen=True)
 class Hygiene:
     drop_nonces: bool = True
-    system_in_place: bool = True  # whatever the template would do with them (text/system_turns.py)
+    system_in_place: bool = True  # whatever the template would do with them (text/tools_in_prompt.py)
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ from kvstrata.server.replay.noting import Noting
 from kvstrata.server.service import Service
 from kvstrata.server.sessions.names import Name, name_of_chat, name_of_text
 from kvstrata.server.sessions.registry import Visit
-from kvstrata.text.calls.offered import Offered
-from kvstrata.text.events import ReplyReader
-from kvstrata.text.reply_form import PlainReader
-from kvstrata.text.tokens import ids_text
+from kvstrata.text.reply_events import ReplyReader
+from kvstrata.text.reply_parser import PlainReader
+from kvstrata.text.tokenizer import ids_text
+from kvstrata.text.tool_calls.answer_text import Offered
 
 CLAMPED = "x-kvstrata-max-tokens"
 IGNORED = "x-kvstrata-schema-ignored"

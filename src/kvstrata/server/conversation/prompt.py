@@ -20,10 +20,9 @@ from kvstrata.server.conversation.hygiene import Hygiene, tidied
 from kvstrata.server.conversation.lengths import require_possible_chars, require_possible_chat
 from kvstrata.server.service import Service
 from kvstrata.text.messages import Message
-from kvstrata.text.sampled import Sampled
+from kvstrata.text.sampled_reply import Sampled, visible_of_message
 from kvstrata.text.template import ChatTemplate, Prompt
-from kvstrata.text.thinking_switch import ThinkingSwitch
-from kvstrata.text.visible import visible_of_message
+from kvstrata.text.thinking import ThinkingSwitch
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from kvstrata.server.conversation.miss import MISS, miss_value
 from kvstrata.server.conversation.wire import Begun, Ended, ServerEvent, Wire
 from kvstrata.server.journal.trace import Trace
 from kvstrata.server.sessions.session import Parted
-from kvstrata.text.events import CallEnded, ReplyEvent
+from kvstrata.text.reply_events import CallEnded, ReplyEvent
 
 CACHED = "x-kvstrata-cached-tokens"
 CANCELLED = "The server cancelled this reply. Send the request again."

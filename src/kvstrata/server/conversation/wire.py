@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from kvstrata.engine.request import TokenLogprob, TokenUsage
 from kvstrata.errors import RequestError
-from kvstrata.text.events import ReplyEvent
+from kvstrata.text.reply_events import ReplyEvent
 
 # Many clients end a line of a stream at these too, in the middle of an event. Below U+0020 json escapes by itself.
 SEPARATORS = {"\x85": r"\u0085", "\u2028": r"\u2028", "\u2029": r"\u2029"}

@@ -26,7 +26,7 @@ from kvstrata.server.openai.schema import (
     StructuredOutputs,
 )
 from kvstrata.server.service import Service
-from kvstrata.text.tokens import encode_text
+from kvstrata.text.tokenizer import encode_text
 
 NOT_DONE = ("functions", "function_call", "audio", "web_search_options")
 NAMED_SAMPLING = (

@@ -23,8 +23,8 @@ from kvstrata.server.openai.answers import (
     token_usage_answer,
 )
 from kvstrata.server.service import Service
-from kvstrata.text.events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text, Thinking
-from kvstrata.text.tokens import token_bytes, token_text
+from kvstrata.text.reply_events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text, Thinking
+from kvstrata.text.tokenizer import token_bytes, token_text
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper

@@ -19,8 +19,7 @@ from kvstrata.engine.cache_api import owner_of
 from kvstrata.server.replay.files import ReplyFiles
 from kvstrata.server.replay.record import Record
 from kvstrata.text.messages import Message
-from kvstrata.text.sampled import Sampled
-from kvstrata.text.visible import Visible, visible_of_message
+from kvstrata.text.sampled_reply import Sampled, Visible, visible_of_message
 
 MAX_TOKENS = 4 << 20  # of all replies: 16 MiB
 # What a reply takes beside its ids, as if it were tokens: many short ones must not take more than a few long ones.

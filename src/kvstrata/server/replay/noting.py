@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvstrata.server.replay.memory import ReplyMemory
-from kvstrata.text.events import CallBegun, CallEnded, ReplyEvent
-from kvstrata.text.reply_form import ReplyForm
-from kvstrata.text.visible import visible_of_reply
+from kvstrata.text.reply_events import CallBegun, CallEnded, ReplyEvent
+from kvstrata.text.reply_parser import ReplyForm
+from kvstrata.text.sampled_reply import visible_of_reply
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from kvstrata.text.sampled import Sampled
-from kvstrata.text.visible import DIGEST_BYTES, Visible
+from kvstrata.text.sampled_reply import DIGEST_BYTES, Sampled, Visible
 
 CHECKSUM_BYTES = 8
 MAX_CALLS = 1024

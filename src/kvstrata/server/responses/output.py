@@ -24,7 +24,7 @@ from kvstrata.server.responses.answers import (
 from kvstrata.server.responses.free_text import FreeText
 from kvstrata.server.responses.reasoning import packed
 from kvstrata.server.responses.tools import ToolName
-from kvstrata.text.events import CallArguments, CallBegun, ReplyEvent, Text, Thinking
+from kvstrata.text.reply_events import CallArguments, CallBegun, ReplyEvent, Text, Thinking
 
 StreamEvent = dict[str, Any]  # `type` and what belongs to it
 SayLogprobs = Callable[[Sequence[TokenLogprob]], list[OutputLogprob]]

@@ -11,8 +11,8 @@ from kvstrata.errors import ContextTooLong, NeverFits, RequestError
 from kvstrata.server.conversation.wire import Begun, Ended, ServerEvent, encode
 from kvstrata.server.responses.answers import OutputLogprob, ResponseAnswer, Status, TopLogprob, usage_answer
 from kvstrata.server.responses.output import Output, StreamEvent
-from kvstrata.text.events import ReplyEvent
-from kvstrata.text.tokens import token_bytes, token_text
+from kvstrata.text.reply_events import ReplyEvent
+from kvstrata.text.tokenizer import token_bytes, token_text
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper

@@ -1,44 +1,34 @@
-"""The answer of a model that was offered tools: text and calls, in every form that models write calls in.
+"""Where a call may begin in an answer, and the text held back meanwhile.
 
-Knows where a call may begin: at the marks of the model's own form anywhere, in other forms where a line begins or in a
-fence of its own. Knows what may stand around and between calls. What stands inside is for the readers of single forms.
-Text is held back only while it can still be a call, and space only where it would be all there is between calls.
+A call may begin at the marks of the model's own format anywhere; in other formats at the start of a line or in a code
+fence of its own. Modules for single formats read the calls. Text is held back only while it can still be a call, and
+white space only where it would be all there is between calls.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from typing import Literal
 
-from kvstrata.text.calls.header_calls import header_call
-from kvstrata.text.calls.json_calls import json_calls
-from kvstrata.text.calls.json_scan import SPACE
-from kvstrata.text.calls.offered import Offered
-from kvstrata.text.calls.reading import CallOver, NoCall, Reading, Steps, mark, space
-from kvstrata.text.calls.tagged_calls import FUNCTION, QWEN, Dialect, tagged_call
-from kvstrata.text.calls.whole_calls import Parse, whole_calls
-from kvstrata.text.events import ReplyEvent, joined
+from kvstrata.text.reply_events import ReplyEvent, joined
+from kvstrata.text.tool_calls.answer_text import SPACE, CallOver, NoCall, Offered, Reading, Steps, mark, space
+from kvstrata.text.tool_calls.json_calls import header_call, json_calls
+from kvstrata.text.tool_calls.native_calls import NativeForm, whole_calls
+from kvstrata.text.tool_calls.tagged_calls import FUNCTION, QWEN, Dialect, tagged_call
 
 PYTHON_TAG = "<|python_tag|>"  # Llama may write it before its first call
 
 _WRAPPERS = ("tool_call", "tool_calls", "function_call", "function_calls", "tools", "tool")
+
 _OPENING = (*(f"<{name}>" for name in _WRAPPERS), PYTHON_TAG, FUNCTION)
+
 _CLOSING = (*(f"</{name}>" for name in _WRAPPERS), "</function>")
+
 _AFTER_CALL = SPACE + ",;}]"
+
 _FENCE = 3
+
 _MAX_FENCE_WORD = 20
-
-
-@dataclass(frozen=True)
-class NativeForm:
-    """How the model's template writes calls. `start` empty: without marks."""
-
-    start: str = ""
-    end: str = ""
-    kind: Literal["json", "headers", "tagged", "whole"] = "json"
-    dialect: Dialect | None = None
-    parse: Parse | None = field(default=None, compare=False)
 
 
 class AnswerReader:

@@ -1,25 +1,60 @@
-"""One answer while it is read: text that arrives in pieces, what of it is held back, and the events that it gave.
+"""An answer while it arrives: its text, the text held back, its events, and the tools that the request offers.
 
-Readers of forms are generators: they yield where they need more text, raise `NoCall` where what they read is no call
-after all (what is held becomes text), and `CallOver` where a call that had begun came to a bad end. None of them sees
-where pieces end, so the cut does not matter.
+Readers of call formats are generators. They yield where they need more text, raise `NoCall` if the text is no call
+after all (held text is then released), and `CallOver` if a call that has begun cannot be completed. The places where
+pieces end do not matter to them.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Generator
-from typing import TypeVar
+from bisect import bisect_left
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any, TypeVar
 
-from kvstrata.text.calls.json_scan import SPACE
-from kvstrata.text.calls.offered import Offered
-from kvstrata.text.events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text
+from kvstrata.text.reply_events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text
 from kvstrata.text.stop import StopMatcher
 
-Value = TypeVar("Value")
-Steps = Generator[None, None, Value]
-
 _STRIDE = 4096  # characters that are searched for a mark at once
+SPACE = " \t\n\r"
+
+
+class Words:
+    """Some words. Says at once what none of them begins with, however many there are."""
+
+    def __init__(self, words: Iterable[str]) -> None:
+        self._sorted = sorted(set(words))
+        self._all = frozenset(self._sorted)
+
+    def __contains__(self, word: str) -> bool:
+        return word in self._all
+
+    def may_begin(self, start: str) -> bool:
+        place = bisect_left(self._sorted, start)
+        return place < len(self._sorted) and self._sorted[place].startswith(start)
+
+
+class Offered:
+    def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
+        self.tools = list(tools)
+        self._functions = {
+            function["name"]: function
+            for tool in tools
+            if isinstance(function := tool.get("function"), dict) and isinstance(function.get("name"), str)
+        }
+        self.names = Words(self._functions)
+
+    def parameter(self, name: str, key: str) -> dict[str, Any] | None:
+        """The schema of one parameter; None: the tool does not name it."""
+        parameters = self._functions[name].get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, dict) else None
+        schema = properties.get(key) if isinstance(properties, dict) else None
+        return schema if isinstance(schema, dict) else None
+
+
+Value = TypeVar("Value")
+
+Steps = Generator[None, None, Value]
 
 
 class NoCall(Exception):

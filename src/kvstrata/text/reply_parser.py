@@ -1,6 +1,6 @@
-"""How a model's replies are taken apart: made once for a model, gives a reader for each reply.
+"""The parser for a model's replies: a `ReplyFormat` for each model makes a parser for each reply.
 
-Knows the tokenizer, the template and Harmony's marks. Does not know any wire.
+Knows the tokenizer, the template and Harmony's tokens. Does not know APIs.
 """
 
 from __future__ import annotations
@@ -9,18 +9,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvstrata.text.call_text import CallText, call_text
-from kvstrata.text.calls.answer import AnswerReader, NativeForm
-from kvstrata.text.calls.offered import Offered
-from kvstrata.text.calls.tagged_calls import glm
-from kvstrata.text.events import ReplyEvent, ReplyReader, Text, joined
 from kvstrata.text.harmony import FINAL, HarmonyMarks, HarmonyReader
-from kvstrata.text.sampled import Anatomy, Sampled
+from kvstrata.text.reply_events import ReplyEvent, ReplyReader, Text, joined
+from kvstrata.text.sampled_reply import Anatomy, Sampled, Visible, visible_of_reply
 from kvstrata.text.stop import StopMatcher
+from kvstrata.text.template_probe import CallText, call_text
 from kvstrata.text.thinking import ThinkingReader, ThinkingTags, end_ids, opens_thinking, thinking_tags
-from kvstrata.text.tokens import decode_ids, encode_rendered
-from kvstrata.text.told_tools import told_call_text
-from kvstrata.text.visible import Visible, visible_of_reply
+from kvstrata.text.tokenizer import decode_ids, encode_rendered
+from kvstrata.text.tool_calls.answer_text import Offered
+from kvstrata.text.tool_calls.native_calls import NativeForm, _parser_name, native_form
+from kvstrata.text.tool_calls.scanner import AnswerReader
+from kvstrata.text.tools_in_prompt import told_call_text
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -183,24 +182,3 @@ class PlainReader:
 
     def _said(self, text: str) -> list[ReplyEvent]:
         return self._answer.add(text) if self._answer else [Text(text)]
-
-
-def native_form(tokenizer: TokenizerWrapper, written: CallText | None = None) -> NativeForm:
-    """By mlx-lm's parser for the model, or else by the marks that the template writes around JSON."""
-    start, end, parse = tokenizer.tool_call_start or "", tokenizer.tool_call_end or "", tokenizer.tool_parser
-    if not start or parse is None:
-        return NativeForm(written.start, written.end) if written else NativeForm()
-    match _parser_name(tokenizer):
-        case "json_tools" | "qwen3_coder":
-            return NativeForm(start, end)
-        case "mistral":
-            return NativeForm(start, end, "headers")
-        case "glm47" | "laguna":
-            return NativeForm(start, end, "tagged", glm("", end), parse)
-        case "longcat":
-            return NativeForm(start, end, "tagged", glm("longcat_", end), parse)
-    return NativeForm(start, end, "whole", parse=parse)
-
-
-def _parser_name(tokenizer: TokenizerWrapper) -> str:
-    return str(getattr(tokenizer.tool_parser, "__module__", "")).rpartition(".")[2]

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from kvstrata.text.events import Text, Thinking
 from kvstrata.text.harmony import harmony_marks
-from kvstrata.text.reply_form import ReplyForm
+from kvstrata.text.reply_events import Text, Thinking
+from kvstrata.text.reply_parser import ReplyForm
 from kvstrata.text.template import ChatTemplate
-from kvstrata.text.thinking_switch import ThinkingSwitch
+from kvstrata.text.thinking import ThinkingSwitch
 from tests.text.chat_templates import GPT_OSS, HARMONY, LLAMA, MISTRAL
 from tests.text.read import call, read
 from tests.text.test_native_calls import marks_of

@@ -1,8 +1,8 @@
-"""Rendered chats to token ids, piece by piece: what an earlier prompt had is not tokenized again.
+"""Rendered chats to token ids: pieces of earlier prompts are not tokenized again.
 
-The next prompt of an agent is its last one and a turn more, and tokenizing 100,000 tokens takes as long as many steps.
-Tokenizers cut a text at special tokens before they look at anything else, so what begins with one has the same ids
-wherever it stands. Whether that holds for a tokenizer is tried before it is relied on.
+The next prompt of an agent is its last one and a turn more, and tokenizing 100,000 tokens takes as long as many decode
+steps. Tokenizers cut a text at special tokens first, so text that begins with one has the same ids wherever it stands.
+Each tokenizer is tried before this is relied on.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 from blake3 import blake3
 
-from kvstrata.text.fast import fast_tokenizer
 from kvstrata.text.special_escapes import SpecialTokenEscapes
-from kvstrata.text.tokens import encode_rendered, encode_rendered_all
+from kvstrata.text.tokenizer import encode_rendered, encode_rendered_all, fast_tokenizer
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 MOST_BYTES = 16 << 20  # that are remembered
+
 ENTRY_BYTES = 400  # of a piece beside its ids: its key, and what Python needs for both
+
 LEAST_CHARS = 32  # tokenizing a shorter piece takes no longer than looking it up
+
 DIGEST_BYTES = 16
 
 

@@ -1,7 +1,7 @@
-"""What of a prompt the next one of its chat will share: found by rendering that one, as far as it can be known.
+"""Positions where later prompts of a chat are likely to diverge, found by rendering these prompts.
 
 Some templates rewrite earlier turns: the thinking of a tool loop goes when the user writes again, tools move to the
-last user message. Knows chats, texts and ids. Does not know templates: it is given what they rendered.
+last user message. Knows chats, texts and ids, and is given rendered texts.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvstrata.text.messages import Message
-from kvstrata.text.probe import PROBE_ID
+from kvstrata.text.template_probe import PROBE_ID
 
 # Before a position: a marker is looked for in so much text. After it: enough that the end of what is tokenized there
 # does not matter.
 _BEFORE_CHARS = 4096
+
 _AFTER_CHARS = 64
+
 # Without a marker the ids of a text cut off may end in other tokens than the whole one has there, but not in many.
 _CUT_TOKENS = 8
 

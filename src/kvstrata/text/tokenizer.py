@@ -1,6 +1,6 @@
-"""Text to token ids, and the exact bytes of one token.
+"""Text to token ids, and the exact bytes of one token. Safe to call from any thread.
 
-Knows tokenizers. Does not know chats, replies or sampling. Safe to call from any thread.
+Knows the tokenizer classes of transformers, so that no other module does. Does not know chats, replies or sampling.
 """
 
 from __future__ import annotations
@@ -11,14 +11,39 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
 from kvstrata.errors import InvalidRequest
-from kvstrata.text.fast import decode_slowly, fast_tokenizer, hf_tokenizer
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_START = "\u2581"  # sentencepiece writes a space like this
+
+
+def hf_tokenizer(tokenizer: TokenizerWrapper | PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    # A fast HF tokenizer has a `_tokenizer` too: the Rust one.
+    if isinstance(tokenizer, PreTrainedTokenizerBase):
+        return tokenizer
+    return tokenizer._tokenizer
+
+
+def fast_tokenizer(tokenizer: TokenizerWrapper | PreTrainedTokenizerBase) -> Tokenizer | None:
+    """The Rust tokenizer, or None where the HF class adds steps of its own around it or has none."""
+    hf = hf_tokenizer(tokenizer)
+    if not isinstance(hf, PreTrainedTokenizerFast):
+        return None
+    for method in ("encode", "_encode_plus", "decode", "_decode"):
+        if getattr(type(hf), method) is not getattr(PreTrainedTokenizerFast, method):
+            return None
+    return hf.backend_tokenizer
+
+
+def decode_slowly(tokenizer: TokenizerWrapper | PreTrainedTokenizerBase, ids: list[int]) -> str:
+    """By the HF class. Never 'cleans up' spaces: that changes text which was already shown."""
+    return str(hf_tokenizer(tokenizer).decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def encode_text(tokenizer: TokenizerWrapper, text: str) -> tuple[int, ...]:

@@ -1,18 +1,19 @@
-"""Calls in forms that only mlx-lm's parsers know: they are given when they are complete, whole.
-
-Knows mlx-lm's parsers. Each gets the text between its marks once.
-"""
+"""Calls that mlx-lm's parsers read, given whole, and the format of calls that a model's tokenizer names."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
-from kvstrata.text.calls.offered import Offered
-from kvstrata.text.calls.reading import NoCall, Reading, Steps, until
-from kvstrata.text.calls.typed_values import dumped
+from kvstrata.text.template_probe import CallText
+from kvstrata.text.tool_calls.answer_text import NoCall, Offered, Reading, Steps, until
+from kvstrata.text.tool_calls.tagged_calls import Dialect, dumped, glm
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
 
 Parse = Callable[..., Any]
 
@@ -60,3 +61,35 @@ def _call(parsed: dict[str, Any]) -> _Call:
         raise TypeError("a call needs a name")
     id = parsed.get("id")
     return _Call(parsed["name"], dumped(arguments), id if isinstance(id, str) and id.isascii() else "")
+
+
+@dataclass(frozen=True)
+class NativeForm:
+    """How the model's template writes calls. `start` empty: without marks."""
+
+    start: str = ""
+    end: str = ""
+    kind: Literal["json", "headers", "tagged", "whole"] = "json"
+    dialect: Dialect | None = None
+    parse: Parse | None = field(default=None, compare=False)
+
+
+def native_form(tokenizer: TokenizerWrapper, written: CallText | None = None) -> NativeForm:
+    """By mlx-lm's parser for the model, or else by the marks that the template writes around JSON."""
+    start, end, parse = tokenizer.tool_call_start or "", tokenizer.tool_call_end or "", tokenizer.tool_parser
+    if not start or parse is None:
+        return NativeForm(written.start, written.end) if written else NativeForm()
+    match _parser_name(tokenizer):
+        case "json_tools" | "qwen3_coder":
+            return NativeForm(start, end)
+        case "mistral":
+            return NativeForm(start, end, "headers")
+        case "glm47" | "laguna":
+            return NativeForm(start, end, "tagged", glm("", end), parse)
+        case "longcat":
+            return NativeForm(start, end, "tagged", glm("longcat_", end), parse)
+    return NativeForm(start, end, "whole", parse=parse)
+
+
+def _parser_name(tokenizer: TokenizerWrapper) -> str:
+    return str(getattr(tokenizer.tool_parser, "__module__", "")).rpartition(".")[2]

@@ -1,7 +1,7 @@
-"""What a reply is made of, in the order in which it is written.
+"""Parts of a reply in the order of writing, and the protocol of parsers.
 
-Knows no model and no wire. Calls never nest and never interleave: `CallBegun`, any number of `CallArguments`, then
-`CallEnded`. A reply that was cut inside a call has no `CallEnded` for it.
+Calls never nest and never interleave: the start of a call, any number of pieces of its arguments, then its end. A reply
+that was cut inside a call has no end for it.
 """
 
 from __future__ import annotations

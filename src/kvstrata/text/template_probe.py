@@ -1,13 +1,16 @@
-"""What a chat template can do, found by rendering with it.
+"""Features of a chat template, found by rendering with it, and the text that it writes around a call.
 
-Its source is no guide: templates name tools without showing them, show them from included macros, or are Python code.
+The source of a template is no guide: templates name tools without showing them, show them from included macros, or are
+Python code. Grammars and parsers of tool calls need the text around the JSON arguments.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstrata.errors import InvalidRequest
 from kvstrata.text.messages import (
@@ -19,16 +22,27 @@ from kvstrata.text.messages import (
     arguments_as_text,
 )
 
+if TYPE_CHECKING:
+    from kvstrata.text.template import ChatTemplate
+
 Render = Callable[[list[Message], list[dict[str, Any]] | None], str]
 
 PROBE_NAME = "kvstrata_probe_tool"
+
 _KEY = "kvstrata_probe_key"  # of the arguments only: tools may be written in another way
+
 PROBE_ARGUMENTS = {_KEY: "v"}
+
 _RESULT = "kvstrata_probe_result"
+
 _THOUGHT = "kvstrata_probe_thought"
+
 _REPLY, _NOTE, _QUESTION = "kvstrata_probe_reply", "kvstrata_probe_note", "kvstrata_probe_question"
+
 PROBE_ID = "call00001"  # nine letters or digits: Mistral's templates refuse other ids
+
 _OTHER_IDS = ("call_0123456789abcdef01234567", "c1")
+
 _TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -41,12 +55,18 @@ _TOOL: dict[str, Any] = {
         },
     },
 }
-_SYSTEM: Message = {"role": "system", "content": "S"}
-_USER: Message = {"role": "user", "content": "U"}
 
+_SYSTEM: Message = {"role": "system", "content": "S"}
+
+_USER: Message = {"role": "user", "content": "U"}
 
 # With spaces, lines, digits and letters at either end, where a tokenizer may look beyond a special token.
 _TEXTS = ("Hello", "  two spaces  ", "\n\nlines\n", "12345 678", "\tñ漢字🙂", "")
+
+_CLOSERS = re.compile(r"[\s}\]]*")
+_MARK = re.compile(r"\s*(<[^<>\s]+>|\[[^\[\]\s]+\])")
+_WORD = re.compile(r"\s*([^\s{\[]+)\s*\[?\s*\{")  # before JSON, as in `functools[{`
+_LATE_ID = re.compile(r',\s*"id":\s*"' + PROBE_ID + '"')
 
 
 def samples(render: Render) -> list[str]:
@@ -167,3 +187,82 @@ def _stands(text: str, *words: str) -> bool:
     """Whether all of them are there, in this order."""
     places = [text.rfind(word) for word in words]
     return places[0] >= 0 and places == sorted(places)
+
+
+@dataclass(frozen=True)
+class CallText:
+    """`before` has PROBE_NAME in the place of the name."""
+
+    before: str
+    after: str
+
+    def around(self, name: str) -> tuple[str, str]:
+        # A name that JSON escapes is escaped here too; all others are the same either way.
+        return self.before.replace(PROBE_NAME, json.dumps(name, ensure_ascii=False)[1:-1]), self.after
+
+    @property
+    def start(self) -> str:
+        """The mark that the call begins with; empty: it has none."""
+        found = _MARK.match(self.before) or _WORD.match(self.before)
+        return found[1] if found else ""
+
+    @property
+    def end(self) -> str:
+        found = re.search(r"(<[^<>\s]+>|\[/?\w+\])\s*$", self.after)
+        return found[1] if found and self.start else ""
+
+
+def call_text(template: ChatTemplate, start: str, end: str) -> CallText | None:
+    """`start`, `end`: the marks that mlx-lm knows. None where the template shows no call, or not as JSON."""
+    prompt, text = template.probe_call()
+    place, length = _arguments(text)
+    if not length:
+        return None
+    begin = text.rfind(start, 0, place) if start else -1
+    if begin < 0 and text.startswith(prompt):
+        begin = len(prompt)
+    if begin < 0:
+        begin = _json_start(text, place)
+    before = text[begin:place].lstrip()
+    if begin < 0 or PROBE_NAME not in before:
+        return None
+    return CallText(before, _after(_LATE_ID.sub("", text[place + length :], count=1), before, end))
+
+
+def _arguments(text: str) -> tuple[int, int]:
+    """Where the arguments stand, and how long they are; 0: nowhere as JSON."""
+    decoder = json.JSONDecoder()
+    key = text.rfind(f'"{next(iter(PROBE_ARGUMENTS))}"')
+    place = text.rfind("{", 0, key) if key >= 0 else -1
+    try:
+        value, end = decoder.raw_decode(text, place) if place >= 0 else (None, 0)
+    except ValueError:
+        return 0, 0
+    return (place, end - place) if value == PROBE_ARGUMENTS else (0, 0)
+
+
+def _json_start(text: str, place: int) -> int:
+    """Where the object begins that the arguments are in."""
+    begin = text.rfind("{", 0, place)
+    return begin if begin >= 0 and PROBE_NAME in text[begin:place] else -1
+
+
+def _after(rest: str, before: str, end: str) -> str:
+    """What closes what was opened, and the mark at the end. What follows ends the turn."""
+    closers = _CLOSERS.match(rest)
+    closing = closers[0] if closers else ""
+    mark = _MARK.match(rest, len(closing)) if end == "" else None
+    if end and rest[len(closing) :].startswith(end):
+        return closing + end
+    if mark and mark[1] in _mates(before):
+        return rest[: mark.end()]
+    return closing.rstrip() if "{" in before else ""
+
+
+def _mates(before: str) -> set[str]:
+    """What may close the mark at the beginning."""
+    found = _MARK.match(before)
+    if not found:
+        return {"<|call|>"}
+    mark = found[1]
+    return {f"{mark[0]}/{mark[1:]}", f"{mark[:2]}/{mark[2:]}", mark.replace("begin", "end"), "<|call|>"}

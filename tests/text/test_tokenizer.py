@@ -7,7 +7,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import processors
 
 from kvstrata.errors import InvalidRequest
-from kvstrata.text.tokens import encode_rendered, encode_text, token_bytes, token_text
+from kvstrata.text.tokenizer import encode_rendered, encode_text, token_bytes, token_text
 
 
 @given(text=st.text())

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvstrata.text.calls.answer import NativeForm
-from kvstrata.text.calls.tagged_calls import glm
-from kvstrata.text.events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text
+from kvstrata.text.reply_events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text
+from kvstrata.text.tool_calls.native_calls import NativeForm
+from kvstrata.text.tool_calls.tagged_calls import glm
 from tests.text.read import HERMES, call, cut, known, parses, read, reader, said, tool, well_formed
 
 CALL = '{"name": "f", "parameters": {"x": "}\\\\\\";{"}}'

@@ -1,7 +1,8 @@
-"""Tools for a model whose template knows none: they are told in the system text, and calls and results become text.
+"""Tools and system messages as text, where a template cannot show them.
 
-Knows OpenAI's form of tools and the one form of calls that the model is asked for, which the reader of answers finds.
-The text depends on the tools alone, so that the prompts of one chat begin with the same tokens.
+Descriptions of tools go to the system text, and calls and results become text. The text depends on the tools alone, so
+the prompts of one chat begin with the same tokens. A system message in the middle of a chat stays there, as marked
+text of a turn beside it: at the front it would change every token after it.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from kvstrata.text.call_text import CallText
 from kvstrata.text.messages import Message, arguments_as_text
-from kvstrata.text.probe import PROBE_NAME
+from kvstrata.text.template_probe import PROBE_NAME, CallText, SystemTurns
 
 _INTRODUCTION = """You can call tools. Each line describes one, with a JSON schema of its arguments:
 """
+
 _HOW = """
 To call a tool, reply with nothing but one JSON object on a line of its own:
 {"name": "<the tool's name>", "arguments": {<the arguments by name>}}
 For several calls write one such line each. The results come in the next message.
 If no tool is needed, answer in plain text."""
+
+_IS_RESULT = "kvstrata_is_result"
 
 
 def told_call_text() -> CallText:
@@ -79,9 +82,6 @@ def _result(message: Message, names: dict[str, str]) -> str:
     return f"Result of {name}:\n{message['content']}"
 
 
-_IS_RESULT = "kvstrata_is_result"
-
-
 def _joined_users(chat: list[Message]) -> list[Message]:
     """Results of calls in one turn, and what the user says beside them, are one turn: many templates want turns to
     alternate."""
@@ -96,3 +96,48 @@ def _joined_users(chat: list[Message]) -> list[Message]:
             turns.append((plain, [plain["content"]]))
         was_result = is_result
     return [message | {"content": "\n\n".join(texts)} for message, texts in turns]
+
+
+def placed(chat: Sequence[Message], takes: SystemTurns) -> list[Message]:
+    num_first = next((place for place, message in enumerate(chat) if message["role"] != "system"), len(chat))
+    first, rest = list(chat[:num_first]), list(chat[num_first:])
+    if len(first) > 1 and not takes.second:
+        first = [first[0] | {"content": "\n\n".join(message["content"] for message in first)}]
+    if not takes.later:
+        rest = _marked(rest)
+    if first and not takes.first:
+        rest = _in_first_user_turn("\n\n".join(message["content"] for message in first), rest)
+        first = []
+    return first + rest
+
+
+def _marked(chat: list[Message]) -> list[Message]:
+    out: list[Message] = []
+    waiting: list[str] = []
+    for message in chat:
+        if message["role"] == "system":
+            waiting.append(f"<system>\n{message['content']}\n</system>")
+            continue
+        if waiting and message["role"] == "user":
+            message = message | {"content": "\n\n".join([*waiting, message["content"]])}
+        elif waiting:
+            _add_behind(out, waiting)
+        waiting = []
+        out.append(message)
+    if waiting:
+        _add_behind(out, waiting)
+    return out
+
+
+def _add_behind(out: list[Message], waiting: list[str]) -> None:
+    """No turn of the user follows: to the turn before it, if that is not the model's own."""
+    if out and out[-1]["role"] in ("user", "tool"):
+        out[-1] = out[-1] | {"content": "\n\n".join([out[-1]["content"], *waiting])}
+    else:
+        out.append({"role": "user", "content": "\n\n".join(waiting)})
+
+
+def _in_first_user_turn(text: str, chat: list[Message]) -> list[Message]:
+    if chat and chat[0]["role"] == "user":
+        return [chat[0] | {"content": f"{text}\n\n{chat[0]['content']}"}, *chat[1:]]
+    return [{"role": "user", "content": text}, *chat]

@@ -16,10 +16,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.text import turn_encoder
+from kvstrata.text import incremental_tokenizer
+from kvstrata.text.incremental_tokenizer import TurnEncoder
 from kvstrata.text.template import ChatTemplate
-from kvstrata.text.tokens import encode_rendered
-from kvstrata.text.turn_encoder import TurnEncoder
+from kvstrata.text.tokenizer import encode_rendered
 
 START, END = "<|start|>", "<|end|>"
 LETTERS = [chr(code) for code in range(32, 127)] + ["\n", "\t", "é", "漢", "▁"]
@@ -111,14 +111,14 @@ def test_where_cutting_does_not_hold_texts_are_encoded_whole() -> None:
 
 def test_what_was_seen_is_not_tokenized_again_and_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    made = turn_encoder.encode_rendered_all
+    made = incremental_tokenizer.encode_rendered_all
 
     def counted(tokenizer: TokenizerWrapper, texts: Sequence[str]) -> list[Sequence[int]]:
         asked.extend(texts)
         return made(tokenizer, texts)
 
-    monkeypatch.setattr(turn_encoder, "encode_rendered_all", counted)
-    monkeypatch.setattr(turn_encoder, "MOST_BYTES", 8000)
+    monkeypatch.setattr(incremental_tokenizer, "encode_rendered_all", counted)
+    monkeypatch.setattr(incremental_tokenizer, "MOST_BYTES", 8000)
     encoder = TurnEncoder(ALL["bytes"], [SAMPLE])
     turns = [f"{START}{i}{'ab er ' * 40}" for i in range(3)]
     encoder("".join(turns[:2]))

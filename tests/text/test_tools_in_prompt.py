@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvstrata.text.reply_form import ReplyForm
-from kvstrata.text.told_tools import without_tools
+from kvstrata.text.reply_parser import ReplyForm
+from kvstrata.text.tools_in_prompt import without_tools
 from tests.text.read import call, read
 from tests.text.test_template import ALTERNATING, PLAIN, TOOLS, WITH_TOOLS, chat_template, text_of, user
 

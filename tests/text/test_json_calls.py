@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvstrata.text.calls.json_scan import MAX_DEPTH, JsonScanner, StringDecoder
+from kvstrata.text.tool_calls.json_calls import MAX_DEPTH, JsonScanner, StringDecoder
 from tests.text.read import cut
 
 values = st.recursive(

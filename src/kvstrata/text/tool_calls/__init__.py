@@ -1,0 +1,1 @@
+"""Tool calls in the replies of models."""
