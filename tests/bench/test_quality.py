@@ -21,7 +21,7 @@ from kvstrata.codecs.registry import parse
 from kvstrata.errors import ConfigError
 from kvstrata.kv.precision_plan import make_plan
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.text.tokenizer import encode_text
+from kvstrata.text.tokenizer import encode_prompt
 from tests.tiny import VOCAB, tiny_loaded
 
 WIKITEXT = Path(__file__).parents[3] / "shared" / "text" / "wikitext2_test_raw.txt"
@@ -73,7 +73,7 @@ def test_quality_with_full_precision_is_the_models_own(architecture: str) -> Non
 def test_planes_keep_more_of_what_the_default_model_says_than_affine(default_model: LoadedModel) -> None:
     """At 8 bits half the KL of affine in groups of 64 or less, at 4 bits a third of it or less."""
     names = ("planes:8", "affine:8:g64", "planes:4", "affine:4:g64")
-    ids = encode_text(default_model.tokenizer, WIKITEXT.read_text(encoding="utf-8"))
+    ids = encode_prompt(default_model.tokenizer, WIKITEXT.read_text(encoding="utf-8"))
     protocol = quality.Protocol(tuple((name, name) for name in names), (512,), 1, ("prefill",))
     rows = {row.k: row for row in quality.measure(default_model, [Text("wikitext", ids)], protocol)}
     assert rows["planes:8"].kl_mean <= rows["affine:8:g64"].kl_mean / 2
@@ -158,7 +158,7 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command's model is a tiny one, and each character of its text is a token."""
     monkeypatch.setattr("kvstrata.models.load.load", lambda _model: tiny_loaded("llama", 4))
     monkeypatch.setattr(
-        "kvstrata.text.tokenizer.encode_text", lambda _tokenizer, words: [ord(word) - 32 for word in words]
+        "kvstrata.text.tokenizer.encode_prompt", lambda _tokenizer, words: [ord(word) - 32 for word in words]
     )
 
 

@@ -18,7 +18,7 @@ from kvstrata.kv.span import Span, SpanRange, prefix_of
 from kvstrata.kv.transcode import transcode_checkpoints, transcode_layer
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
-from kvstrata.text.tokenizer import encode_text
+from kvstrata.text.tokenizer import encode_prompt
 from tests.allocated import active_bytes
 from tests.kv.drive import address, distance, random_kv, random_span, sealed_span, text_for
 
@@ -114,7 +114,7 @@ def test_step_down_shrinks_windows_in_checkpoints() -> None:
 
 def test_step_down_has_the_kl_of_direct_encoding(default_model: LoadedModel) -> None:
     """On the default model, over forced tokens of a text after a cached prefix."""
-    ids = encode_text(default_model.tokenizer, SAMPLE.read_text(encoding="utf-8"))[:120]
+    ids = encode_prompt(default_model.tokenizer, SAMPLE.read_text(encoding="utf-8"))[:120]
     model, layout = default_model.module, probe(default_model.module)
     prompt, fed = ids[:104], ids[104:]
     cache = SequenceCache(layout, model, len(prompt))

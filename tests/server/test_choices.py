@@ -17,7 +17,7 @@ from kvstrata.models.loaded import LoadedModel
 from kvstrata.server.conversation.wire import Ended, json_bytes
 from kvstrata.server.openai.wires import ChatChoice
 from kvstrata.server.service import Service
-from kvstrata.text.reply_events import Text
+from kvstrata.text.reply_events import ReplyText
 from tests.server import played as played_by
 from tests.server.conftest import running
 from tests.text.chat_templates import HERMES
@@ -95,7 +95,7 @@ def test_empty_reply_still_has_a_role(hermes: Service) -> None:
 
 def test_impossible_tokens_are_json(hermes: Service) -> None:
     choice = ChatChoice(0, hermes.loaded.tokenizer)
-    choice.add([Text("a")], [TokenLogprob(5, float("-inf"), ((5, float("-inf")),))])
+    choice.add([ReplyText("a")], [TokenLogprob(5, float("-inf"), ((5, float("-inf")),))])
     choice.end(Ended("stop", TokenUsage()))
     logprobs = json.loads(json_bytes(choice.whole()))["logprobs"]
     assert logprobs["content"][0]["logprob"] == -9999.0

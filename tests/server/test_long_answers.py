@@ -12,7 +12,7 @@ from kvstrata.engine.request import TokenLogprob
 from kvstrata.server.conversation import wire
 from kvstrata.server.openai.wires import ChatChoice, CompletionChoice
 from kvstrata.server.responses import endpoints
-from kvstrata.text.reply_events import CallArguments, CallBegun, Text
+from kvstrata.text.reply_events import ReplyText, ToolCallArguments, ToolCallStart
 from tests.server.conftest import Served
 from tests.tiny import tiny_tokenizer
 
@@ -29,7 +29,7 @@ def test_logprobs_grow_in_place(tokenizer: TokenizerWrapper, kind: Any) -> None:
     key = "content" if kind is ChatChoice else "tokens"
     chunks, held = [], []
     for number in range(5):
-        chunks += choice.add([Text("a")], [TokenLogprob(number, -0.5, ((number, -0.5),))])
+        chunks += choice.add([ReplyText("a")], [TokenLogprob(number, -0.5, ((number, -0.5),))])
         held.append(choice.whole()["logprobs"][key])
     assert all(each is held[0] for each in held)
     assert len(held[0]) == 5
@@ -39,7 +39,7 @@ def test_logprobs_grow_in_place(tokenizer: TokenizerWrapper, kind: Any) -> None:
 def test_arguments_of_calls_are_joined_once(tokenizer: TokenizerWrapper) -> None:
     choice = ChatChoice(0, tokenizer)
     pieces = ['{"a": "', *["b" * 50] * 4, '"}']
-    deltas = choice.add([CallBegun("call_1", "look"), *map(CallArguments, pieces)], [])
+    deltas = choice.add([ToolCallStart("call_1", "look"), *map(ToolCallArguments, pieces)], [])
     sent = [delta["delta"]["tool_calls"][0]["function"].get("arguments", "") for delta in deltas]
     assert sent == ["", *pieces]
     assert choice.whole()["message"].get("tool_calls", [])[0]["function"]["arguments"] == "".join(pieces)

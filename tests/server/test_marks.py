@@ -113,7 +113,7 @@ def test_positions_do_not_depend_on_how_replies_are_tokenized() -> None:
     messages = [SYSTEM, {"role": "user", "content": "first"}, {"role": "assistant", "content": "Bergen has bridges"}]
     messages += [{"role": "user", "content": "second"}, reply, result]
     prompt = template.render(messages, tools=[TOOL])
-    system_end, rewritten, reply_start = template.boundaries(messages, [TOOL], prompt=prompt)
+    system_end, rewritten, reply_start = template.resume_points(messages, [TOOL], prompt=prompt)
     text = loaded.tokenizer.decode(prompt[:rewritten], skip_special_tokens=False)
     assert text.endswith("second<|im_end|>\n<|im_start|>assistant\n")
     later = template.render(
@@ -132,7 +132,7 @@ def test_positions_do_not_depend_on_how_replies_are_tokenized() -> None:
     replayed = spelt(spelt(prompt, "Bergen"), "So")
     longer = len(spelt(prompt, "Bergen")) - len(prompt)
     assert longer > 0
-    assert template.boundaries(messages, [TOOL], prompt=replayed) == (
+    assert template.resume_points(messages, [TOOL], prompt=replayed) == (
         system_end,
         rewritten + longer,
         reply_start + len(replayed) - len(prompt),

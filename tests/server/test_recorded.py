@@ -226,7 +226,7 @@ def scripted_model() -> LoadedModel:
     tokenizer.add_tokens([AddedToken(text, special=False) for text in (*TAGS, *WORDS)])
     hf = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
     hf.chat_template = CHATML.template
-    return model_with(from_files(hf), "llama", **SIZES)
+    return model_with(from_files(hf), "llama", CHATML, **SIZES)
 
 
 @pytest.fixture(scope="module")

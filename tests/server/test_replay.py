@@ -18,9 +18,9 @@ from kvstrata.engine.cache_api import TokenIds
 from kvstrata.server.replay.carrier import ReplyCarrier
 from kvstrata.server.replay.noting import Noting
 from kvstrata.server.sessions.session import Session
-from kvstrata.text.harmony import harmony_marks
-from kvstrata.text.reply_parser import ReplyForm
-from kvstrata.text.sampled_reply import Sampled, visible_of_reply
+from kvstrata.text.harmony import harmony_tokens
+from kvstrata.text.reply_parser import ReplyFormat
+from kvstrata.text.sampled_reply import SampledReply, content_of_reply
 from kvstrata.text.template import ChatTemplate
 from kvstrata.text.tokenizer import decode_ids, encode_rendered
 from tests.agents.forced import END, Forced, Form, Prompt, forced_tokenizer, serving
@@ -242,14 +242,14 @@ def test_an_imported_reply_that_says_something_else_is_not_put_back(monkeypatch:
 def test_what_others_say_of_a_reply_is_found_out_by_reading_it(name: str) -> None:
     case = CASES[name]
     tokenizer = forced_tokenizer(case.form)
-    form = ReplyForm(tokenizer, ChatTemplate(tokenizer), harmony_marks(tokenizer))
+    form = ReplyFormat(tokenizer, ChatTemplate(tokenizer), harmony_tokens(tokenizer))
     for pieces in (case.calls, case.answers):
         ids = [id for piece in pieces for id in encode_rendered(tokenizer, piece)]
         ids = [id for id in ids if id not in form.ending_ids]
-        visible = visible_of_reply(form._read_anew(Sampled(tuple(ids), None, None), [TOOL]))
+        visible = content_of_reply(form._read_anew(SampledReply(tuple(ids), None, None), [TOOL]))
         sampled = form.sampled(ids, visible, ())
         assert visible.calls or visible.content == "All is done."
-        assert form.proven(Sampled(tuple(ids), None, None, is_proven=False), visible, [TOOL]) == sampled
+        assert form.proven(SampledReply(tuple(ids), None, None, is_proven=False), visible, [TOOL]) == sampled
         assert form.proven(sampled, replace(visible, content=visible.content + "!"), [TOOL]) is None
         longer = replace(sampled, ids=(*sampled.ids, *encode_rendered(tokenizer, "x")))
         assert form.proven(longer, visible, [TOOL]) is None or visible.calls

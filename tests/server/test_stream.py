@@ -13,8 +13,8 @@ from kvstrata.server.conversation.job import Job
 from kvstrata.server.conversation.stream import Heartbeat, send_stream
 from kvstrata.server.conversation.telling import Telling
 from kvstrata.server.openai.wires import CompletionChoice, OpenAIWire
-from kvstrata.text.reply_parser import PlainReader
-from kvstrata.text.tool_calls.answer_text import Offered
+from kvstrata.text.reply_parser import PlainParser
+from kvstrata.text.tool_calls.answer_text import OfferedTools
 from tests.server.conftest import running
 from tests.tiny import tiny_loaded
 
@@ -106,7 +106,7 @@ def test_a_long_tool_call_is_not_silent() -> None:
         with Replies(CallWriter(num_tokens=40, gap_s=0.02), [request]) as replies:
             replies.submit()
             wire = OpenAIWire({}, [CompletionChoice(0, tiny_loaded("llama").tokenizer)])
-            telling = Telling(Job("one", (request,), (PlainReader(Offered(())),)), wire, replies.end)
+            telling = Telling(Job("one", (request,), (PlainParser(OfferedTools(())),)), wire, replies.end)
             await send_stream(replies, telling, send, keep_alive_s=0.1, headers={}, on_end=lambda: ends.append(1))
 
     asyncio.run(stream())

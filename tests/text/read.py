@@ -8,11 +8,19 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from kvstrata.text.reply_events import CallArguments, CallBegun, CallEnded, ReplyEvent, ReplyReader, Text, joined
-from kvstrata.text.reply_parser import PlainReader
-from kvstrata.text.thinking import ThinkingReader, ThinkingTags
-from kvstrata.text.tool_calls.answer_text import Offered
-from kvstrata.text.tool_calls.native_calls import NativeForm
+from kvstrata.text.reply_events import (
+    ReplyEvent,
+    ReplyParser,
+    ReplyText,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+    join_events,
+)
+from kvstrata.text.reply_parser import PlainParser
+from kvstrata.text.thinking import ThinkingParser, ThinkingTags
+from kvstrata.text.tool_calls.answer_text import OfferedTools
+from kvstrata.text.tool_calls.native_calls import NativeCallFormat
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:
@@ -22,28 +30,30 @@ def tool(name: str, **properties: Any) -> dict[str, Any]:
 
 TOOLS = [tool("f", x={"type": "integer"}), tool("find", x={"type": "string"}), tool("read_file")]
 TAGS = ThinkingTags("<think>", "</think>")
-HERMES = NativeForm("<tool_call>", "</tool_call>")
+HERMES = NativeCallFormat("<tool_call>", "</tool_call>")
 
 
 def reader(
-    native: NativeForm | None = None,
+    native: NativeCallFormat | None = None,
     *,
     tools: Sequence[dict[str, Any]] = TOOLS,
     tags: ThinkingTags | None = TAGS,
     is_open: bool = False,
-) -> PlainReader:
-    thinking = ThinkingReader(tags, is_open=is_open) if tags else None
-    return PlainReader(Offered(tools), native, thinking)
+) -> PlainParser:
+    thinking = ThinkingParser(tags, is_open=is_open) if tags else None
+    return PlainParser(OfferedTools(tools), native, thinking)
 
 
-def read(reader: ReplyReader, pieces: Iterable[str], *, cut_off: bool = False) -> list[ReplyEvent]:
+def read(reader: ReplyParser, pieces: Iterable[str], *, cut_off: bool = False) -> list[ReplyEvent]:
     """Ids that the reader made up are empty."""
     events = [event for piece in pieces for event in reader.add(piece)]
-    return known(joined(events + reader.finish(cut_off=cut_off)))
+    return known(join_events(events + reader.finish(cut_off=cut_off)))
 
 
 def known(events: Iterable[ReplyEvent]) -> list[ReplyEvent]:
-    return [replace(event, id="") if isinstance(event, CallBegun) and is_new(event.id) else event for event in events]
+    return [
+        replace(event, id="") if isinstance(event, ToolCallStart) and is_new(event.id) else event for event in events
+    ]
 
 
 def is_new(id: str) -> bool:
@@ -51,8 +61,8 @@ def is_new(id: str) -> bool:
 
 
 def call(name: str, arguments: str, *, id: str = "", ended: bool = True) -> list[ReplyEvent]:
-    given = [CallArguments(arguments)] if arguments else []
-    return [CallBegun(id, name), *given, *([CallEnded()] if ended else [])]
+    given = [ToolCallArguments(arguments)] if arguments else []
+    return [ToolCallStart(id, name), *given, *([ToolCallEnd()] if ended else [])]
 
 
 def cut(text: str, cuts: Iterable[int]) -> list[str]:
@@ -61,7 +71,7 @@ def cut(text: str, cuts: Iterable[int]) -> list[str]:
 
 
 def said(events: Iterable[ReplyEvent]) -> str:
-    return "".join(event.text for event in events if isinstance(event, Text))
+    return "".join(event.text for event in events if isinstance(event, ReplyText))
 
 
 def well_formed(events: Sequence[ReplyEvent], *, cut_off: bool = False) -> bool:
@@ -69,13 +79,13 @@ def well_formed(events: Sequence[ReplyEvent], *, cut_off: bool = False) -> bool:
     is_open = False
     for event in events:
         allowed = (
-            isinstance(event, CallArguments | CallEnded)
+            isinstance(event, ToolCallArguments | ToolCallEnd)
             if is_open
-            else not isinstance(event, CallArguments | CallEnded)
+            else not isinstance(event, ToolCallArguments | ToolCallEnd)
         )
         if not allowed:
             return False
-        is_open = isinstance(event, CallBegun) or (is_open and not isinstance(event, CallEnded))
+        is_open = isinstance(event, ToolCallStart) or (is_open and not isinstance(event, ToolCallEnd))
     return not is_open or cut_off
 
 

@@ -7,10 +7,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from kvstrata.text.harmony import HarmonyMarks, HarmonyReader, harmony_marks
-from kvstrata.text.reply_events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text, Thinking, joined
+from kvstrata.text.harmony import HarmonyParser, HarmonyTokens, harmony_tokens
+from kvstrata.text.reply_events import (
+    ReplyEvent,
+    ReplyText,
+    ReplyThinking,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+    join_events,
+)
 from kvstrata.text.tokenizer import encode_rendered
-from kvstrata.text.tool_calls.answer_text import Offered
+from kvstrata.text.tool_calls.answer_text import OfferedTools
 from tests.text.chat_templates import HARMONY
 from tests.text.read import call, known, said, tool, well_formed
 
@@ -18,7 +26,7 @@ ANALYSIS = ["<|channel|>", "analysis", "<|message|>", "User says hi.", "<|end|>"
 FINAL = ["<|channel|>", "final", "<|message|>", "Hello!"]
 ARGUMENTS = '{"x": 1}'
 ONE_CALL = call("f", ARGUMENTS)
-HI = Thinking("User says hi.")
+HI = ReplyThinking("User says hi.")
 TOOLS = [tool("f")]
 
 
@@ -30,8 +38,8 @@ def tokenizer(wrap_byte_level) -> TokenizerWrapper:
 
 
 @pytest.fixture(scope="session")
-def marks(tokenizer: TokenizerWrapper) -> HarmonyMarks:
-    found = harmony_marks(tokenizer)
+def marks(tokenizer: TokenizerWrapper) -> HarmonyTokens:
+    found = harmony_tokens(tokenizer)
     assert found is not None
     return found
 
@@ -45,27 +53,27 @@ def split(
     takes_calls: bool = True,
 ) -> list[ReplyEvent]:
     """Parts are marks, or text."""
-    marks = harmony_marks(tokenizer)
+    marks = harmony_tokens(tokenizer)
     assert marks is not None
     ids = {name: id for id, name in marks.names.items()}
-    offered = Offered(TOOLS if takes_calls else ())
-    reader = HarmonyReader(tokenizer, marks, encode_rendered(tokenizer, opening), offered)
+    offered = OfferedTools(TOOLS if takes_calls else ())
+    reader = HarmonyParser(tokenizer, marks, encode_rendered(tokenizer, opening), offered)
     events = [
         event for part in parts for event in (reader.add("", (ids[part],)) if part in ids else reader.add(part, (5,)))
     ]
-    return known(joined(events + reader.finish(cut_off=cut_off)))
+    return known(join_events(events + reader.finish(cut_off=cut_off)))
 
 
-def test_only_a_tokenizer_with_all_marks_has_this_form(byte_level: TokenizerWrapper, marks: HarmonyMarks) -> None:
-    assert harmony_marks(byte_level) is None
+def test_only_a_tokenizer_with_all_marks_has_this_form(byte_level: TokenizerWrapper, marks: HarmonyTokens) -> None:
+    assert harmony_tokens(byte_level) is None
     assert set(marks.names.values()) == set(HARMONY)
     assert {marks.names[id] for id in marks.ending} == {"<|call|>", "<|return|>"}
 
 
 def test_channels_are_thinking_and_text(tokenizer: TokenizerWrapper) -> None:
-    assert split(tokenizer, [*ANALYSIS, *FINAL, "<|return|>"]) == [HI, Text("Hello!")]
+    assert split(tokenizer, [*ANALYSIS, *FINAL, "<|return|>"]) == [HI, ReplyText("Hello!")]
     # An end that is no mark, or none at all.
-    assert split(tokenizer, ANALYSIS + FINAL, cut_off=True) == [HI, Text("Hello!")]
+    assert split(tokenizer, ANALYSIS + FINAL, cut_off=True) == [HI, ReplyText("Hello!")]
 
 
 @pytest.mark.parametrize(
@@ -103,17 +111,17 @@ def test_a_call_that_did_not_come_to_its_end(tokenizer: TokenizerWrapper) -> Non
 def test_what_was_not_offered_or_is_no_json_is_text(tokenizer: TokenizerWrapper) -> None:
     for function, arguments in (("g", ARGUMENTS), ("f", "please")):
         parts = ["<|channel|>", f"commentary to=functions.{function}", "<|message|>", arguments, "<|call|>"]
-        assert split(tokenizer, parts) == [Text(arguments)]
+        assert split(tokenizer, parts) == [ReplyText(arguments)]
 
 
-def test_a_call_streams(tokenizer: TokenizerWrapper, marks: HarmonyMarks) -> None:
+def test_a_call_streams(tokenizer: TokenizerWrapper, marks: HarmonyTokens) -> None:
     opening = encode_rendered(tokenizer, "<|start|>assistant<|channel|>commentary to=functions.f<|message|>")
-    reader = HarmonyReader(tokenizer, marks, opening, Offered(TOOLS))
+    reader = HarmonyParser(tokenizer, marks, opening, OfferedTools(TOOLS))
     assert reader.add(" ") == []
-    assert known(reader.add('{"x')) == [CallBegun("", "f"), CallArguments('{"x')]
-    assert reader.add('": "\n') == [CallArguments('": "')]
-    assert reader.add('"}') == [CallArguments('\\n"}')]
-    assert reader.finish() == [CallEnded()]
+    assert known(reader.add('{"x')) == [ToolCallStart("", "f"), ToolCallArguments('{"x')]
+    assert reader.add('": "\n') == [ToolCallArguments('": "')]
+    assert reader.add('"}') == [ToolCallArguments('\\n"}')]
+    assert reader.finish() == [ToolCallEnd()]
 
 
 def test_a_message_may_hold_calls_in_other_forms(tokenizer: TokenizerWrapper) -> None:
@@ -123,7 +131,7 @@ def test_a_message_may_hold_calls_in_other_forms(tokenizer: TokenizerWrapper) ->
 
 def test_without_tools_nothing_is_a_call(tokenizer: TokenizerWrapper) -> None:
     parts = ["<|channel|>", "commentary to=functions.f", "<|message|>", ARGUMENTS, "<|call|>"]
-    assert split(tokenizer, parts, takes_calls=False) == [Text(ARGUMENTS)]
+    assert split(tokenizer, parts, takes_calls=False) == [ReplyText(ARGUMENTS)]
 
 
 @pytest.mark.parametrize(
@@ -131,13 +139,13 @@ def test_without_tools_nothing_is_a_call(tokenizer: TokenizerWrapper) -> None:
 )
 def test_what_is_neither_thought_nor_call_is_text(tokenizer: TokenizerWrapper, channel: str) -> None:
     preamble = ["<|channel|>", channel, "<|message|>", "I look.", "<|end|>", "<|start|>", "assistant"]
-    assert split(tokenizer, [*preamble, *FINAL, "<|return|>"]) == [Text("I look.Hello!")]
+    assert split(tokenizer, [*preamble, *FINAL, "<|return|>"]) == [ReplyText("I look.Hello!")]
 
 
 def test_a_reply_without_headers_is_text(tokenizer: TokenizerWrapper) -> None:
-    assert split(tokenizer, ["Hello!"]) == [Text("Hello!")]
-    assert split(tokenizer, ["Hello!", "<|end|>", " More."]) == [Text("Hello! More.")]
-    assert split(tokenizer, ["Hello!"], opening="the cat") == [Text("Hello!")]
+    assert split(tokenizer, ["Hello!"]) == [ReplyText("Hello!")]
+    assert split(tokenizer, ["Hello!", "<|end|>", " More."]) == [ReplyText("Hello! More.")]
+    assert split(tokenizer, ["Hello!"], opening="the cat") == [ReplyText("Hello!")]
 
 
 def test_a_header_without_a_message_is_nothing(tokenizer: TokenizerWrapper) -> None:
@@ -147,20 +155,20 @@ def test_a_header_without_a_message_is_nothing(tokenizer: TokenizerWrapper) -> N
 
 def test_a_template_may_begin_the_message(tokenizer: TokenizerWrapper) -> None:
     opening = "<|start|>user<|message|>a<|end|><|start|>assistant<|channel|>"
-    assert split(tokenizer, ["Hm."], opening=opening + "analysis<|message|>") == [Thinking("Hm.")]
-    assert split(tokenizer, ["lysis", "<|message|>", "Hm."], opening=opening + "ana") == [Thinking("Hm.")]
-    assert split(tokenizer, ["Hello!"], opening=opening + "final<|message|>") == [Text("Hello!")]
+    assert split(tokenizer, ["Hm."], opening=opening + "analysis<|message|>") == [ReplyThinking("Hm.")]
+    assert split(tokenizer, ["lysis", "<|message|>", "Hm."], opening=opening + "ana") == [ReplyThinking("Hm.")]
+    assert split(tokenizer, ["Hello!"], opening=opening + "final<|message|>") == [ReplyText("Hello!")]
 
 
-def test_text_that_looks_like_a_mark_is_text(tokenizer: TokenizerWrapper, marks: HarmonyMarks) -> None:
-    reader = HarmonyReader(tokenizer, marks, (), Offered(TOOLS))
-    assert reader.add("<|channel|>analysis<|message|>", (5, 6)) == [Text("<|channel|>analysis<|message|>")]
+def test_text_that_looks_like_a_mark_is_text(tokenizer: TokenizerWrapper, marks: HarmonyTokens) -> None:
+    reader = HarmonyParser(tokenizer, marks, (), OfferedTools(TOOLS))
+    assert reader.add("<|channel|>analysis<|message|>", (5, 6)) == [ReplyText("<|channel|>analysis<|message|>")]
 
 
-def test_text_is_not_held_back(tokenizer: TokenizerWrapper, marks: HarmonyMarks) -> None:
+def test_text_is_not_held_back(tokenizer: TokenizerWrapper, marks: HarmonyTokens) -> None:
     opening = encode_rendered(tokenizer, "<|start|>assistant<|channel|>final<|message|>")
-    reader = HarmonyReader(tokenizer, marks, opening, Offered(TOOLS))
-    assert [reader.add(letter) for letter in "Hello"] == [[Text(letter)] for letter in "Hello"]
+    reader = HarmonyParser(tokenizer, marks, opening, OfferedTools(TOOLS))
+    assert [reader.add(letter) for letter in "Hello"] == [[ReplyText(letter)] for letter in "Hello"]
 
 
 WORDS = ["analysis", "final", "commentary", "assistant", " to=functions.f", ARGUMENTS, "hi", " ", "é🙂"]
@@ -203,4 +211,4 @@ def test_no_message_is_lost(tokenizer: TokenizerWrapper, messages: list[tuple[st
     rest = "".join(text for channel, text in messages if channel != "analysis")
     events = split(tokenizer, parts)
     assert said(events) == rest
-    assert "".join(event.text for event in events if isinstance(event, Thinking)) == thoughts
+    assert "".join(event.text for event in events if isinstance(event, ReplyThinking)) == thoughts

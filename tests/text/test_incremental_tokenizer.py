@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.text import incremental_tokenizer
-from kvstrata.text.incremental_tokenizer import TurnEncoder
+from kvstrata.text.incremental_tokenizer import IncrementalTokenizer
 from kvstrata.text.template import ChatTemplate
 from kvstrata.text.tokenizer import encode_rendered
 
@@ -64,7 +64,7 @@ TEXTS = st.lists(
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4))
 def test_pieces_have_the_ids_of_the_whole(kind: str, texts: list[str]) -> None:
     tokenizer = ALL[kind]
-    encoder = TurnEncoder(tokenizer, [SAMPLE])
+    encoder = IncrementalTokenizer(tokenizer, [SAMPLE])
     assert encoder.cuts
     for text in (*texts, *texts, "".join(texts)):
         assert encoder(text) == encode_rendered(tokenizer, text)
@@ -74,7 +74,7 @@ def test_pieces_have_the_ids_of_the_whole(kind: str, texts: list[str]) -> None:
 @example([f"ab{START}er", f"a|>{END}b", f"a  <tool>b{START}"])
 def test_tokens_that_overlap_or_take_spaces_are_no_places_to_cut(texts: list[str]) -> None:
     """A token that another one hides, one that takes the spaces before it, and one that is found after normalizing."""
-    encoder = TurnEncoder(ODD, [f"{SAMPLE}<tool>{START[:-1]}[cut]"])
+    encoder = IncrementalTokenizer(ODD, [f"{SAMPLE}<tool>{START[:-1]}[cut]"])
     assert encoder._marks is not None
     assert encoder._marks.pattern == re.escape("[cut]")
     for text in (*texts, *texts, "[cut]".join(texts)):
@@ -96,11 +96,11 @@ ODD = tokenizer_of(
 
 def test_where_cutting_does_not_hold_texts_are_encoded_whole() -> None:
     words = tokenizer_of("bytes", AddedToken(START, special=True, single_word=True), AddedToken(END, special=True))
-    assert not TurnEncoder(words, [SAMPLE]).cuts
-    assert not TurnEncoder(ALL["bytes"], ["no special token"]).cuts
-    assert not TurnEncoder(ALL["bytes"], []).cuts
+    assert not IncrementalTokenizer(words, [SAMPLE]).cuts
+    assert not IncrementalTokenizer(ALL["bytes"], ["no special token"]).cuts
+    assert not IncrementalTokenizer(ALL["bytes"], []).cuts
 
-    class Counting(TurnEncoder):
+    class Counting(IncrementalTokenizer):
         def __call__(self, text: str, salt: str = "") -> tuple[int, ...]:
             return (*super().__call__(text, salt), 0) if self.cuts else super().__call__(text, salt)
 
@@ -119,7 +119,7 @@ def test_what_was_seen_is_not_tokenized_again_and_memory_is_bounded(monkeypatch:
 
     monkeypatch.setattr(incremental_tokenizer, "encode_rendered_all", counted)
     monkeypatch.setattr(incremental_tokenizer, "MOST_BYTES", 8000)
-    encoder = TurnEncoder(ALL["bytes"], [SAMPLE])
+    encoder = IncrementalTokenizer(ALL["bytes"], [SAMPLE])
     turns = [f"{START}{i}{'ab er ' * 40}" for i in range(3)]
     encoder("".join(turns[:2]))
     asked.clear()
@@ -151,7 +151,7 @@ def test_a_long_chat_and_a_turn_more(default_model: LoadedModel) -> None:
     assert len(template.render(short)) > 50_000
     text = template._text(long, None, None, reply=True)
     assert template.render(long) == encode_rendered(default_model.tokenizer, text)
-    assert template.under("a caller").render(long) == template.render(long)
+    assert template.for_salt("a caller").render(long) == template.render(long)
     whole, pieces = partial(encode_rendered, default_model.tokenizer, text), partial(template._encode, text)
     assert _least_s(pieces) < 0.5 * _least_s(whole)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvstrata.text.tool_calls.json_calls import MAX_DEPTH, JsonScanner, StringDecoder
+from kvstrata.text.tool_calls.json_calls import MAX_DEPTH, JsonScanner, JsonStringDecoder
 from tests.text.read import cut
 
 values = st.recursive(
@@ -79,15 +79,15 @@ def test_depth_is_bounded() -> None:
 @given(text=st.text())
 def test_a_string_is_decoded(text: str) -> None:
     for ascii_only in (True, False):
-        decoder = StringDecoder()
+        decoder = JsonStringDecoder()
         inside = json.dumps(text, ensure_ascii=ascii_only)[1:-1]
         assert "".join(map(decoder.add, inside)) + decoder.finish() == text
 
 
 def test_half_a_pair_stays_an_escape() -> None:
-    decoder = StringDecoder()
+    decoder = JsonStringDecoder()
     assert "".join(map(decoder.add, "\\ud83dx\\ude42\\ud83d")) + decoder.finish() == "\\ud83dx\\ude42\\ud83d"
     with pytest.raises(ValueError, match="escape"):
-        list(map(StringDecoder().add, "\\x"))
+        list(map(JsonStringDecoder().add, "\\x"))
     with pytest.raises(ValueError, match="escape"):
-        list(map(StringDecoder().add, "\\u00zz"))
+        list(map(JsonStringDecoder().add, "\\u00zz"))

@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from kvstrata.text.reply_events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text
-from kvstrata.text.reply_parser import PlainReader
-from kvstrata.text.tool_calls.answer_text import Offered
-from kvstrata.text.tool_calls.native_calls import native_form
+from kvstrata.text.reply_events import ReplyEvent, ReplyText, ToolCallArguments, ToolCallEnd, ToolCallStart
+from kvstrata.text.reply_parser import PlainParser
+from kvstrata.text.tool_calls.answer_text import OfferedTools
+from kvstrata.text.tool_calls.native_calls import native_call_format
 from tests.text.read import call, cut, parses, read, said, tool, well_formed
 
 TOOLS = [tool("f", x={"type": "integer"}, s={"type": "string"}), tool("g")]
@@ -45,8 +45,8 @@ def mistral(wrap_byte_level) -> TokenizerWrapper:
     return wrap_byte_level(**marks_of("mistral"))
 
 
-def reader(tokenizer: TokenizerWrapper, tools: list[dict[str, Any]] = TOOLS) -> PlainReader:
-    return PlainReader(Offered(tools), native_form(tokenizer))
+def reader(tokenizer: TokenizerWrapper, tools: list[dict[str, Any]] = TOOLS) -> PlainParser:
+    return PlainParser(OfferedTools(tools), native_call_format(tokenizer))
 
 
 def both(tokenizer: TokenizerWrapper, text: str, *, cut_off: bool = False) -> list[ReplyEvent]:
@@ -62,7 +62,7 @@ def test_calls_are_found_however_the_text_is_cut(json_tools: TokenizerWrapper, c
     text = f"before <tool {CALL}\n{CALL} after"
     events = read(reader(json_tools), cut(text, cuts))
     # What is only space between two calls is no text.
-    assert events == [Text("before <tool "), *ONE, *ONE, Text(" after")]
+    assert events == [ReplyText("before <tool "), *ONE, *ONE, ReplyText(" after")]
 
 
 @pytest.mark.parametrize(
@@ -82,14 +82,14 @@ def test_calls_are_found_however_the_text_is_cut(json_tools: TokenizerWrapper, c
 )
 def test_a_malformed_call_is_text(json_tools: TokenizerWrapper, body: str) -> None:
     text = f"a<tool_call>{body}</tool_call>b"
-    assert both(json_tools, text) == [Text(text)]
+    assert both(json_tools, text) == [ReplyText(text)]
 
 
 def test_a_call_that_breaks_after_it_began_shows_it(json_tools: TokenizerWrapper) -> None:
     text = 'a<tool_call>{"name": "f", "arguments": {"x": </tool_call>b'
-    assert both(json_tools, text) == [Text("a"), *call("f", '{"x": '), Text("b")]
+    assert both(json_tools, text) == [ReplyText("a"), *call("f", '{"x": '), ReplyText("b")]
     text = 'a<tool_call>[{"name": "f"}, {"nam": "f"}]</tool_call>b'
-    assert both(json_tools, text) == [Text("a"), *call("f", "{}"), Text(', {"nam": "f"}]</tool_call>b')]
+    assert both(json_tools, text) == [ReplyText("a"), *call("f", "{}"), ReplyText(', {"nam": "f"}]</tool_call>b')]
 
 
 def test_a_call_without_its_end_counts_as_far_as_it_is_whole(json_tools: TokenizerWrapper) -> None:
@@ -98,7 +98,7 @@ def test_a_call_without_its_end_counts_as_far_as_it_is_whole(json_tools: Tokeniz
         assert both(json_tools, open_call, cut_off=cut_off) == ONE
         assert both(json_tools, open_call + "</tool_c", cut_off=cut_off) == ONE
     assert both(json_tools, open_call[:-2], cut_off=True) == call("f", '{"x": 1', ended=False)
-    assert both(json_tools, "<tool_call>{", cut_off=True) == [Text("<tool_call>{")]
+    assert both(json_tools, "<tool_call>{", cut_off=True) == [ReplyText("<tool_call>{")]
 
 
 def test_a_mark_in_a_string_is_part_of_it(json_tools: TokenizerWrapper) -> None:
@@ -109,15 +109,15 @@ def test_a_mark_in_a_string_is_part_of_it(json_tools: TokenizerWrapper) -> None:
 @pytest.mark.parametrize(
     ("text", "events"),
     [
-        ('well [TOOL_CALLS]f[ARGS]{"x": 1}g[ARGS]{"y": "ü"}', [Text("well "), *ONE, *call("g", '{"y": "ü"}')]),
+        ('well [TOOL_CALLS]f[ARGS]{"x": 1}g[ARGS]{"y": "ü"}', [ReplyText("well "), *ONE, *call("g", '{"y": "ü"}')]),
         ('[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g [ARGS] {}', ONE + call("g", "{}")),
         ('[TOOL_CALLS]f[CALL_ID]aB3456789x[ARGS]{"x": 1}', call("f", '{"x": 1}', id="aB3456789x")),
         ('[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}, "id": "abcdefghi"}]', ONE),
         ('[TOOL_CALLS][{"id": "own", "name": "f", "arguments": {"x": 1}}]', call("f", '{"x": 1}', id="own")),
         ('[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]', ONE + call("g", "{}")),
-        ("[TOOL_CALLS]h[ARGS]{}", [Text("[TOOL_CALLS]h[ARGS]{}")]),
-        ("[TOOL_CALLS]f[ARGS]17", [Text("[TOOL_CALLS]f[ARGS]17")]),
-        ('[TOOL_CALLS]f[ARGS]{"x": 1} and so on', [*ONE, Text(" and so on")]),
+        ("[TOOL_CALLS]h[ARGS]{}", [ReplyText("[TOOL_CALLS]h[ARGS]{}")]),
+        ("[TOOL_CALLS]f[ARGS]17", [ReplyText("[TOOL_CALLS]f[ARGS]17")]),
+        ('[TOOL_CALLS]f[ARGS]{"x": 1} and so on', [*ONE, ReplyText(" and so on")]),
         ('[TOOL_CALLS]f[ARGS]{"x": 1, oops', call("f", '{"x": 1, oops')),
     ],
 )
@@ -180,10 +180,10 @@ def test_values_between_tags_are_what_mlx_lm_makes_of_them(
     tokenizer = wrap_byte_level(**marks)
     for pieces in ([text], list(text)):
         begun, given_text, ended = read(reader(tokenizer, [TYPED]), pieces)
-        assert begun == CallBegun("", "t")
-        assert isinstance(given_text, CallArguments)
+        assert begun == ToolCallStart("", "t")
+        assert isinstance(given_text, ToolCallArguments)
         assert json.loads(given_text.text) == expected
-        assert ended == CallEnded()
+        assert ended == ToolCallEnd()
 
 
 def test_several_parameters_and_none(wrap_byte_level) -> None:
@@ -195,7 +195,7 @@ def test_several_parameters_and_none(wrap_byte_level) -> None:
     assert both(glm47, "<tool_call>g</tool_call>") == call("g", "{}")
     assert both(glm47, '<tool_call>f\n{"x": 1}</tool_call>') == ONE
     assert both(glm47, CALL) == ONE
-    assert both(glm47, "<tool_call>h\n<arg_key>x</arg_key></tool_call>")[0] == Text(
+    assert both(glm47, "<tool_call>h\n<arg_key>x</arg_key></tool_call>")[0] == ReplyText(
         "<tool_call>h\n<arg_key>x</arg_key></tool_call>"
     )
 
@@ -205,9 +205,9 @@ def test_tags_that_break(wrap_byte_level) -> None:
     begun = "<tool_call><function=f><parameter=s>ab</parameter>"
     assert both(coder, begun) == call("f", '{"s": "ab"}')
     assert both(coder, begun, cut_off=True) == call("f", '{"s": "ab"', ended=False)
-    assert both(coder, begun + "</tool_call>c") == [*call("f", '{"s": "ab"}'), Text("c")]
+    assert both(coder, begun + "</tool_call>c") == [*call("f", '{"s": "ab"}'), ReplyText("c")]
     assert both(coder, begun + "oops</function>c") == [*call("f", '{"s": "ab"oops</function>c')]
-    assert both(coder, begun + "oops</tool_call>c") == [*call("f", '{"s": "ab"oops'), Text("c")]
+    assert both(coder, begun + "oops</tool_call>c") == [*call("f", '{"s": "ab"oops'), ReplyText("c")]
 
 
 def test_half_a_surrogate_pair_stays_an_escape(wrap_byte_level) -> None:
@@ -239,16 +239,16 @@ WRITTEN = {
 def test_forms_that_only_mlx_lm_reads_come_whole(wrap_byte_level, parser: str) -> None:
     tokenizer = wrap_byte_level(**marks_of(parser))
     text = WRITTEN[parser]
-    assert both(tokenizer, f"a {text} b") == [Text("a "), *ONE, Text(" b")]
+    assert both(tokenizer, f"a {text} b") == [ReplyText("a "), *ONE, ReplyText(" b")]
     unknown = text.replace("f", "q")
-    assert not any(isinstance(event, CallBegun) for event in both(tokenizer, unknown))
+    assert not any(isinstance(event, ToolCallStart) for event in both(tokenizer, unknown))
     # And the forms that nobody asked for.
     assert both(tokenizer, f"```json\n{CALL}\n```") == ONE
 
 
 def test_without_a_parser_its_marks_are_found_where_a_line_begins(byte_level: TokenizerWrapper) -> None:
     assert both(byte_level, CALL) == ONE
-    assert both(byte_level, f"a {CALL}") == [Text(f"a {CALL}")]
+    assert both(byte_level, f"a {CALL}") == [ReplyText(f"a {CALL}")]
 
 
 SCRAPS = ["{", "}", '"', ":", "f", "x", "1", "call:f{", "<function=f>", "</function>", "<arg_key>", "[f(", ")]"]
@@ -263,7 +263,7 @@ def test_no_parser_raises_and_text_without_calls_comes_through(
     text = before + str(any_parser.tool_call_start) + body + str(any_parser.tool_call_end) + after
     events = both(any_parser, text)
     assert well_formed(events)
-    if not any(isinstance(event, CallBegun) for event in events):
+    if not any(isinstance(event, ToolCallStart) for event in events):
         assert said(events) == text
 
 
@@ -272,6 +272,6 @@ def test_no_parser_raises_and_text_without_calls_comes_through(
 def test_arguments_of_json_come_through(json_tools: TokenizerWrapper, values: dict[str, Any]) -> None:
     body = json.dumps({"name": "f", "arguments": values}, ensure_ascii=False)
     _, given_text, _ = both(json_tools, f"<tool_call>\n{body}\n</tool_call>")
-    assert isinstance(given_text, CallArguments)
+    assert isinstance(given_text, ToolCallArguments)
     assert parses(given_text.text)
     assert json.loads(given_text.text) == values

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.text.replay import Frame, pieces_of
-from kvstrata.text.reply_parser import ReplyForm
-from kvstrata.text.sampled_reply import Sampled, Visible, visible_of_reply
+from kvstrata.text.replay import TurnFrame, splice_replies
+from kvstrata.text.reply_parser import ReplyFormat
+from kvstrata.text.sampled_reply import ReplyContent, SampledReply, content_of_reply
 from kvstrata.text.template import ChatTemplate
 from kvstrata.text.tokenizer import decode_ids, encode_rendered
 from tests.agents.forced import END, TEMPLATE, Form, forced_tokenizer
@@ -31,14 +31,14 @@ class Chat:
     def __init__(self, form: Form) -> None:
         self.tokenizer = forced_tokenizer(form)
         self.template = ChatTemplate(self.tokenizer)
-        self.form = ReplyForm(self.tokenizer, self.template, None)
+        self.form = ReplyFormat(self.tokenizer, self.template, None)
         self.ending = encode_rendered(self.tokenizer, form.end)
 
-    def reply(self, prompt: Sequence[int], pieces: Sequence[str]) -> tuple[Any, Sampled]:
+    def reply(self, prompt: Sequence[int], pieces: Sequence[str]) -> tuple[Any, SampledReply]:
         """What the client gets, and what was sampled."""
         ids = [id for piece in pieces for id in encode_rendered(self.tokenizer, piece)]
-        reader = self.form.reader(prompt, TOOLS)
-        visible = visible_of_reply([*reader.add("".join(pieces)), *reader.finish()])
+        reader = self.form.parser(prompt, TOOLS)
+        visible = content_of_reply([*reader.add("".join(pieces)), *reader.finish()])
         message: dict[str, Any] = {"role": "assistant", "content": visible.content}
         if visible.thinking:
             message["reasoning_content"] = visible.thinking
@@ -73,7 +73,7 @@ TURNS = st.lists(
 def test_a_prompt_is_the_chat_with_the_models_own_words_in_it(qwen3: Chat, turns: list[Any], cuts: Any) -> None:
     """However replies were cut into tokens, spaced or thought about, and whichever of them are known."""
     messages: list[Any] = [USER]
-    replies: list[Sampled | None] = [None]
+    replies: list[SampledReply | None] = [None]
     expected = [qwen3.text(qwen3.template.render(messages, tools=TOOLS))]
     for thinking, content, arguments, is_known in turns:
         visible = content
@@ -90,7 +90,7 @@ def test_a_prompt_is_the_chat_with_the_models_own_words_in_it(qwen3: Chat, turns
         anew = visible if is_known and is_whole else _rendered(qwen3, messages)
         expected[-1] += anew
         expected.append(f"{END}\n<|im_start|>user\nDo it.{END}\n<|im_start|>assistant\n")
-    made = qwen3.template.replay(messages, replies, ending_ids=qwen3.ending, tools=TOOLS)
+    made = qwen3.template.render_with_replies(messages, replies, ending_ids=qwen3.ending, tools=TOOLS)
     assert qwen3.text(made.ids) == "".join(expected)
     for reply in replies:
         if reply is not None and made.replayed_turns == sum(each is not None for each in replies):
@@ -129,9 +129,9 @@ def test_thinking_comes_back_only_where_the_template_shows_it(qwen3: Chat) -> No
     message, sampled = qwen3.reply(prompt, pieces)
     start = len(sampled.ids) - sum(len(encode_rendered(qwen3.tokenizer, piece)) for piece in pieces[5:])
     assert (sampled.visible_from, sampled.text_from) == (start, start)
-    loop = qwen3.template.replay([USER, message], [None, sampled], ending_ids=qwen3.ending)
+    loop = qwen3.template.render_with_replies([USER, message], [None, sampled], ending_ids=qwen3.ending)
     assert loop.ids[: len(prompt) + len(sampled.ids)] == prompt + sampled.ids
-    later = qwen3.template.replay([USER, message, USER], [None, sampled, None], ending_ids=qwen3.ending)
+    later = qwen3.template.render_with_replies([USER, message, USER], [None, sampled, None], ending_ids=qwen3.ending)
     visible = sampled.ids[start:]
     assert later.ids[: len(prompt) + len(visible)] == prompt + visible
     assert "Hm" not in qwen3.text(later.ids)
@@ -140,7 +140,7 @@ def test_thinking_comes_back_only_where_the_template_shows_it(qwen3: Chat) -> No
 def test_other_thinking_is_never_swapped_for_the_sampled(qwen3: Chat) -> None:
     message, sampled = qwen3.reply((), ["<think>", "\nHm.\n", "</think>", "\n\n", "Hello."])
     message["reasoning_content"] = "Something else."
-    made = qwen3.template.replay([USER, message], [None, sampled], ending_ids=qwen3.ending)
+    made = qwen3.template.render_with_replies([USER, message], [None, sampled], ending_ids=qwen3.ending)
     assert made.replayed_turns == 0
     assert "Something else." in qwen3.text(made.ids)
 
@@ -154,7 +154,9 @@ def test_calls_alone_are_found_behind_the_header(template: str) -> None:
     prompt = chat.template.render([USER], tools=TOOLS)
     message, sampled = chat.reply(prompt, pieces)
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "1"}
-    made = chat.template.replay([USER, message, result], [None, sampled, None], ending_ids=chat.ending, tools=TOOLS)
+    made = chat.template.render_with_replies(
+        [USER, message, result], [None, sampled, None], ending_ids=chat.ending, tools=TOOLS
+    )
     assert made.ids[: len(prompt) + len(sampled.ids) + 1] == prompt + sampled.ids + chat.ending
 
 
@@ -163,10 +165,10 @@ def test_a_template_without_a_header_writes_calls_itself() -> None:
     chat = Chat(Form(MISTRAL, "</s>", ("</s>", "[INST]", "[/INST]", "[TOOL_CALLS]")))
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     message = {"role": "assistant", "content": "", "tool_calls": [call]}
-    sampled = Sampled((5, 6, 7), 0, None)
+    sampled = SampledReply((5, 6, 7), 0, None)
     result = {"role": "tool", "tool_call_id": "abcdefghi", "content": "1"}
     messages = [USER, message, result]
-    made = chat.template.replay(messages, [None, sampled, None], ending_ids=chat.ending, tools=TOOLS)
+    made = chat.template.render_with_replies(messages, [None, sampled, None], ending_ids=chat.ending, tools=TOOLS)
     assert made.replayed_turns == 0
     assert made.ids == chat.template.render(messages, tools=TOOLS)
 
@@ -177,7 +179,7 @@ def test_a_template_that_refuses_marks_stands_as_it_is() -> None:
     chat = Chat(Form(fussy))
     message, sampled = chat.reply((), ["Hel", "lo", "."])
     messages = [USER, message, USER]
-    made = chat.template.replay(messages, [None, sampled, None], ending_ids=chat.ending)
+    made = chat.template.render_with_replies(messages, [None, sampled, None], ending_ids=chat.ending)
     assert made.replayed_turns == 0
     assert made.ids == chat.template.render(messages)
 
@@ -199,7 +201,7 @@ def test_whatever_a_chat_holds_no_word_of_it_is_lost_or_moved(
     chat = chat_of(template)
     prompt = chat.template.render([USER], tools=TOOLS)
     messages: list[Any] = []
-    replies: list[Sampled | None] = []
+    replies: list[SampledReply | None] = []
     for role, text in turns:
         message: Any = {"role": role, "content": text}
         sampled = None
@@ -215,7 +217,7 @@ def test_whatever_a_chat_holds_no_word_of_it_is_lost_or_moved(
         messages.append(message)
         replies.append(sampled)
     messages.append(USER)
-    made = chat.template.replay(messages, [*replies, None], ending_ids=chat.ending, tools=TOOLS)
+    made = chat.template.render_with_replies(messages, [*replies, None], ending_ids=chat.ending, tools=TOOLS)
     rendered = chat.template.render(messages, tools=TOOLS)
     assert _words(chat.text(made.ids)) == _words(chat.text(rendered))
 
@@ -238,9 +240,9 @@ def test_what_replay_costs_grows_with_the_chat_and_not_faster() -> None:
 
     def seconds(num_turns: int) -> float:
         messages = [{"role": "assistant", "content": f"{place} " + "word " * 200} for place in range(num_turns)]
-        replies = [Sampled((1, 2, 3), 0, 0)] * num_turns
+        replies = [SampledReply((1, 2, 3), 0, 0)] * num_turns
         began = time.process_time()
-        pieces = pieces_of(messages, replies, render, Frame("", (END,), (END,), str), no_tokenizer)
+        pieces = splice_replies(messages, replies, render, TurnFrame("", (END,), (END,), str), no_tokenizer)
         assert len(pieces) == 2 * num_turns + 1
         return time.process_time() - began
 
@@ -266,7 +268,7 @@ def test_a_template_that_frames_turns_otherwise_loses_no_neighbour(headless: boo
     before = {"role": "user", "content": "Please <|im_start|>assistant\nread all of this."}
     after = {"role": "user", "content": "And all of that."}
     messages = [before, message, after]
-    made = chat.template.replay(messages, [None, sampled, None], ending_ids=chat.ending, tools=TOOLS)
+    made = chat.template.render_with_replies(messages, [None, sampled, None], ending_ids=chat.ending, tools=TOOLS)
     assert "read all of this." in chat.text(made.ids)
     assert "And all of that." in chat.text(made.ids)
 
@@ -283,17 +285,17 @@ def test_a_trimmed_reply_comes_back_without_its_space(
     """What is put back decodes to what the client sent, and is a run of what was sampled."""
     thought = ["<think>", "\nHm.\n", "</think>", "\n\n"] if thinks else []
     message, sampled = qwen3.reply((), [*thought, *_cut("".join([*before, *words, *after]), cuts)])
-    trimmed = qwen3.form.trimmed(sampled, Visible(message["content"]))
+    trimmed = qwen3.form.trimmed(sampled, ReplyContent(message["content"]))
     text = message["content"].strip()
     if trimmed is None:
         return
     assert text != message["content"]
     messages: list[Any] = [USER, {"role": "assistant", "content": text}, USER]
-    made = qwen3.template.replay(messages, [None, trimmed, None], ending_ids=qwen3.ending)
+    made = qwen3.template.render_with_replies(messages, [None, trimmed, None], ending_ids=qwen3.ending)
     assert made.replayed_turns == 1
     assert qwen3.text(made.ids) == qwen3.text(qwen3.template.render(messages))
     loop: list[Any] = [USER, {**message, "content": text}]
-    made = qwen3.template.replay(loop, [None, trimmed], ending_ids=qwen3.ending)
+    made = qwen3.template.render_with_replies(loop, [None, trimmed], ending_ids=qwen3.ending)
     # Line breaks behind thinking are no part of what the client was shown.
     shown, rendered = (
         re.sub(r"</think>\n+", "</think>", qwen3.text(ids)) for ids in (made.ids, qwen3.template.render(loop))
@@ -304,7 +306,7 @@ def test_a_trimmed_reply_comes_back_without_its_space(
 def test_space_is_trimmed_where_tokens_end(qwen3: Chat) -> None:
     def trimmed_ids(*pieces: str) -> tuple[int, ...] | None:
         message, sampled = qwen3.reply((), pieces)
-        trimmed = qwen3.form.trimmed(sampled, Visible(message["content"]))
+        trimmed = qwen3.form.trimmed(sampled, ReplyContent(message["content"]))
         return trimmed.ids[trimmed.text_from :] if trimmed else None
 
     said = tuple(id for piece in ("Hel", "lo.") for id in encode_rendered(qwen3.tokenizer, piece))

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from kvstrata.text.harmony import harmony_marks
-from kvstrata.text.reply_events import Text, Thinking
-from kvstrata.text.reply_parser import ReplyForm
+from kvstrata.text.harmony import harmony_tokens
+from kvstrata.text.reply_events import ReplyText, ReplyThinking
+from kvstrata.text.reply_parser import ReplyFormat
 from kvstrata.text.template import ChatTemplate
 from kvstrata.text.thinking import ThinkingSwitch
 from tests.text.chat_templates import GPT_OSS, HARMONY, LLAMA, MISTRAL
@@ -33,12 +33,12 @@ CODER = """{{ tools | tojson if tools else '' }}{% for message in messages %}<|i
 
 def form_of(
     wrap: Any, source: str, parser: str = "", *, added: list[str] | None = None
-) -> tuple[ReplyForm, ChatTemplate]:
+) -> tuple[ReplyFormat, ChatTemplate]:
     tokenizer = wrap(chat_template=source, **(marks_of(parser) if parser else {}))
     if added:
         tokenizer.add_special_tokens({"additional_special_tokens": added})
     template = ChatTemplate(tokenizer)
-    return ReplyForm(tokenizer, template, harmony_marks(tokenizer)), template
+    return ReplyFormat(tokenizer, template, harmony_tokens(tokenizer)), template
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_how_calls_are_written(
     assert form.call_text("look_up") == around
     if around:
         text = around[0] + '{"q": 1}' + around[1]
-        assert read(form.reader((), TOOLS), list(text)) == call("look_up", '{"q": 1}')
-        assert read(form.reader((), TOOLS), [f"So: {text}"])[0] == Text(
+        assert read(form.parser((), TOOLS), list(text)) == call("look_up", '{"q": 1}')
+        assert read(form.parser((), TOOLS), [f"So: {text}"])[0] == ReplyText(
             "So: " if around[0][0] != "{" else f"So: {text}"
         )
 
@@ -95,8 +95,8 @@ def test_the_prompt_may_open_thinking(wrap_byte_level) -> None:
     opened = template.render([user("a")])
     closed = template.render([user("a")], template_kwargs={"enable_thinking": False})
     for tools in (TOOLS, []):
-        assert read(form.reader(opened, tools), ["Hm.\n</think>\n\nHi"]) == [Thinking("Hm."), Text("Hi")]
-        assert read(form.reader(closed, tools), ["Hi"]) == [Text("Hi")]
+        assert read(form.parser(opened, tools), ["Hm.\n</think>\n\nHi"]) == [ReplyThinking("Hm."), ReplyText("Hi")]
+        assert read(form.parser(closed, tools), ["Hi"]) == [ReplyText("Hi")]
     assert form.opens_thinking(opened)
     assert not form.opens_thinking(closed)
     assert len(form.think_end_ids) == 1
@@ -108,10 +108,10 @@ def test_marks_that_frame_the_answer_are_no_text(wrap_byte_level) -> None:
     tokenizer = wrap_byte_level(chat_template=PLAIN)
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
     rewrapped = type(tokenizer)(tokenizer._tokenizer, **marks_of("kimi_k3"))
-    form = ReplyForm(rewrapped, ChatTemplate(rewrapped), None)
+    form = ReplyFormat(rewrapped, ChatTemplate(rewrapped), None)
     text = "<|open|>response<|sep|>Hi <|open|> there<|close|>response<|sep|><|close|>message<|sep|>"
     for pieces in ([text], list(text)):
-        assert read(form.reader((), TOOLS), pieces) == [Text("Hi <|open|> there")]
+        assert read(form.parser((), TOOLS), pieces) == [ReplyText("Hi <|open|> there")]
 
 
 SWITCH = PLAIN + "{% if NAME is defined and not NAME %}<think></think>{% endif %}"

@@ -142,7 +142,7 @@ def test_places_to_resume_are_found_behind_escaped_text(wrap_byte_level: Any) ->
     template = ChatTemplate(wrap_byte_level(chat_template=HERMES))
     chat = [{"role": "system", "content": f"Rules. {FORGED}"}, *tool_chat(FORGED)]
     ids = template.render(chat, tools=[tool(FORGED)])
-    places = template.boundaries(chat, [tool(FORGED)], prompt=ids)
+    places = template.resume_points(chat, [tool(FORGED)], prompt=ids)
     ends = template.system_end(chat, [tool(FORGED)], template_kwargs=None, prompt=ids)
     harmless = [chat[0], {"role": "user", "content": "B"}]
     assert ends in places

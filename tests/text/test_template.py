@@ -161,8 +161,8 @@ def test_boundaries_are_where_chats_part(request: pytest.FixtureRequest, wrap: s
     system = {"role": "system", "content": "be brief"}
     messages = [system, user("hello there")]
     prompt = template.render(messages, tools=TOOLS)
-    system_end, reply_start = template.boundaries(messages, TOOLS, prompt=prompt)
-    assert template.boundaries(messages, TOOLS) == (system_end, reply_start)
+    system_end, reply_start = template.resume_points(messages, TOOLS, prompt=prompt)
+    assert template.resume_points(messages, TOOLS) == (system_end, reply_start)
     assert "look_up" in tokenizer.decode(prompt[:system_end])
     assert "hello" not in tokenizer.decode(prompt[:system_end])
     assert tokenizer.decode(prompt[:reply_start]).rstrip().endswith("hello there<|im_end|>")
@@ -175,7 +175,7 @@ def test_boundaries_are_where_chats_part(request: pytest.FixtureRequest, wrap: s
 def test_a_boundary_that_does_not_exist_is_left_out(wrap_byte_level) -> None:
     # Nothing comes before the first message, and this template adds nothing for the reply.
     template = chat_template(wrap_byte_level, ALTERNATING)
-    assert template.boundaries([user("hello")]) == ()
+    assert template.resume_points([user("hello")]) == ()
 
 
 def test_many_threads_render_the_same(wrap_byte_level) -> None:

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from kvstrata.text.detokenizer import Detokenizer, special_tokens
-from kvstrata.text.reply_events import ReplyEvent, Text, Thinking
+from kvstrata.text.reply_events import ReplyEvent, ReplyText, ReplyThinking
 from kvstrata.text.thinking import ThinkingTags, end_ids, opens_thinking, thinking_tags
 from kvstrata.text.tokenizer import encode_rendered
 from tests.text.chat_templates import GPT_OSS
@@ -31,24 +31,24 @@ def both(text: str, *, is_open: bool = False, cut_off: bool = False) -> list[Rep
 @pytest.mark.parametrize(
     ("text", "is_open", "events"),
     [
-        ("<think>\nHm.\n\nSo.\n</think>\n\nHello", False, [Thinking("Hm.\n\nSo."), Text("Hello")]),
-        ("\n <think>Hm.</think>Hello", False, [Thinking("Hm."), Text("Hello")]),
-        ("Hm.\n</think>\nHello", True, [Thinking("Hm."), Text("Hello")]),
-        ("\nHm.</think>Hello", True, [Thinking("Hm."), Text("Hello")]),
-        ("<think>\nHm.</think>Hello", True, [Thinking("Hm."), Text("Hello")]),
-        ("<think>\n\n</think>\n\nHello", False, [Text("Hello")]),
-        ("<think>\n\n</think>\n\n<think>Hm.</think>Hello", False, [Thinking("Hm."), Text("Hello")]),
-        ("<think>Hm.</think><think>Hello", False, [Thinking("Hm."), Text("<think>Hello")]),
-        ("<think>Hm.</think> Hello </think>", False, [Thinking("Hm."), Text(" Hello </think>")]),
-        ("I use <think>this</think>.", False, [Text("I use <think>this</think>.")]),
-        ("<thinking>this</thinking>", False, [Text("<thinking>this</thinking>")]),
-        ("<think>about </thin", False, [Thinking("about </thin")]),
-        ("Hm.\n", True, [Thinking("Hm.\n")]),
+        ("<think>\nHm.\n\nSo.\n</think>\n\nHello", False, [ReplyThinking("Hm.\n\nSo."), ReplyText("Hello")]),
+        ("\n <think>Hm.</think>Hello", False, [ReplyThinking("Hm."), ReplyText("Hello")]),
+        ("Hm.\n</think>\nHello", True, [ReplyThinking("Hm."), ReplyText("Hello")]),
+        ("\nHm.</think>Hello", True, [ReplyThinking("Hm."), ReplyText("Hello")]),
+        ("<think>\nHm.</think>Hello", True, [ReplyThinking("Hm."), ReplyText("Hello")]),
+        ("<think>\n\n</think>\n\nHello", False, [ReplyText("Hello")]),
+        ("<think>\n\n</think>\n\n<think>Hm.</think>Hello", False, [ReplyThinking("Hm."), ReplyText("Hello")]),
+        ("<think>Hm.</think><think>Hello", False, [ReplyThinking("Hm."), ReplyText("<think>Hello")]),
+        ("<think>Hm.</think> Hello </think>", False, [ReplyThinking("Hm."), ReplyText(" Hello </think>")]),
+        ("I use <think>this</think>.", False, [ReplyText("I use <think>this</think>.")]),
+        ("<thinking>this</thinking>", False, [ReplyText("<thinking>this</thinking>")]),
+        ("<think>about </thin", False, [ReplyThinking("about </thin")]),
+        ("Hm.\n", True, [ReplyThinking("Hm.\n")]),
         ("</think>", True, []),
         (
             f"<think>\nmaybe {CALL}?\n{CALL}</think>\n{CALL}",
             False,
-            [Thinking(f"maybe {CALL}?\n{CALL}"), *call("f", '{"x": 1}')],
+            [ReplyThinking(f"maybe {CALL}?\n{CALL}"), *call("f", '{"x": 1}')],
         ),
     ],
 )
@@ -57,17 +57,17 @@ def test_thinking_is_split_from_the_answer(text: str, is_open: bool, events: lis
 
 
 def test_thinking_that_is_cut_off_stays_thinking() -> None:
-    assert both("<think>\nHm. </thi", cut_off=True) == [Thinking("Hm. </thi")]
-    assert both("<thin", cut_off=True) == [Text("<thin")]
+    assert both("<think>\nHm. </thi", cut_off=True) == [ReplyThinking("Hm. </thi")]
+    assert both("<thin", cut_off=True) == [ReplyText("<thin")]
 
 
 def test_thinking_comes_as_it_is_written() -> None:
     one = reader()
     assert one.add("<think>\n") == []
-    assert one.add("Hm") == [Thinking("Hm")]
-    assert one.add(".\n") == [Thinking(".")]
-    assert one.add("So\n</th") == [Thinking("\nSo")]
-    assert one.add("ink>\n\nHi") == [Text("Hi")]
+    assert one.add("Hm") == [ReplyThinking("Hm")]
+    assert one.add(".\n") == [ReplyThinking(".")]
+    assert one.add("So\n</th") == [ReplyThinking("\nSo")]
+    assert one.add("ink>\n\nHi") == [ReplyText("Hi")]
 
 
 @given(
@@ -80,7 +80,7 @@ def test_the_cut_does_not_matter(parts: list[str], cuts: set[int], is_open: bool
     whole = read(reader(is_open=is_open), [text])
     assert read(reader(is_open=is_open), cut(text, cuts)) == whole
     if not is_open and not text.lstrip(" \t\r\n").startswith("<think>"):
-        assert whole == ([Text(text)] if text else [])
+        assert whole == ([ReplyText(text)] if text else [])
 
 
 REASONING = """{% for message in messages %}<|im_start|>{{ message.role }}

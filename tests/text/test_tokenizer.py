@@ -7,7 +7,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import processors
 
 from kvstrata.errors import InvalidRequest
-from kvstrata.text.tokenizer import encode_rendered, encode_text, token_bytes, token_text
+from kvstrata.text.tokenizer import encode_prompt, encode_rendered, token_bytes, token_text
 
 
 @given(text=st.text())
@@ -44,8 +44,8 @@ def test_ids_past_the_vocabulary_have_no_bytes(tokenizer: TokenizerWrapper) -> N
 
 def test_a_prompt_begins_with_bos_once(sentencepiece: TokenizerWrapper) -> None:
     bos = sentencepiece.bos_token_id
-    assert encode_text(sentencepiece, "the cat")[0] == bos
-    assert encode_text(sentencepiece, "<s>the cat").count(bos) == 1
+    assert encode_prompt(sentencepiece, "the cat")[0] == bos
+    assert encode_prompt(sentencepiece, "<s>the cat").count(bos) == 1
 
 
 def test_a_prompt_is_not_ended_by_the_tokenizer(wrap_sentencepiece) -> None:
@@ -53,16 +53,16 @@ def test_a_prompt_is_not_ended_by_the_tokenizer(wrap_sentencepiece) -> None:
     ending = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
     tokenizer.backend_tokenizer.post_processor = ending
     assert tokenizer.encode("the cat")[-1] == tokenizer.eos_token_id
-    assert encode_text(tokenizer, "the cat") == tuple(tokenizer.encode("the cat")[:-1])
+    assert encode_prompt(tokenizer, "the cat") == tuple(tokenizer.encode("the cat")[:-1])
 
 
 def test_encodes_as_the_tokenizer_itself_does(tokenizer: TokenizerWrapper) -> None:
     text = "The quick brown naïve 日本 fox\n  and 🙂"
-    assert list(encode_text(tokenizer, text)) == tokenizer.encode(text)
+    assert list(encode_prompt(tokenizer, text)) == tokenizer.encode(text)
     assert list(encode_rendered(tokenizer, text)) == tokenizer.encode(text, add_special_tokens=False)
 
 
 def test_half_a_surrogate_pair_is_the_clients_mistake(tokenizer: TokenizerWrapper) -> None:
     with pytest.raises(InvalidRequest, match="not valid Unicode") as refused:
-        encode_text(tokenizer, "fine so far \ud83d")
+        encode_prompt(tokenizer, "fine so far \ud83d")
     assert refused.value.param == "prompt"

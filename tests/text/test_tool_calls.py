@@ -9,19 +9,19 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvstrata.text.reply_events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text
-from kvstrata.text.tool_calls.native_calls import NativeForm
-from kvstrata.text.tool_calls.tagged_calls import glm
+from kvstrata.text.reply_events import ReplyEvent, ReplyText, ToolCallArguments, ToolCallEnd, ToolCallStart
+from kvstrata.text.tool_calls.native_calls import NativeCallFormat
+from kvstrata.text.tool_calls.tagged_calls import glm_tags
 from tests.text.read import HERMES, call, cut, known, parses, read, reader, said, tool, well_formed
 
 CALL = '{"name": "f", "parameters": {"x": "}\\\\\\";{"}}'
 ONE = call("f", '{"x": "}\\\\\\";{"}')
-MISTRAL = NativeForm("[TOOL_CALLS]", "", "headers")
-GLM = NativeForm("<tool_call>", "</tool_call>", "tagged", glm("", "</tool_call>"))
+MISTRAL = NativeCallFormat("[TOOL_CALLS]", "", "headers")
+GLM = NativeCallFormat("<tool_call>", "</tool_call>", "tagged", glm_tags("", "</tool_call>"))
 FORMS = [None, HERMES, MISTRAL, GLM]
 
 
-def both(text: str, native: NativeForm | None = None, *, cut_off: bool = False) -> list[ReplyEvent]:
+def both(text: str, native: NativeCallFormat | None = None, *, cut_off: bool = False) -> list[ReplyEvent]:
     whole = read(reader(native), [text], cut_off=cut_off)
     assert read(reader(native), list(text), cut_off=cut_off) == whole
     assert read(reader(native), cut(text, range(0, len(text), 7)), cut_off=cut_off) == whole
@@ -58,17 +58,17 @@ def both(text: str, native: NativeForm | None = None, *, cut_off: bool = False) 
         (f"{CALL}\n</tool_call>", ONE),
         (f"<function_call> {CALL} </function_call>", ONE),
         (f"<tools>\n{CALL}\n</tools>\n<tools>\n{CALL}\n</tools>", ONE + ONE),
-        (f"Let me look.\n{CALL}", [Text("Let me look.\n"), *ONE]),
-        (f"Let me look.\n\n  {CALL}\n\nDone.", [Text("Let me look.\n\n  "), *ONE, Text("\n\nDone.")]),
-        (f"So:\n```json\n{CALL}\n```\nDone.", [Text("So:\n"), *ONE, Text("\nDone.")]),
-        (f"{CALL} That is it.", [*ONE, Text(" That is it.")]),
-        (f"{CALL};x", [*ONE, Text(";x")]),
-        ('{"name": "f", "arguments": {}, "id": "abc", "type": "function"}!', [*call("f", "{}"), Text("!")]),
-        ('{"name": "f", "arguments": {}, "why": 1}', [*call("f", "{}"), Text(', "why": 1}')]),
+        (f"Let me look.\n{CALL}", [ReplyText("Let me look.\n"), *ONE]),
+        (f"Let me look.\n\n  {CALL}\n\nDone.", [ReplyText("Let me look.\n\n  "), *ONE, ReplyText("\n\nDone.")]),
+        (f"So:\n```json\n{CALL}\n```\nDone.", [ReplyText("So:\n"), *ONE, ReplyText("\nDone.")]),
+        (f"{CALL} That is it.", [*ONE, ReplyText(" That is it.")]),
+        (f"{CALL};x", [*ONE, ReplyText(";x")]),
+        ('{"name": "f", "arguments": {}, "id": "abc", "type": "function"}!', [*call("f", "{}"), ReplyText("!")]),
+        ('{"name": "f", "arguments": {}, "why": 1}', [*call("f", "{}"), ReplyText(', "why": 1}')]),
         ("<function=f>\n<parameter=x>\n1\n</parameter>\n</function>", call("f", '{"x": 1}')),
     ],
 )
-def test_calls_are_found_in_any_form(native: NativeForm | None, text: str, events: list[ReplyEvent]) -> None:
+def test_calls_are_found_in_any_form(native: NativeCallFormat | None, text: str, events: list[ReplyEvent]) -> None:
     if native is GLM and "<tool_call>\n```" in text:
         pytest.skip("its mark means GLM's own form")
     assert both(text, native) == events
@@ -119,17 +119,17 @@ def test_calls_are_found_in_any_form(native: NativeForm | None, text: str, event
         "see <think>this</think>",
     ],
 )
-def test_anything_else_is_text(native: NativeForm | None, text: str) -> None:
+def test_anything_else_is_text(native: NativeCallFormat | None, text: str) -> None:
     assert said(both(text, native)) == text
-    assert both(text, native) == ([Text(text)] if text else [])
-    assert both(text, native, cut_off=True) == ([Text(text)] if text else [])
+    assert both(text, native) == ([ReplyText(text)] if text else [])
+    assert both(text, native, cut_off=True) == ([ReplyText(text)] if text else [])
 
 
 def test_a_call_follows_a_fence_that_holds_none() -> None:
     fence = '```json\n{"a": 1}\n```\n'
-    assert both(fence + CALL) == [Text(fence), *ONE]
+    assert both(fence + CALL) == [ReplyText(fence), *ONE]
     inline = '```{"a": 1}``` is code\n'
-    assert both(inline + CALL) == [Text(inline), *ONE]
+    assert both(inline + CALL) == [ReplyText(inline), *ONE]
 
 
 def test_a_call_that_is_cut_off_is_not_ended() -> None:
@@ -144,8 +144,8 @@ def test_a_call_that_is_cut_off_is_not_ended() -> None:
 def test_the_rest_of_a_broken_call_is_given_as_it_was_written() -> None:
     broken = '{"name": "f", "arguments": {"x": oops}}'
     assert both(f"{broken}\nand so on") == call("f", '{"x": oops}}\nand so on')
-    assert both(f"<tool_call>{broken}</tool_call>b") == [*call("f", '{"x": oops}}'), Text("b")]
-    assert both(f"```json\n{broken}\n```\nb") == [*call("f", '{"x": oops}}\n'), Text("\nb")]
+    assert both(f"<tool_call>{broken}</tool_call>b") == [*call("f", '{"x": oops}}'), ReplyText("b")]
+    assert both(f"```json\n{broken}\n```\nb") == [*call("f", '{"x": oops}}\n'), ReplyText("\nb")]
     assert (
         both(f"<tool_call>{broken}</tool_call>\n<tool_call>{CALL}</tool_call>", HERMES)
         == call("f", '{"x": oops}}') + ONE
@@ -164,39 +164,39 @@ def test_arguments_in_a_string_come_out_as_the_object() -> None:
 
 def test_pieces_come_as_they_are_written() -> None:
     one = reader(HERMES)
-    assert one.add("hello ") == [Text("hello ")]
-    assert one.add("world<tool_") == [Text("world")]
-    assert one.add("box>") == [Text("<tool_box>")]
+    assert one.add("hello ") == [ReplyText("hello ")]
+    assert one.add("world<tool_") == [ReplyText("world")]
+    assert one.add("box>") == [ReplyText("<tool_box>")]
     assert one.add('<tool_call>\n{"name": "find", "argum') == []
-    assert known(one.add('ents": {')) == [CallBegun("", "find"), CallArguments("{")]
-    assert one.add('"x": "ab') == [CallArguments('"x": "ab')]
-    assert one.add("c") == [CallArguments("c")]
-    assert one.add('"}') == [CallArguments('"}'), CallEnded()]
-    assert one.add("}\n</tool_call>x") == [Text("x")]
+    assert known(one.add('ents": {')) == [ToolCallStart("", "find"), ToolCallArguments("{")]
+    assert one.add('"x": "ab') == [ToolCallArguments('"x": "ab')]
+    assert one.add("c") == [ToolCallArguments("c")]
+    assert one.add('"}') == [ToolCallArguments('"}'), ToolCallEnd()]
+    assert one.add("}\n</tool_call>x") == [ReplyText("x")]
 
 
 def test_what_cannot_be_a_call_is_not_held_back() -> None:
     one = reader(tags=None)
     assert one.add('{"na') == []
-    assert one.add('me": "fa') == [Text('{"name": "fa')]
-    assert reader().add("Hello") == [Text("Hello")]
+    assert one.add('me": "fa') == [ReplyText('{"name": "fa')]
+    assert reader().add("Hello") == [ReplyText("Hello")]
     fence = reader()
     assert fence.add("```json\n") == []
-    assert fence.add('{"title": 1') == [Text('```json\n{"title": 1')]
+    assert fence.add('{"title": 1') == [ReplyText('```json\n{"title": 1')]
 
 
 def test_a_string_parameter_streams() -> None:
     one = reader()
     one.add("<function=find>\n<parameter=x>\n")
-    assert one.add('say "hi"\nand') == [CallArguments('"say \\"hi\\"\\nand')]
+    assert one.add('say "hi"\nand') == [ToolCallArguments('"say \\"hi\\"\\nand')]
     assert one.add("\n") == []
-    assert one.add("</parameter></function>") == [CallArguments('"}'), CallEnded()]
+    assert one.add("</parameter></function>") == [ToolCallArguments('"}'), ToolCallEnd()]
 
 
 def test_ids_are_the_models_own_once() -> None:
     text = '{"id": "a1", "name": "f", "arguments": {}}'
     events = reader().add(f"{text}\n{text}\n")
-    ids = [event.id for event in events if isinstance(event, CallBegun)]
+    ids = [event.id for event in events if isinstance(event, ToolCallStart)]
     assert ids[0] == "a1"
     assert len(ids[1]) == 9
     assert ids[1].isalnum()
@@ -204,7 +204,7 @@ def test_ids_are_the_models_own_once() -> None:
 
 def test_without_tools_nothing_is_a_call() -> None:
     assert read(reader(HERMES, tools=()), [f"<tool_call>{CALL}</tool_call>"]) == [
-        Text(f"<tool_call>{CALL}</tool_call>")
+        ReplyText(f"<tool_call>{CALL}</tool_call>")
     ]
 
 
@@ -231,12 +231,12 @@ soup = st.lists(st.sampled_from(SCRAPS) | st.text(max_size=3), max_size=14).map(
 )
 @example(text=f"{CALL};{CALL}", cuts=set(range(80)), native=None, cut_off=False, open=False)
 def test_the_cut_does_not_matter_and_nothing_is_lost(
-    text: str, cuts: set[int], native: NativeForm | None, cut_off: bool, open: bool
+    text: str, cuts: set[int], native: NativeCallFormat | None, cut_off: bool, open: bool
 ) -> None:
     whole = read(reader(native, is_open=open), [text], cut_off=cut_off)
     assert read(reader(native, is_open=open), cut(text, cuts), cut_off=cut_off) == whole
     assert well_formed(whole, cut_off=cut_off)
-    if not any(isinstance(event, CallBegun) for event in whole) and not open and "think>" not in text:
+    if not any(isinstance(event, ToolCallStart) for event in whole) and not open and "think>" not in text:
         assert said(whole) == text
 
 
@@ -259,7 +259,7 @@ def test_every_call_that_ended_parses(values: dict[str, object], wrap: str, firs
     body = json.dumps({"name": "f", "arguments": values} if first else {"arguments": values, "name": "f"})
     text = wrap.format(body)
     events = read(reader(), cut(text, cuts))
-    given_text = "".join(event.text for event in events if isinstance(event, CallArguments))
+    given_text = "".join(event.text for event in events if isinstance(event, ToolCallArguments))
     assert parses(given_text)
     assert json.loads(given_text) == values
     assert said(events) == ("so\n" if text.startswith("so") else "")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvstrata.text.reply_parser import ReplyForm
-from kvstrata.text.tools_in_prompt import without_tools
+from kvstrata.text.reply_parser import ReplyFormat
+from kvstrata.text.tools_in_prompt import tools_to_text
 from tests.text.read import call, read
 from tests.text.test_template import ALTERNATING, PLAIN, TOOLS, WITH_TOOLS, chat_template, text_of, user
 
@@ -95,7 +95,7 @@ def test_prompts_of_one_chat_begin_alike(wrap_byte_level) -> None:
     first = [system("be brief"), user("hi")]
     later = [*first, calling("1"), result("1", "one")]
     prompt = template.render(first, tools=TOOLS)
-    system_end, reply_start = template.boundaries(first, TOOLS, prompt=prompt)
+    system_end, reply_start = template.resume_points(first, TOOLS, prompt=prompt)
     assert template.render(later, tools=TOOLS)[:reply_start] == prompt[:reply_start]
     other = template.render([first[0], user("other")], tools=TOOLS)
     assert other[:system_end] == prompt[:system_end]
@@ -104,13 +104,13 @@ def test_prompts_of_one_chat_begin_alike(wrap_byte_level) -> None:
 
 def test_what_was_told_is_read(wrap_byte_level) -> None:
     template = chat_template(wrap_byte_level, ALTERNATING)
-    form = ReplyForm(template._tokenizer, template, None)
+    form = ReplyFormat(template._tokenizer, template, None)
     assert form.calls == "told in the system text"
     assert not form.shows_tools
     around = form.call_text("look_up")
     assert around is not None
     prompt = template.render([user("a")], tools=TOOLS)
-    assert read(form.reader(prompt, TOOLS), list(around[0] + '{"q": 1}' + around[1])) == call("look_up", '{"q": 1}')
+    assert read(form.parser(prompt, TOOLS), list(around[0] + '{"q": 1}' + around[1])) == call("look_up", '{"q": 1}')
 
 
 MIDDLE = [user("a"), assistant("b"), system("note"), user("c")]
@@ -151,7 +151,7 @@ def test_many_results_take_time_in_proportion() -> None:
     asks = {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": {}}}]}
     results = [{"role": "tool", "tool_call_id": "a", "content": "x" * 100} for _ in range(40_000)]
     began_s = time.process_time()
-    chat = without_tools([user("Hi"), asks, *results, user("Go on.")], None)
+    chat = tools_to_text([user("Hi"), asks, *results, user("Go on.")], None)
     assert time.process_time() - began_s < 4
     assert [message["role"] for message in chat] == ["user", "assistant", "user"]
     assert chat[-1]["content"].count("Result of f:\n") == 40_000

@@ -26,7 +26,7 @@ from kvstrata.models.cpu_options import CpuOptions
 from kvstrata.models.load import load
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
-from kvstrata.text.tokenizer import encode_text
+from kvstrata.text.tokenizer import encode_prompt
 
 Answer = dict[str, Any]
 
@@ -40,7 +40,7 @@ class Side:
         self._runner = ModelRunner(loaded.module, probe(loaded.module))
 
     def ids(self, text: str) -> Answer:
-        return {"ids": encode_text(self._loaded.tokenizer, text)}
+        return {"ids": encode_prompt(self._loaded.tokenizer, text)}
 
     def prefill(self, ids: Sequence[int]) -> Answer:
         began_s = time.perf_counter()

@@ -96,9 +96,9 @@ def _asked(pairs: str | None, modes: str | None, context: str | None, windows: i
 
 def _read(loaded: LoadedModel, path: Path) -> Text:
     from kvstrata.bench.passes import Text
-    from kvstrata.text.tokenizer import encode_text
+    from kvstrata.text.tokenizer import encode_prompt
 
-    return Text(path.stem, encode_text(loaded.tokenizer, path.read_text(encoding="utf-8")))
+    return Text(path.stem, encode_prompt(loaded.tokenizer, path.read_text(encoding="utf-8")))
 
 
 QUALITY_HEAD = (

@@ -31,7 +31,7 @@ from kvstrata.server.responses import ask as responses
 from kvstrata.server.responses.schema import ResponseAsked
 from kvstrata.server.responses.stored import StoredResponses
 from kvstrata.server.sessions.names import Name, name_of_chat, name_of_text
-from kvstrata.text.tokenizer import encode_text
+from kvstrata.text.tokenizer import encode_prompt
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -113,5 +113,5 @@ class Prompts:
     def _of_completion(self, asked: CompletionAsked, scope: Scope) -> _Prompt:
         """Of several prompts the first decides."""
         first = openai.as_list(asked.prompt)[0] if asked.prompt else ""
-        ids = encode_text(self._tokenizer, first) if isinstance(first, str) else tuple(first)
+        ids = encode_prompt(self._tokenizer, first) if isinstance(first, str) else tuple(first)
         return _Prompt(ids, salt_of(scope, asked.cache_salt), name_of_text(scope, asked.prompt_cache_key, ids))

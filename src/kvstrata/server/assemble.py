@@ -45,8 +45,8 @@ from kvstrata.server.replay.memory import ReplyMemory
 from kvstrata.server.service import Service
 from kvstrata.server.wire.bounds import Bounds
 from kvstrata.sizes import human_bytes
-from kvstrata.text.harmony import harmony_marks
-from kvstrata.text.reply_parser import ReplyForm
+from kvstrata.text.harmony import harmony_tokens
+from kvstrata.text.reply_parser import ReplyFormat
 from kvstrata.text.template import ChatTemplate
 from kvstrata.text.thinking import ThinkingSwitch
 from kvstrata.text.tokenizer import longest_token_chars
@@ -107,7 +107,7 @@ def start_service(
         engine=engine,
         metrics=metrics,
         template=template,
-        form=ReplyForm(loaded.tokenizer, template, harmony_marks(loaded.tokenizer)),
+        form=ReplyFormat(loaded.tokenizer, template, harmony_tokens(loaded.tokenizer)),
         thinking=ThinkingSwitch(template),
         grammars=Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids),
         name=settings.served_name or loaded.name,

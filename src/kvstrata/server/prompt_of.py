@@ -13,7 +13,7 @@ from kvstrata.engine.cache_api import TokenIds, as_ids
 from kvstrata.errors import InvalidRequest
 from kvstrata.server.conversation.lengths import require_possible_text
 from kvstrata.server.service import Service
-from kvstrata.text.tokenizer import encode_text, require_unicode
+from kvstrata.text.tokenizer import encode_prompt, require_unicode
 
 
 def ids_of_prompt(service: Service, prompt: Mapping[str, Any]) -> TokenIds:
@@ -30,7 +30,7 @@ def ids_of_prompt(service: Service, prompt: Mapping[str, Any]) -> TokenIds:
         require_possible_text(service, text)
         require_unicode(text, param="prompt")
         if prompt.get("raw") or not service.template.exists:
-            return _ids(list(encode_text(service.loaded.tokenizer, text)))
+            return _ids(list(encode_prompt(service.loaded.tokenizer, text)))
         messages = [{"role": "user", "content": text}]
     return _ids(_rendered(service, messages))
 

@@ -25,7 +25,7 @@ from kvstrata.server.responses.stored import StoredResponses
 from kvstrata.server.sessions.registry import Sessions
 from kvstrata.server.wire.bounds import Bounds
 from kvstrata.sizes import Size
-from kvstrata.text.reply_parser import ReplyForm
+from kvstrata.text.reply_parser import ReplyFormat
 from kvstrata.text.template import ChatTemplate
 from kvstrata.text.thinking import ThinkingSwitch
 
@@ -46,7 +46,7 @@ class Service:
     engine: Engine
     metrics: Metrics
     template: ChatTemplate
-    form: ReplyForm  # how replies are taken apart
+    form: ReplyFormat  # how replies are taken apart
     thinking: ThinkingSwitch
     grammars: Grammars
     name: str  # what answers call the model

@@ -20,7 +20,7 @@ from kvstrata.server.errors import Shape, answers
 from kvstrata.server.openai.ask import messages_of
 from kvstrata.server.openai.schema import Message, TokenId, ToolOffered
 from kvstrata.server.service import Service
-from kvstrata.text.tokenizer import decode_ids, encode_rendered, encode_text, require_unicode, token_text
+from kvstrata.text.tokenizer import decode_ids, encode_prompt, encode_rendered, require_unicode, token_text
 
 router = APIRouter(tags=["Tokens"])
 
@@ -100,7 +100,7 @@ def _ids(service: Service, asked: TokenizeAsked, scope: Scope) -> tuple[int, ...
     if asked.prompt is not None:
         require_possible_text(service, asked.prompt)
         if asked.add_special_tokens is not False:
-            return encode_text(service.loaded.tokenizer, asked.prompt)
+            return encode_prompt(service.loaded.tokenizer, asked.prompt)
         require_unicode(asked.prompt, param="prompt")
         return encode_rendered(service.loaded.tokenizer, asked.prompt)
     chat = Chat(

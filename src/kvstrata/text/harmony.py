@@ -15,11 +15,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from kvstrata.text.reply_events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text, Thinking, joined
+from kvstrata.text.reply_events import (
+    ReplyEvent,
+    ReplyText,
+    ReplyThinking,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+    join_events,
+)
 from kvstrata.text.tokenizer import hf_tokenizer, token_text
-from kvstrata.text.tool_calls.answer_text import Offered
+from kvstrata.text.tool_calls.answer_text import OfferedTools
 from kvstrata.text.tool_calls.json_calls import JsonScanner
-from kvstrata.text.tool_calls.scanner import AnswerReader
+from kvstrata.text.tool_calls.scanner import ToolCallScanner
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -34,7 +42,7 @@ _FUNCTION = re.compile(r"\bto=functions\.([^\s<]+)")
 
 
 @dataclass(frozen=True)
-class HarmonyMarks:
+class HarmonyTokens:
     names: Mapping[int, str]
 
     @property
@@ -47,27 +55,27 @@ class HarmonyMarks:
         return frozenset(id for id, name in self.names.items() if name in ("<|call|>", "<|return|>"))
 
 
-def harmony_marks(tokenizer: TokenizerWrapper) -> HarmonyMarks | None:
+def harmony_tokens(tokenizer: TokenizerWrapper) -> HarmonyTokens | None:
     """None where replies have another form. Looks through all added tokens: once for a model."""
     added = hf_tokenizer(tokenizer).added_tokens_decoder
     names = {id: token.content for id, token in added.items() if token.special}
     if not set(names.values()) >= _REQUIRED:
         return None
-    return HarmonyMarks({id: name for id, name in names.items() if name in _REQUIRED | {"<|constrain|>"}})
+    return HarmonyTokens({id: name for id, name in names.items() if name in _REQUIRED | {"<|constrain|>"}})
 
 
-class HarmonyReader:
+class HarmonyParser:
     """One for each reply. What looks like a call of something that was not offered is text."""
 
     def __init__(
-        self, tokenizer: TokenizerWrapper, marks: HarmonyMarks, prompt: Sequence[int], offered: Offered
+        self, tokenizer: TokenizerWrapper, marks: HarmonyTokens, prompt: Sequence[int], offered: OfferedTools
     ) -> None:
         self._names = marks.names
         self._offered = offered
         self._events: list[ReplyEvent] = []
         self._header: str | None = None  # None: not inside one
         self._is_thought = False
-        self._call: _Call | None = None
+        self._call: _HarmonyCall | None = None
         self._answer = self._new_answer()
         self._open(tokenizer, prompt[-_OPENING_TOKENS:])
 
@@ -86,10 +94,10 @@ class HarmonyReader:
 
     def _take(self) -> list[ReplyEvent]:
         events, self._events = self._events, []
-        return joined(events)
+        return join_events(events)
 
-    def _new_answer(self) -> AnswerReader | None:
-        return AnswerReader(self._offered) if self._offered.tools else None
+    def _new_answer(self) -> ToolCallScanner | None:
+        return ToolCallScanner(self._offered) if self._offered.tools else None
 
     def _open(self, tokenizer: TokenizerWrapper, tail: Sequence[int]) -> None:
         """Templates begin the reply's first message, most of them with its role only."""
@@ -109,13 +117,13 @@ class HarmonyReader:
         elif self._call is not None:
             self._events += self._call.add(text)
         elif self._is_thought:
-            self._events.append(Thinking(text))
+            self._events.append(ReplyThinking(text))
         else:
             self._say(text)
 
     def _say(self, text: str) -> None:
         """A message may hold calls in other forms, as any answer."""
-        self._events += self._answer.add(text) if self._answer else [Text(text)]
+        self._events += self._answer.add(text) if self._answer else [ReplyText(text)]
 
     def _mark(self, mark: str) -> None:
         if mark == "<|message|>":
@@ -133,7 +141,7 @@ class HarmonyReader:
         channel = self._header.partition("<|channel|>")[2].split(None, 1)
         function = _FUNCTION.search(self._header)
         self._is_thought = bool(channel) and channel[0].partition("<")[0] == "analysis"
-        self._call = _Call(function[1]) if function and function[1] in self._offered.names else None
+        self._call = _HarmonyCall(function[1]) if function and function[1] in self._offered.names else None
         self._header = None
 
     def _end_message(self, *, cut_off: bool = False) -> None:
@@ -149,7 +157,7 @@ class HarmonyReader:
             self._answer = self._new_answer()
 
 
-class _Call:
+class _HarmonyCall:
     """The message of one call: its arguments are handed on as they come, without the space around them."""
 
     def __init__(self, name: str) -> None:
@@ -169,17 +177,21 @@ class _Call:
             begins = body.lstrip().startswith("{")
             self._state = "arguments" if begins else "text"
             if begins:
-                begun = CallBegun(uuid.uuid4().hex[:9], self._name)
-                return [begun, CallArguments(self._scanned(body.lstrip()))]
-        return [CallArguments(self._scanned(body)) if self._state == "arguments" else Text(body)]
+                begun = ToolCallStart(uuid.uuid4().hex[:9], self._name)
+                return [begun, ToolCallArguments(self._scanned(body.lstrip()))]
+        return [ToolCallArguments(self._scanned(body)) if self._state == "arguments" else ReplyText(body)]
 
     def finish(self, *, cut_off: bool) -> list[ReplyEvent]:
         if self._state == "text":
-            return [Text("".join(self._space))]
+            return [ReplyText("".join(self._space))]
         if self._state == "space" and cut_off:
             return []
-        whole = [CallBegun(uuid.uuid4().hex[:9], self._name), CallArguments("{}")] if self._state == "space" else []
-        return [*whole, *(() if cut_off and not self._scanner.done else (CallEnded(),))]
+        events: list[ReplyEvent] = []
+        if self._state == "space":
+            events += [ToolCallStart(uuid.uuid4().hex[:9], self._name), ToolCallArguments("{}")]
+        if not cut_off or self._scanner.done:
+            events.append(ToolCallEnd())
+        return events
 
     def _scanned(self, text: str) -> str:
         """As JSON, as long as it is."""

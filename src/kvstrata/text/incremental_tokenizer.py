@@ -32,7 +32,7 @@ LEAST_CHARS = 32  # tokenizing a shorter piece takes no longer than looking it u
 DIGEST_BYTES = 16
 
 
-class TurnEncoder:
+class IncrementalTokenizer:
     """`samples`: texts as the template writes them. Pieces begin at the special tokens that these have, and where
     `escapes` cut: what is between two cuts is tokenized as a text of its own."""
 
@@ -41,7 +41,7 @@ class TurnEncoder:
     ) -> None:
         self._tokenizer = tokenizer
         self._escapes = escapes or SpecialTokenEscapes(())
-        self._known = _Known()
+        self._known = _RememberedPieces()
         self._marks = _marks(tokenizer, samples)
         if any(self(sample) != encode_rendered(tokenizer, sample) for sample in samples):
             self._marks = None
@@ -74,7 +74,7 @@ def _cut(text: str, marks: re.Pattern[str]) -> list[str]:
     return [text[a:b] for a, b in pairwise([0, *starts, len(text)]) if a < b]
 
 
-class _Known:
+class _RememberedPieces:
     """Ids of pieces, those that were asked for last."""
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ def arguments_as_text(arguments: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Shape:
+class MessageShape:
     """What a template wants otherwise than OpenAI's messages have it."""
 
     arguments: ShapeArguments = arguments_as_object
@@ -49,14 +49,14 @@ class Shape:
     reasoning_or_content: bool = False  # it refuses both beside a call (gpt-oss's)
 
 
-def normalise(messages: Sequence[Message], shape: Shape) -> list[Message]:
+def normalize_messages(messages: Sequence[Message], shape: MessageShape) -> list[Message]:
     """New messages: text content, known roles, what the shape asks for. Raises InvalidRequest."""
     if not messages:
         raise InvalidRequest("messages is empty: send at least one message.", param="messages")
     return [_normalise_one(message, place, shape) for place, message in enumerate(messages)]
 
 
-def _normalise_one(message: Message, place: int, shape: Shape) -> Message:
+def _normalise_one(message: Message, place: int, shape: MessageShape) -> Message:
     # Templates ask whether a key is there, so one that says null must not be, nor a list of calls that has none.
     out = {key: value for key, value in message.items() if value is not None and (key != "tool_calls" or value)}
     out["role"] = _role(message, place)
@@ -109,7 +109,7 @@ def _part_text(part: Any, place: int) -> str:
     return part[kind]
 
 
-def _normalise_call(call: Any, place: int, shape: Shape) -> Message:
+def _normalise_call(call: Any, place: int, shape: MessageShape) -> Message:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise _wrong(place, "has a tool call without function.name")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvstrata.text.messages import Message
-from kvstrata.text.sampled_reply import Sampled, visible_of_message
+from kvstrata.text.sampled_reply import SampledReply, content_of_message
 from kvstrata.text.tokenizer import decode_ids
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ LEAD_IDS = 16
 
 
 @dataclass(frozen=True)
-class Frame:
+class TurnFrame:
     """What a template writes around the assistant's turns. `header`: before each; empty: that is not known.
     `endings`: of those that end a reply, as text. `added`: the tokens that no neighbour changes. `unescape`: makes
     rendered text what the messages have (special_escapes.py).
@@ -57,7 +57,7 @@ class Frame:
 @dataclass
 class _Turn:
     place: int  # among the messages
-    reply: Sampled
+    reply: SampledReply
     before: str = ""  # how the message before it ends, and the one after it begins
     after: str = ""
     thought: str = ""  # the marks; empty: there is none
@@ -77,11 +77,11 @@ class Misplaced(Exception):
     """Raised and caught inside this module: a turn cannot be replaced."""
 
 
-def pieces_of(
+def splice_replies(
     messages: Sequence[Message],
-    replies: Sequence[Sampled | None],
+    replies: Sequence[SampledReply | None],
     render: Render,
-    frame: Frame,
+    frame: TurnFrame,
     tokenizer: TokenizerWrapper,
 ) -> list[Piece]:
     """The prompt, in order. `replies`: for each message the one that it is, if it is one of ours."""
@@ -100,7 +100,7 @@ def pieces_of(
 
 
 def _marked(
-    messages: Sequence[Message], replies: Sequence[Sampled | None], wanted: Sequence[int]
+    messages: Sequence[Message], replies: Sequence[SampledReply | None], wanted: Sequence[int]
 ) -> tuple[list[_Turn], list[Message]]:
     """Marks are letters and digits that no client can guess."""
     word = f"kvs{secrets.token_hex(8)}"
@@ -110,7 +110,7 @@ def _marked(
         reply = replies[place]
         assert reply is not None
         message = dict(messages[place])
-        visible = visible_of_message(message)
+        visible = content_of_message(message)
         turn = _Turn(place, reply, *_neighbours(messages, place))
         if visible.thinking:
             turn.thought = message["reasoning_content"] = f"{word}t{place}x"
@@ -131,11 +131,11 @@ def _marked(
 
 def _neighbours(messages: Sequence[Message], place: int) -> tuple[str, str]:
     around = (messages[place - 1 : place], messages[place + 1 : place + 2])
-    before, after = ("".join(visible_of_message(each).content.strip() for each in one) for one in around)
+    before, after = ("".join(content_of_message(each).content.strip() for each in one) for one in around)
     return before[-MAX_LEAD_CHARS:], after[:MAX_LEAD_CHARS]
 
 
-def _regions(text: str, turns: Sequence[_Turn], frame: Frame, tokenizer: TokenizerWrapper) -> dict[int, _Region]:
+def _regions(text: str, turns: Sequence[_Turn], frame: TurnFrame, tokenizer: TokenizerWrapper) -> dict[int, _Region]:
     """By place, of those turns that can be replaced."""
     regions: dict[int, _Region] = {}
     places: dict[str, list[int]] = defaultdict(list)
@@ -156,7 +156,7 @@ def _region(
     text: str,
     turn: _Turn,
     places: Mapping[str, Sequence[int]],
-    frame: Frame,
+    frame: TurnFrame,
     floor: int,
     tokenizer: TokenizerWrapper,
 ) -> _Region:
@@ -188,7 +188,7 @@ def _only(places: Mapping[str, Sequence[int]], mark: str) -> int:
     return found[0] if found else -1
 
 
-def _end(text: str, turn: _Turn, last: int, frame: Frame) -> int:
+def _end(text: str, turn: _Turn, last: int, frame: TurnFrame) -> int:
     if not turn.calls:
         end = last + len(turn.content)
         if not text.startswith(frame.added, end):
@@ -204,7 +204,7 @@ def _end(text: str, turn: _Turn, last: int, frame: Frame) -> int:
     return end
 
 
-def _behind_header(text: str, mark_at: int, turn: _Turn, frame: Frame, floor: int) -> int:
+def _behind_header(text: str, mark_at: int, turn: _Turn, frame: TurnFrame, floor: int) -> int:
     furthest = max(floor, mark_at - MAX_LEAD_CHARS - len(frame.header))
     at = text.rfind(frame.header, furthest, mark_at) if frame.header else -1
     if at < 0:
@@ -222,7 +222,7 @@ def _refuse_neighbour(message: str, replaced: str) -> None:
 
 
 def _before_thinking(
-    text: str, thought_at: int, turn: _Turn, frame: Frame, floor: int, tokenizer: TokenizerWrapper
+    text: str, thought_at: int, turn: _Turn, frame: TurnFrame, floor: int, tokenizer: TokenizerWrapper
 ) -> int:
     """Where the sampled ids begin: the tag that opens thinking is theirs, or was the prompt's."""
     behind = _behind_header(text, thought_at, turn, frame, floor)

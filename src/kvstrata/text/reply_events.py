@@ -12,21 +12,21 @@ from typing import Protocol
 
 
 @dataclass(frozen=True)
-class Text:
+class ReplyText:
     """A piece of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Thinking:
+class ReplyThinking:
     """A piece of the model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class CallBegun:
+class ToolCallStart:
     """A tool call begins. `id` is the model's own, or a new one: nine letters or digits."""
 
     id: str
@@ -34,21 +34,21 @@ class CallBegun:
 
 
 @dataclass(frozen=True)
-class CallArguments:
+class ToolCallArguments:
     """The next piece of the arguments of the call that was begun: raw JSON text of one object."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class CallEnded:
+class ToolCallEnd:
     """The call that was begun is over."""
 
 
-ReplyEvent = Text | Thinking | CallBegun | CallArguments | CallEnded
+ReplyEvent = ReplyText | ReplyThinking | ToolCallStart | ToolCallArguments | ToolCallEnd
 
 
-class ReplyReader(Protocol):
+class ReplyParser(Protocol):
     """Takes one reply apart. One for each reply."""
 
     def add(self, text: str, ids: Sequence[int] = (), /) -> list[ReplyEvent]:
@@ -60,12 +60,12 @@ class ReplyReader(Protocol):
         ...
 
 
-def joined(events: Iterable[ReplyEvent]) -> list[ReplyEvent]:
+def join_events(events: Iterable[ReplyEvent]) -> list[ReplyEvent]:
     """Neighbours of one kind become one event, empty ones go."""
     out: list[ReplyEvent] = []
     pieces: list[str] = []
     for event in events:
-        if isinstance(event, CallBegun | CallEnded):
+        if isinstance(event, ToolCallStart | ToolCallEnd):
             _close(out, pieces)
             out.append(event)
         elif event.text:

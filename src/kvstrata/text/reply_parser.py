@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvstrata.text.harmony import FINAL, HarmonyMarks, HarmonyReader
-from kvstrata.text.reply_events import ReplyEvent, ReplyReader, Text, joined
-from kvstrata.text.sampled_reply import Anatomy, Sampled, Visible, visible_of_reply
+from kvstrata.text.harmony import FINAL, HarmonyParser, HarmonyTokens
+from kvstrata.text.reply_events import ReplyEvent, ReplyParser, ReplyText, join_events
+from kvstrata.text.sampled_reply import ReplyAnalyzer, ReplyContent, SampledReply, content_of_reply
 from kvstrata.text.stop import StopMatcher
-from kvstrata.text.template_probe import CallText, call_text
-from kvstrata.text.thinking import ThinkingReader, ThinkingTags, end_ids, opens_thinking, thinking_tags
+from kvstrata.text.template_probe import CallText, find_call_text
+from kvstrata.text.thinking import ThinkingParser, ThinkingTags, end_ids, opens_thinking, thinking_tags
 from kvstrata.text.tokenizer import decode_ids, encode_rendered
-from kvstrata.text.tool_calls.answer_text import Offered
-from kvstrata.text.tool_calls.native_calls import NativeForm, _parser_name, native_form
-from kvstrata.text.tool_calls.scanner import AnswerReader
-from kvstrata.text.tools_in_prompt import told_call_text
+from kvstrata.text.tool_calls.answer_text import OfferedTools
+from kvstrata.text.tool_calls.native_calls import NativeCallFormat, _parser_name, native_call_format
+from kvstrata.text.tool_calls.scanner import ToolCallScanner
+from kvstrata.text.tools_in_prompt import described_call_text
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
     from kvstrata.text.template import ChatTemplate
 
 
-class ReplyForm:
+class ReplyFormat:
     """`calls`: how calls are written, in a word or some. `shows_tools`: the template itself shows tools; otherwise they
     are told in the system text. `thinks`: the model may think before it answers. `think_end_ids`: the tokens that end
     thinking; empty: there is no thinking, or no tokens that always end it. `has_channels`: replies are messages in
     channels (Harmony). `ending_ids` end a reply of this form, `break_ids` part its text.
     """
 
-    def __init__(self, tokenizer: TokenizerWrapper, template: ChatTemplate, harmony: HarmonyMarks | None) -> None:
+    def __init__(self, tokenizer: TokenizerWrapper, template: ChatTemplate, harmony: HarmonyTokens | None) -> None:
         self._tokenizer = tokenizer
         self._harmony = harmony
         self._tags: ThinkingTags | None = None if harmony else thinking_tags(tokenizer)
         self.thinks: bool = harmony is not None or self._tags is not None
-        self._anatomy = Anatomy(tokenizer, self._tags, harmony)
+        self._anatomy = ReplyAnalyzer(tokenizer, self._tags, harmony)
         self._markers = tuple(getattr(tokenizer, "structural_markers", ()) or ())
         self.shows_tools: bool = template.has_tools
         self._call_text = self._written_calls(template)
-        self._native = native_form(tokenizer, self._call_text)
+        self._native = native_call_format(tokenizer, self._call_text)
         self.calls: str = self._word(template)
         self.think_end_ids: tuple[int, ...] = end_ids(tokenizer, self._tags) if self._tags else ()
         self.has_channels = harmony is not None
@@ -51,18 +51,18 @@ class ReplyForm:
         self.break_ids: frozenset[int] = harmony.ids if harmony else frozenset()
         self._final_ids = encode_rendered(tokenizer, FINAL) if harmony else ()
 
-    def reader(
+    def parser(
         self, prompt: Sequence[int], tools: Sequence[dict[str, Any]], *, answers_at_once: bool = False
-    ) -> ReplyReader:
+    ) -> ReplyParser:
         """`tools` in OpenAI's form. Without tools no calls are looked for; thinking still is. `answers_at_once`: a
         grammar leaves no room for the thinking that the prompt opens.
         """
-        offered = Offered(tools)
+        offered = OfferedTools(tools)
         if self._harmony is not None:
-            return HarmonyReader(self._tokenizer, self._harmony, prompt, offered)
+            return HarmonyParser(self._tokenizer, self._harmony, prompt, offered)
         is_open = not answers_at_once and self.opens_thinking(prompt)
-        thinking = ThinkingReader(self._tags, is_open=is_open) if self._tags else None
-        return PlainReader(offered, self._native, thinking, self._markers)
+        thinking = ThinkingParser(self._tags, is_open=is_open) if self._tags else None
+        return PlainParser(offered, self._native, thinking, self._markers)
 
     def opens_thinking(self, prompt: Sequence[int]) -> bool:
         """Whether the prompt ends inside thinking, so that the reply begins there."""
@@ -72,32 +72,34 @@ class ReplyForm:
         """Whether the reply begins inside thinking that no token always ends."""
         return self.opens_thinking(prompt) and not self.think_end_ids
 
-    def sampled(self, ids: Sequence[int], visible: Visible, prompt: Sequence[int]) -> Sampled:
+    def sampled(self, ids: Sequence[int], visible: ReplyContent, prompt: Sequence[int]) -> SampledReply:
         """`ids`: what the client was shown of a reply to this prompt, and `visible` what it saw."""
         return self._anatomy.sampled(ids, visible, opened=self.opens_thinking(prompt))
 
-    def trimmed(self, sampled: Sampled, visible: Visible) -> Sampled | None:
+    def trimmed(self, sampled: SampledReply, visible: ReplyContent) -> SampledReply | None:
         """The same reply as clients have it that take white space from the ends of a text; None: they have it whole, or
         its ids cannot be told apart there."""
         return self._anatomy.trimmed(sampled, visible.content)
 
-    def proven(self, claimed: Sampled, visible: Visible, tools: Sequence[dict[str, Any]]) -> Sampled | None:
+    def proven(
+        self, claimed: SampledReply, visible: ReplyContent, tools: Sequence[dict[str, Any]]
+    ) -> SampledReply | None:
         """A reply of which others say that it is `visible`, with its parts where they are; None: it says something
         else."""
-        said = visible_of_reply(self._read_anew(claimed, tools))
+        said = content_of_reply(self._read_anew(claimed, tools))
         whole = self._anatomy.sampled(claimed.ids, said, opened=claimed.opened)
         if said.digest == visible.digest:
             return whole
         is_trimmed = replace(said, content=said.content.strip()).digest == visible.digest
         return self._anatomy.trimmed(whole, said.content) if is_trimmed else None
 
-    def _read_anew(self, sampled: Sampled, tools: Sequence[dict[str, Any]]) -> list[ReplyEvent]:
+    def _read_anew(self, sampled: SampledReply, tools: Sequence[dict[str, Any]]) -> list[ReplyEvent]:
         if self._harmony is None:
-            thinking = ThinkingReader(self._tags, is_open=sampled.opened) if self._tags else None
-            reader = PlainReader(Offered(tools), self._native, thinking, self._markers)
+            thinking = ThinkingParser(self._tags, is_open=sampled.opened) if self._tags else None
+            reader = PlainParser(OfferedTools(tools), self._native, thinking, self._markers)
             return [*reader.add(decode_ids(self._tokenizer, list(sampled.ids))), *reader.finish()]
         header = encode_rendered(self._tokenizer, "<|start|>assistant")
-        channels = HarmonyReader(self._tokenizer, self._harmony, header, Offered(tools))
+        channels = HarmonyParser(self._tokenizer, self._harmony, header, OfferedTools(tools))
         events: list[ReplyEvent] = []
         begin = 0
         for place, id in enumerate(sampled.ids):
@@ -121,8 +123,8 @@ class ReplyForm:
 
     def _written_calls(self, template: ChatTemplate) -> CallText | None:
         if not template.has_tools:
-            return told_call_text()
-        return call_text(template, self._tokenizer.tool_call_start or "", self._tokenizer.tool_call_end or "")
+            return described_call_text()
+        return find_call_text(template, self._tokenizer.tool_call_start or "", self._tokenizer.tool_call_end or "")
 
     def _word(self, template: ChatTemplate) -> str:
         if not template.has_tools:
@@ -139,33 +141,33 @@ class ReplyForm:
         return f"json in {native.start}" if native.start else "bare json"
 
 
-class PlainReader:
+class PlainParser:
     """A reply that is text: thinking first, then the answer, with calls where tools were offered."""
 
     def __init__(
         self,
-        offered: Offered,
-        native: NativeForm | None = None,
-        thinking: ThinkingReader | None = None,
+        offered: OfferedTools,
+        native: NativeCallFormat | None = None,
+        thinking: ThinkingParser | None = None,
         markers: tuple[str, ...] = (),
     ) -> None:
         self._thinking = thinking
-        self._answer = AnswerReader(offered, native) if offered.tools else None
+        self._answer = ToolCallScanner(offered, native) if offered.tools else None
         self._markers = markers
         self._matcher = StopMatcher(markers)
 
     def add(self, text: str, _ids: Sequence[int] = (), /) -> list[ReplyEvent]:
-        parts = self._thinking.add(text) if self._thinking else [Text(text)]
-        return joined(event for part in parts for event in self._part(part))
+        parts = self._thinking.add(text) if self._thinking else [ReplyText(text)]
+        return join_events(event for part in parts for event in self._part(part))
 
     def finish(self, *, cut_off: bool = False) -> list[ReplyEvent]:
         parts = self._thinking.finish() if self._thinking else []
         events = [event for part in parts for event in self._part(part)]
         events += self._said(self._matcher.finish())
-        return joined([*events, *(self._answer.finish(cut_off=cut_off) if self._answer else ())])
+        return join_events([*events, *(self._answer.finish(cut_off=cut_off) if self._answer else ())])
 
     def _part(self, part: ReplyEvent) -> list[ReplyEvent]:
-        return self._without_markers(part.text) if isinstance(part, Text) else [part]
+        return self._without_markers(part.text) if isinstance(part, ReplyText) else [part]
 
     def _without_markers(self, text: str) -> list[ReplyEvent]:
         """Marks that frame the answer as a whole (Kimi K3's) are no text."""
@@ -181,4 +183,4 @@ class PlainReader:
         return events
 
     def _said(self, text: str) -> list[ReplyEvent]:
-        return self._answer.add(text) if self._answer else [Text(text)]
+        return self._answer.add(text) if self._answer else [ReplyText(text)]

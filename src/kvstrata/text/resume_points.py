@@ -53,7 +53,7 @@ def shared_chars(text: str, other: str) -> int:
     return low
 
 
-class Positions:
+class TokenPositions:
     """Where a text's characters are among the ids of a prompt. `markers`: the tokenizer's special tokens by id; they
     part a text, so what stands between two of them has the same ids wherever it stands."""
 
@@ -61,8 +61,8 @@ class Positions:
         self._encode = encode  # of rendered text
         self._markers = markers
 
-    def with_encode(self, encode: Callable[[str], tuple[int, ...]]) -> Positions:
-        return Positions(encode, self._markers)
+    def with_encode(self, encode: Callable[[str], tuple[int, ...]]) -> TokenPositions:
+        return TokenPositions(encode, self._markers)
 
     def shared(self, text: str, ids: tuple[int, ...], other: str) -> int:
         """How many ids a prompt has in common with what another text makes; 0: not known. `ids` are those of `text`,

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
-from kvstrata.text.harmony import HarmonyMarks
+from kvstrata.text.harmony import HarmonyTokens
 from kvstrata.text.messages import Message
-from kvstrata.text.reply_events import CallArguments, CallBegun, ReplyEvent, Text, Thinking
+from kvstrata.text.reply_events import ReplyEvent, ReplyText, ReplyThinking, ToolCallArguments, ToolCallStart
 from kvstrata.text.thinking import ThinkingTags
 from kvstrata.text.tokenizer import decode_ids, encode_rendered, ids_text, tokens_bytes
 
@@ -34,18 +34,18 @@ _LINE_BREAKS = b"\r\n"
 
 
 @dataclass(frozen=True)
-class VisibleCall:
+class CallContent:
     id: str
     name: str
     arguments: str  # canonical JSON; as it came where it is none
 
 
 @dataclass(frozen=True)
-class Visible:
+class ReplyContent:
     """`content` is empty where there is nothing but space: some APIs have no way to send that."""
 
     content: str
-    calls: tuple[VisibleCall, ...] = ()
+    calls: tuple[CallContent, ...] = ()
     thinking: str = ""
 
     @property
@@ -58,30 +58,30 @@ class Visible:
         return _digest(self.thinking) if self.thinking else b""
 
 
-def visible_of_reply(events: Iterable[ReplyEvent]) -> Visible:
+def content_of_reply(events: Iterable[ReplyEvent]) -> ReplyContent:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[tuple[str, str, list[str]]] = []
     for event in events:
-        if isinstance(event, Text):
+        if isinstance(event, ReplyText):
             texts.append(event.text)
-        elif isinstance(event, Thinking):
+        elif isinstance(event, ReplyThinking):
             thoughts.append(event.text)
-        elif isinstance(event, CallBegun):
+        elif isinstance(event, ToolCallStart):
             calls.append((event.id, event.name, []))
-        elif isinstance(event, CallArguments):
+        elif isinstance(event, ToolCallArguments):
             calls[-1][2].append(event.text)
-    made = tuple(VisibleCall(id, name, _canonical("".join(pieces))) for id, name, pieces in calls)
-    return Visible(_said("".join(texts)), made, "".join(thoughts))
+    made = tuple(CallContent(id, name, _canonical("".join(pieces))) for id, name, pieces in calls)
+    return ReplyContent(_said("".join(texts)), made, "".join(thoughts))
 
 
-def visible_of_message(message: Message) -> Visible:
+def content_of_message(message: Message) -> ReplyContent:
     """Of an assistant's message as clients send it, in OpenAI's words. What is of no known shape is said of no reply of
     ours; that it is refused is seen to elsewhere."""
     content, calls = message.get("content"), message.get("tool_calls")
     made = [_call_of(call) for call in calls] if isinstance(calls, list) else []
     thinking = message.get("reasoning_content")
-    return Visible(_said(_text_of(content)), tuple(made), thinking if isinstance(thinking, str) else "")
+    return ReplyContent(_said(_text_of(content)), tuple(made), thinking if isinstance(thinking, str) else "")
 
 
 def _text_of(content: Any) -> str:
@@ -91,13 +91,13 @@ def _text_of(content: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _call_of(call: Any) -> VisibleCall:
+def _call_of(call: Any) -> CallContent:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
-        return VisibleCall("", "", "")
+        return CallContent("", "", "")
     arguments = function.get("arguments")
     text = arguments if isinstance(arguments, str) else json.dumps({} if arguments is None else arguments)
-    return VisibleCall(str(call.get("id") or ""), str(function.get("name")), _canonical(text))
+    return CallContent(str(call.get("id") or ""), str(function.get("name")), _canonical(text))
 
 
 def _said(content: str) -> str:
@@ -128,7 +128,7 @@ def _digest(value: Any) -> bytes:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledReply:
     """`ids`: without what ended the reply. `visible_from`: where thinking is over. `text_from`: from there on the ids
     decode to exactly the text that the client has; None: they do not, or there are calls. `opened`: the prompt had
     opened the thinking already. `thought`: digest of the thinking; empty: there is none. `is_proven`: all that was
@@ -144,14 +144,14 @@ class Sampled:
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class ReplyAnalyzer:
     """Of one model's replies."""
 
     tokenizer: TokenizerWrapper
     tags: ThinkingTags | None
-    harmony: HarmonyMarks | None
+    harmony: HarmonyTokens | None
 
-    def sampled(self, ids: Sequence[int], visible: Visible, *, opened: bool) -> Sampled:
+    def sampled(self, ids: Sequence[int], visible: ReplyContent, *, opened: bool) -> SampledReply:
         """`ids`: what the client was shown of a reply, and `visible` what it saw. `opened`: see `Sampled`."""
         if self.harmony is not None:
             visible_from, text_from = _harmony_parts(self.tokenizer, self.harmony, ids)
@@ -159,9 +159,9 @@ class Anatomy:
             visible_from = text_from = self._after_thinking(ids, opened=opened)
         if visible.calls or text_from is None or decode_ids(self.tokenizer, list(ids[text_from:])) != visible.content:
             text_from = None
-        return Sampled(tuple(ids), visible_from, text_from, opened, visible.thought_digest)
+        return SampledReply(tuple(ids), visible_from, text_from, opened, visible.thought_digest)
 
-    def trimmed(self, sampled: Sampled, content: str) -> Sampled | None:
+    def trimmed(self, sampled: SampledReply, content: str) -> SampledReply | None:
         """The same reply without the white space around its text `content`, as some clients send it back. None: there
         is none, a token holds more than white space there, or it stands between the thinking and the text."""
         begin, end = sampled.text_from, len(sampled.ids)
@@ -189,7 +189,7 @@ class Anatomy:
 
 
 def _thinking_end(raw: bytes, tags: ThinkingTags, *, is_open: bool) -> int | None:
-    """As `ThinkingReader` parts a reply. None: thinking never ended."""
+    """As `ThinkingParser` parts a reply. None: thinking never ended."""
     start, end = tags.start.encode(), tags.end.encode()
     place = 0
     while True:
@@ -216,7 +216,7 @@ def _skip(raw: bytes, place: int, letters: bytes) -> int:
 
 
 def _harmony_parts(
-    tokenizer: TokenizerWrapper, marks: HarmonyMarks, ids: Sequence[int]
+    tokenizer: TokenizerWrapper, marks: HarmonyTokens, ids: Sequence[int]
 ) -> tuple[int | None, int | None]:
     """Where the first message that is no analysis begins behind its role, and where its text does if it is the last."""
     role = encode_rendered(tokenizer, "assistant")

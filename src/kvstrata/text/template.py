@@ -20,11 +20,11 @@ from transformers import PreTrainedTokenizerBase
 
 from kvstrata.errors import InvalidRequest
 from kvstrata.text.detokenizer import control_names, reply_marks, special_names
-from kvstrata.text.incremental_tokenizer import TurnEncoder
-from kvstrata.text.messages import Message, Shape, normalise
-from kvstrata.text.replay import Frame, pieces_of
-from kvstrata.text.resume_points import Positions, next_chats
-from kvstrata.text.sampled_reply import Sampled
+from kvstrata.text.incremental_tokenizer import IncrementalTokenizer
+from kvstrata.text.messages import Message, MessageShape, normalize_messages
+from kvstrata.text.replay import TurnFrame, splice_replies
+from kvstrata.text.resume_points import TokenPositions, next_chats
+from kvstrata.text.sampled_reply import SampledReply
 from kvstrata.text.special_escapes import SpecialTokenEscapes
 from kvstrata.text.template_probe import (
     SystemTurns,
@@ -37,7 +37,7 @@ from kvstrata.text.template_probe import (
     wanted_shape,
 )
 from kvstrata.text.tokenizer import encode_rendered, hf_tokenizer, require_unicode, token_text
-from kvstrata.text.tools_in_prompt import placed, without_tools
+from kvstrata.text.tools_in_prompt import place_system_messages, tools_to_text
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -51,7 +51,7 @@ _RESERVED = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).par
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TemplatePrompt:
     """Token ids up to where the reply begins, and how many of them are replies as they were sampled."""
 
     ids: tuple[int, ...]
@@ -75,11 +75,11 @@ class ChatTemplate:
         written = samples(self._with_generation_prompt) if self.exists else []
         names = () if allow_special_tokens else control_names(tokenizer, written)
         self._escapes = SpecialTokenEscapes(names, reply_marks(tokenizer))
-        self._encoder = TurnEncoder(tokenizer, written, self._escapes)
+        self._encoder = IncrementalTokenizer(tokenizer, written, self._escapes)
         self._encode: Callable[[str], tuple[int, ...]] = self._encoder
-        self._positions = Positions(self._encode, special_names(tokenizer))
+        self._positions = TokenPositions(self._encode, special_names(tokenizer))
         self.has_tools = self.exists and shows_tools(self._with_generation_prompt)
-        self._shape = wanted_shape(self._with_generation_prompt) if self.has_tools else Shape()
+        self._shape = wanted_shape(self._with_generation_prompt) if self.has_tools else MessageShape()
         self._shown = shown_of_history(self._with_generation_prompt, self._shape)
         everywhere = SystemTurns(first=True, second=True, later=True)
         takes = system_turns(self._with_generation_prompt) if self.exists else everywhere
@@ -87,7 +87,7 @@ class ChatTemplate:
         self._header = reply_header(partial(self._text, tools=None, template_kwargs=None)) if self.exists else ""
         self._added = tuple(token.content for token in hf_tokenizer(tokenizer).added_tokens_decoder.values())
 
-    def under(self, salt: str) -> ChatTemplate:
+    def for_salt(self, salt: str) -> ChatTemplate:
         """The same template, which remembers apart what it tokenizes."""
         salted = copy(self)
         salted._encode = partial(self._encoder, salt=salt)
@@ -109,16 +109,16 @@ class ChatTemplate:
             check_chars(len(text))
         return self._encode(text)
 
-    def replay(
+    def render_with_replies(
         self,
         messages: list[Message],
-        replies: Sequence[Sampled | None],
+        replies: Sequence[SampledReply | None],
         *,
         ending_ids: Iterable[int],
         tools: Tools | None = None,
         template_kwargs: dict[str, Any] | None = None,
         check_chars: CheckChars | None = None,
-    ) -> Prompt:
+    ) -> TemplatePrompt:
         """As `render`, but with replies of our own as they were sampled. `replies`: one for each message, None where it
         is none of ours. `ending_ids`: the tokens that end a reply."""
         self._refuse(template_kwargs)
@@ -127,13 +127,13 @@ class ChatTemplate:
             return self._escaped_text(self._chat(chat, tools), self._shown_tools(tools), template_kwargs, reply=True)
 
         endings = tuple(text for id in ending_ids if (text := token_text(self._tokenizer, id)))
-        frame = Frame(self._header, endings, self._added, self._escapes.unescape)
-        pieces = pieces_of(messages, replies, text_of, frame, self._tokenizer)
+        frame = TurnFrame(self._header, endings, self._added, self._escapes.unescape)
+        pieces = splice_replies(messages, replies, text_of, frame, self._tokenizer)
         if check_chars is not None:
             check_chars(sum(len(piece) for piece in pieces if isinstance(piece, str)))
         sampled = [piece for piece in pieces if not isinstance(piece, str)]
         ids = [self._encode(piece) if isinstance(piece, str) else piece for piece in pieces]
-        return Prompt(tuple(chain.from_iterable(ids)), len(sampled), sum(map(len, sampled)))
+        return TemplatePrompt(tuple(chain.from_iterable(ids)), len(sampled), sum(map(len, sampled)))
 
     def shown_with(self, template_kwargs: dict[str, Any]) -> str:
         """A short chat under these variables; empty: the template refuses them."""
@@ -146,7 +146,7 @@ class ChatTemplate:
         """A prompt, and the same chat with a call behind it (template_probe.py)."""
         return probe_call(self._with_generation_prompt, self._shape)
 
-    def boundaries(
+    def resume_points(
         self,
         messages: list[Message],
         tools: Tools | None = None,
@@ -197,12 +197,12 @@ class ChatTemplate:
         return tools if self.has_tools else None
 
     def _chat(self, messages: list[Message], tools: Tools | None) -> list[Message]:
-        chat = normalise(messages, self._shape)
+        chat = normalize_messages(messages, self._shape)
         if self.has_tools:
             self._refuse_hidden(chat)
         else:
-            chat = without_tools(chat, tools)
-        return placed(chat, self._system_turns)
+            chat = tools_to_text(chat, tools)
+        return place_system_messages(chat, self._system_turns)
 
     def _refuse_hidden(self, chat: list[Message]) -> None:
         for place, message in enumerate(chat):

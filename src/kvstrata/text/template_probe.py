@@ -16,7 +16,7 @@ from kvstrata.errors import InvalidRequest
 from kvstrata.text.messages import (
     REASONING_KEYS,
     Message,
-    Shape,
+    MessageShape,
     ShapeArguments,
     arguments_as_object,
     arguments_as_text,
@@ -85,17 +85,17 @@ def shows_tools(render: Render) -> bool:
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownHistory:
     """What of a call in the history comes through. A template that refuses them all speaks for itself."""
 
     calls: bool
     results: bool
 
 
-def shown_of_history(render: Render, shape: Shape) -> Shown:
+def shown_of_history(render: Render, shape: MessageShape) -> ShownHistory:
     chat = _call_chat(shape.arguments(PROBE_ARGUMENTS))
     texts = [text for tools in (None, [_TOOL]) if (text := _rendered(render, chat, tools))]
-    return Shown(
+    return ShownHistory(
         calls=not texts or any(_KEY in text for text in texts),
         results=not texts or any(_RESULT in text for text in texts),
     )
@@ -117,13 +117,13 @@ def reply_header(text_of: Callable[..., str]) -> str:
     return header
 
 
-def probe_call(render: Render, shape: Shape) -> tuple[str, str]:
+def probe_call(render: Render, shape: MessageShape) -> tuple[str, str]:
     """A prompt, and the same chat with a call behind it. Either is empty where the template refuses it."""
     chat = _call_chat(shape.arguments(PROBE_ARGUMENTS))
     return _rendered(render, [_USER], [_TOOL]), _rendered(render, chat, [_TOOL])
 
 
-def wanted_shape(render: Render) -> Shape:
+def wanted_shape(render: Render) -> MessageShape:
     """For a template that shows tools."""
     arguments = _wanted_arguments(render)
     sample = arguments(PROBE_ARGUMENTS)
@@ -133,7 +133,7 @@ def wanted_shape(render: Render) -> Shape:
 
     shown_by = [key for key in REASONING_KEYS if _THOUGHT in takes(**{key: _THOUGHT})]
     key = shown_by[0] if shown_by else REASONING_KEYS[0]
-    return Shape(
+    return MessageShape(
         arguments=arguments,
         short_ids=bool(takes()) and not all(takes(id=id) for id in _OTHER_IDS),
         reasoning_key=key,
@@ -212,7 +212,7 @@ class CallText:
         return found[1] if found and self.start else ""
 
 
-def call_text(template: ChatTemplate, start: str, end: str) -> CallText | None:
+def find_call_text(template: ChatTemplate, start: str, end: str) -> CallText | None:
     """`start`, `end`: the marks that mlx-lm knows. None where the template shows no call, or not as JSON."""
     prompt, text = template.probe_call()
     place, length = _arguments(text)

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvstrata.text.reply_events import Text, Thinking
+from kvstrata.text.reply_events import ReplyText, ReplyThinking
 from kvstrata.text.tokenizer import encode_rendered, hf_tokenizer, token_bytes
-from kvstrata.text.tool_calls.answer_text import Offered, Reading, Steps, mark, space, until
+from kvstrata.text.tool_calls.answer_text import AnswerText, OfferedTools, Steps, mark, space, until
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -81,7 +81,7 @@ def end_ids(tokenizer: TokenizerWrapper, tags: ThinkingTags) -> tuple[int, ...]:
     return ids if ids and ids[0] in added and ids[-1] in added else ()
 
 
-class ThinkingReader:
+class ThinkingParser:
     """Parts one reply. `is_open`: the prompt ends inside thinking.
 
     Line breaks behind the opening tag and around the closing one belong to neither side.
@@ -89,26 +89,26 @@ class ThinkingReader:
 
     def __init__(self, tags: ThinkingTags, *, is_open: bool) -> None:
         self._tags = tags
-        self._reading = Reading(Offered(()))
+        self._reading = AnswerText(OfferedTools(()))
         self._is_answer = False
         self._steps = self._reply(is_open=is_open)
         next(self._steps)
 
-    def add(self, text: str) -> list[Text | Thinking]:
+    def add(self, text: str) -> list[ReplyText | ReplyThinking]:
         if not text or self._is_answer:
-            return [Text(text)] if text else []
+            return [ReplyText(text)] if text else []
         self._reading.more(text)
         next(self._steps)
         return self._events()
 
-    def finish(self) -> list[Text | Thinking]:
+    def finish(self) -> list[ReplyText | ReplyThinking]:
         self._reading.ended = True
         next(self._steps, None)
         return self._events()
 
-    def _events(self) -> list[Text | Thinking]:
+    def _events(self) -> list[ReplyText | ReplyThinking]:
         events, self._reading.events = self._reading.events, []
-        return [event for event in events if isinstance(event, Text | Thinking)]
+        return [event for event in events if isinstance(event, ReplyText | ReplyThinking)]
 
     def _reply(self, *, is_open: bool) -> Steps[None]:
         reading = self._reading
@@ -142,7 +142,7 @@ class ThinkingReader:
 class _Thought:
     """Hands on what is thought, but for the line breaks at its end."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: AnswerText) -> None:
         self._reading = reading
         self._line_breaks: list[str] = []
         self.has_begun = False
@@ -159,7 +159,7 @@ class _Thought:
     def _give(self, text: str) -> None:
         if text:
             self.has_begun = True
-            self._reading.events.append(Thinking(text))
+            self._reading.events.append(ReplyThinking(text))
 
 
 def _shown_tags(tokenizer: TokenizerWrapper) -> ThinkingTags | None:

@@ -46,7 +46,7 @@ def decode_slowly(tokenizer: TokenizerWrapper | PreTrainedTokenizerBase, ids: li
     return str(hf_tokenizer(tokenizer).decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def encode_text(tokenizer: TokenizerWrapper, text: str) -> tuple[int, ...]:
+def encode_prompt(tokenizer: TokenizerWrapper, text: str) -> tuple[int, ...]:
     """The prompt of a plain completion, begun as the tokenizer begins a text (BOS), and never ended by it."""
     require_unicode(text, param="prompt")
     hf = hf_tokenizer(tokenizer)

@@ -26,11 +26,11 @@ If no tool is needed, answer in plain text."""
 _IS_RESULT = "kvstrata_is_result"
 
 
-def told_call_text() -> CallText:
+def described_call_text() -> CallText:
     return CallText(f'{{"name": "{PROBE_NAME}", "arguments": ', "}")
 
 
-def without_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> list[Message]:
+def tools_to_text(messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> list[Message]:
     """Normalised messages in, messages that any template shows out."""
     names: dict[str, str] = {}  # of calls, by id
     chat: list[Message] = []
@@ -44,7 +44,7 @@ def without_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]] |
     return _told(_joined_users(chat), tools) if tools else _joined_users(chat)
 
 
-def told_text(tools: Sequence[dict[str, Any]]) -> str:
+def describe_tools(tools: Sequence[dict[str, Any]]) -> str:
     lines = [json.dumps(_described(tool), ensure_ascii=False) for tool in tools]
     return _INTRODUCTION + "\n".join(lines) + _HOW
 
@@ -55,7 +55,7 @@ def _described(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _told(chat: list[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
-    text = told_text(tools)
+    text = describe_tools(tools)
     first = chat[0]
     if first["role"] == "system":
         content = f"{first['content']}\n\n{text}" if first["content"] else text
@@ -73,7 +73,7 @@ def _without_calls(message: Message) -> Message:
 
 
 def _call(function: dict[str, Any]) -> str:
-    before, after = told_call_text().around(function["name"])
+    before, after = described_call_text().around(function["name"])
     return before + arguments_as_text(function.get("arguments")) + after
 
 
@@ -98,7 +98,7 @@ def _joined_users(chat: list[Message]) -> list[Message]:
     return [message | {"content": "\n\n".join(texts)} for message, texts in turns]
 
 
-def placed(chat: Sequence[Message], takes: SystemTurns) -> list[Message]:
+def place_system_messages(chat: Sequence[Message], takes: SystemTurns) -> list[Message]:
     num_first = next((place for place, message in enumerate(chat) if message["role"] != "system"), len(chat))
     first, rest = list(chat[:num_first]), list(chat[num_first:])
     if len(first) > 1 and not takes.second:

@@ -14,10 +14,17 @@ from kvstrata.engine.request import TokenUsage
 from kvstrata.errors import ContextTooLong, QueueFull
 from kvstrata.server.anthropic.wire import SIGNATURE, MessagesWire
 from kvstrata.server.conversation.wire import Begun, Ended, ServerEvent
-from kvstrata.text.reply_events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text, Thinking
+from kvstrata.text.reply_events import (
+    ReplyEvent,
+    ReplyText,
+    ReplyThinking,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+)
 
 USAGE = TokenUsage(prompt_tokens=100, cached_tokens=60, completion_tokens=7)
-LOOK = [CallBegun("abcdefghi", "look"), CallArguments('{"at": '), CallArguments("1}"), CallEnded()]
+LOOK = [ToolCallStart("abcdefghi", "look"), ToolCallArguments('{"at": '), ToolCallArguments("1}"), ToolCallEnd()]
 
 
 def streamed(*events: ReplyEvent, ended: Ended | None = None) -> list[ServerEvent]:
@@ -47,7 +54,7 @@ def put_together(told: list[ServerEvent]) -> dict[str, Any]:
 
 
 def test_a_stream_event_by_event() -> None:
-    told = streamed(Thinking("h"), Thinking("m"), Text("Hi"), *LOOK)
+    told = streamed(ReplyThinking("h"), ReplyThinking("m"), ReplyText("Hi"), *LOOK)
     assert all(event.data["type"] == event.name for event in told)
     shown = [(event.name, event.data.get("index"), event.data.get("delta", {}).get("type")) for event in told]
     assert shown == [
@@ -81,8 +88,8 @@ def test_a_stream_says_at_once_what_the_prompt_took() -> None:
 
 PIECES = st.lists(
     st.one_of(
-        st.text(max_size=4).map(Text),
-        st.text(max_size=4).map(Thinking),
+        st.text(max_size=4).map(ReplyText),
+        st.text(max_size=4).map(ReplyThinking),
         st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_size=3), max_size=2),
     ),
     max_size=8,
@@ -96,7 +103,12 @@ def test_streamed_and_whole_are_the_same_message(pieces: list[Any], ended: Ended
         if isinstance(piece, dict):
             words = json.dumps(piece)
             half = len(words) // 2
-            events += [CallBegun("a", "b"), CallArguments(words[:half]), CallArguments(words[half:]), CallEnded()]
+            events += [
+                ToolCallStart("a", "b"),
+                ToolCallArguments(words[:half]),
+                ToolCallArguments(words[half:]),
+                ToolCallEnd(),
+            ]
         else:
             events.append(piece)
     answer = whole(*events, ended=ended)
@@ -109,9 +121,9 @@ def test_streamed_and_whole_are_the_same_message(pieces: list[Any], ended: Ended
 @pytest.mark.parametrize(
     ("events", "ended", "reason"),
     [
-        ([Text("x")], Ended("stop", USAGE), "end_turn"),
-        ([Text("x")], Ended("length", USAGE), "max_tokens"),
-        ([Text("x")], Ended("stop", USAGE, "END"), "stop_sequence"),
+        ([ReplyText("x")], Ended("stop", USAGE), "end_turn"),
+        ([ReplyText("x")], Ended("length", USAGE), "max_tokens"),
+        ([ReplyText("x")], Ended("stop", USAGE, "END"), "stop_sequence"),
         (LOOK, Ended("stop", USAGE), "tool_use"),
         (LOOK[:2], Ended("length", USAGE), "max_tokens"),
     ],
@@ -124,7 +136,7 @@ def test_why_it_stopped(events: list[ReplyEvent], ended: Ended, reason: str) -> 
 
 @pytest.mark.parametrize("arguments", ['{"at": ', "[1]", '{"at": NaN}', '{"at": 1e999}', "[" * 100_000, "no"])
 def test_a_call_that_is_broken_is_told_as_text(arguments: str) -> None:
-    answer = whole(CallBegun("a", "look"), CallArguments(arguments), CallEnded())
+    answer = whole(ToolCallStart("a", "look"), ToolCallArguments(arguments), ToolCallEnd())
     (block,) = answer["content"]
     assert block["type"] == "text"
     assert "look" in block["text"]
@@ -142,31 +154,33 @@ def test_a_call_that_is_broken_is_told_as_text(arguments: str) -> None:
     ],
 )
 def test_a_call_cut_off_by_max_tokens_stays_a_call(arguments: str, kept: dict[str, Any]) -> None:
-    answer = whole(Text("I look."), CallBegun("a", "look"), CallArguments(arguments), ended=Ended("length", USAGE))
+    answer = whole(
+        ReplyText("I look."), ToolCallStart("a", "look"), ToolCallArguments(arguments), ended=Ended("length", USAGE)
+    )
     assert answer["content"][-1] == {"type": "tool_use", "id": "a", "name": "look", "input": kept}
     assert answer["stop_reason"] == "max_tokens"
 
 
 def test_a_broken_call_before_a_cut_is_text() -> None:
-    broken = (CallBegun("a", "look"), CallArguments('{"at": NaN'), CallEnded())
-    answer = whole(*broken, Text("and"), ended=Ended("length", USAGE))
+    broken = (ToolCallStart("a", "look"), ToolCallArguments('{"at": NaN'), ToolCallEnd())
+    answer = whole(*broken, ReplyText("and"), ended=Ended("length", USAGE))
     assert [block["type"] for block in answer["content"]] == ["text", "text"]
 
 
 def test_a_call_without_arguments_has_an_empty_input() -> None:
-    events = (CallBegun("a", "look"), CallEnded())
+    events = (ToolCallStart("a", "look"), ToolCallEnd())
     assert whole(*events)["content"] == [{"type": "tool_use", "id": "a", "name": "look", "input": {}}]
     assert put_together(streamed(*events)) == whole(*events)
 
 
 def test_whitespace_before_a_call_is_no_block() -> None:
-    answer = whole(Thinking("hm"), Text("\n"), Text("\n"), *LOOK, Text(" \n"))
+    answer = whole(ReplyThinking("hm"), ReplyText("\n"), ReplyText("\n"), *LOOK, ReplyText(" \n"))
     assert [block["type"] for block in answer["content"]] == ["thinking", "tool_use"]
-    assert whole(Text("\n"), Text("\nx "), Text(" "))["content"] == [{"type": "text", "text": "\n\nx  "}]
+    assert whole(ReplyText("\n"), ReplyText("\nx "), ReplyText(" "))["content"] == [{"type": "text", "text": "\n\nx  "}]
 
 
 def test_thoughts_are_signed() -> None:
-    (block,) = whole(Thinking("hm"))["content"]
+    (block,) = whole(ReplyThinking("hm"))["content"]
     assert block == {"type": "thinking", "thinking": "hm", "signature": SIGNATURE}
 
 

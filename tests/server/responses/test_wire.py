@@ -20,7 +20,14 @@ from kvstrata.server.responses.reasoning import packed
 from kvstrata.server.responses.schema import ResponseAsked
 from kvstrata.server.responses.tools import ToolName
 from kvstrata.server.responses.wire import ResponsesWire
-from kvstrata.text.reply_events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text, Thinking
+from kvstrata.text.reply_events import (
+    ReplyEvent,
+    ReplyText,
+    ReplyThinking,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+)
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 NAMES = {
@@ -74,19 +81,19 @@ def kinds(events: Sequence[Any]) -> list[str]:
 def test_everything_in_order() -> None:
     events = stream(
         [
-            Thinking("Hm"),
-            Thinking("."),
-            Text("I "),
-            Text("read."),
-            CallBegun("c1", "read"),
-            CallArguments('{"a":'),
-            CallArguments("1}"),
-            CallEnded(),
-            Text("\n"),
-            CallBegun("c2", "patch"),
-            CallArguments('{"input": "x\\'),
-            CallArguments('ny"}'),
-            CallEnded(),
+            ReplyThinking("Hm"),
+            ReplyThinking("."),
+            ReplyText("I "),
+            ReplyText("read."),
+            ToolCallStart("c1", "read"),
+            ToolCallArguments('{"a":'),
+            ToolCallArguments("1}"),
+            ToolCallEnd(),
+            ReplyText("\n"),
+            ToolCallStart("c2", "patch"),
+            ToolCallArguments('{"input": "x\\'),
+            ToolCallArguments('ny"}'),
+            ToolCallEnd(),
         ]
     )
     assert kinds(events) == [
@@ -117,7 +124,7 @@ def test_everything_in_order() -> None:
 
 def test_the_whole_answer_is_the_last_of_the_stream() -> None:
     one = wire()
-    last = stream([Text("Hi")], on=one)[-1]["response"]
+    last = stream([ReplyText("Hi")], on=one)[-1]["response"]
     assert last == json.loads(json_bytes(one.whole(USAGE)))
     answer = Response.model_validate(last)
     assert answer.output_text == "Hi"
@@ -130,7 +137,16 @@ def test_the_whole_answer_is_the_last_of_the_stream() -> None:
 
 
 def test_deltas_make_the_parts() -> None:
-    events = stream([Thinking("a"), Text("b"), Text("c"), CallBegun("c", "read"), CallArguments("{}"), CallEnded()])
+    events = stream(
+        [
+            ReplyThinking("a"),
+            ReplyText("b"),
+            ReplyText("c"),
+            ToolCallStart("c", "read"),
+            ToolCallArguments("{}"),
+            ToolCallEnd(),
+        ]
+    )
     for kind, key, text in [("reasoning_text", "text", "a"), ("output_text", "text", "bc"),
                             ("function_call_arguments", "arguments", "{}")]:  # fmt: skip
         deltas = [event["delta"] for event in events if event["type"] == f"response.{kind}.delta"]
@@ -139,7 +155,7 @@ def test_deltas_make_the_parts() -> None:
 
 
 def test_a_call_in_a_namespace_says_so() -> None:
-    events = stream([CallBegun("c", "spawn"), CallArguments("{}"), CallEnded()])
+    events = stream([ToolCallStart("c", "spawn"), ToolCallArguments("{}"), ToolCallEnd()])
     [item] = events[-1]["response"]["output"]
     assert (item["name"], item["namespace"]) == ("spawn", "team")
 
@@ -147,7 +163,7 @@ def test_a_call_in_a_namespace_says_so() -> None:
 @pytest.mark.parametrize("name", ["read", "patch"])
 def test_a_call_that_is_cut_off_is_never_done(name: str) -> None:
     """Codex runs what is done at once."""
-    events = stream([Text("x"), CallBegun("c", name), CallArguments('{"input": "rm -rf /tm')], "length")
+    events = stream([ReplyText("x"), ToolCallStart("c", name), ToolCallArguments('{"input": "rm -rf /tm')], "length")
     assert "output_item.done" not in kinds(events)[kinds(events).index("output_item.done") + 1 :]
     assert kinds(events)[-1] == "incomplete"
     response = events[-1]["response"]
@@ -156,7 +172,7 @@ def test_a_call_that_is_cut_off_is_never_done(name: str) -> None:
 
 
 def test_a_text_that_is_cut_off() -> None:
-    events = stream([Text("x")], "length")
+    events = stream([ReplyText("x")], "length")
     assert kinds(events)[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
     assert events[-2]["item"]["status"] == "incomplete"
     assert events[-1]["response"]["completed_at"] is None
@@ -166,10 +182,10 @@ def test_a_text_that_is_cut_off() -> None:
     ("events", "texts"),
     [
         ([], [""]),
-        ([Text(" "), Text("\n")], [" \n"]),
-        ([Text("\n"), Text("a"), Text("\n")], ["\na\n"]),
-        ([Thinking("t"), Text("\n\n"), Text("a")], ["\n\na"]),
-        ([Text("\n"), CallBegun("c", "read"), CallEnded(), Text("\n")], []),
+        ([ReplyText(" "), ReplyText("\n")], [" \n"]),
+        ([ReplyText("\n"), ReplyText("a"), ReplyText("\n")], ["\na\n"]),
+        ([ReplyThinking("t"), ReplyText("\n\n"), ReplyText("a")], ["\n\na"]),
+        ([ReplyText("\n"), ToolCallStart("c", "read"), ToolCallEnd(), ReplyText("\n")], []),
     ],
 )
 def test_white_space_alone_is_a_message_only_where_there_is_nothing_else(
@@ -201,7 +217,7 @@ def test_silence_is_broken_by_events_that_count() -> None:
 )
 def test_failures(error: RequestError, code: str) -> None:
     one = wire()
-    sent = [*one.begin(Begun(7, None)), *one.add(0, [Text("a"), CallBegun("c", "read")], []), *one.fail(error)]
+    sent = [*one.begin(Begun(7, None)), *one.add(0, [ReplyText("a"), ToolCallStart("c", "read")], []), *one.fail(error)]
     last = json.loads(json_bytes(sent[-1].data))
     assert last["type"] == "response.failed"
     assert last["sequence_number"] == len(sent) - 1
@@ -211,18 +227,18 @@ def test_failures(error: RequestError, code: str) -> None:
 
 
 def test_reasoning_is_packed_for_clients_that_ask() -> None:
-    events = stream([Thinking("Ö"), Text("x")], on=wire(packs=True))
+    events = stream([ReplyThinking("Ö"), ReplyText("x")], on=wire(packs=True))
     assert events[-1]["response"]["output"][0]["encrypted_content"] == packed("Ö")
-    assert stream([Thinking("Ö"), Text("x")])[-1]["response"]["output"][0]["encrypted_content"] is None
+    assert stream([ReplyThinking("Ö"), ReplyText("x")])[-1]["response"]["output"][0]["encrypted_content"] is None
 
 
 def test_logprobs_go_with_their_text() -> None:
     one = wire()
-    one.add(0, [Thinking("t")], [TokenLogprob(1, -1.0)])
+    one.add(0, [ReplyThinking("t")], [TokenLogprob(1, -1.0)])
     one.add(0, [], [TokenLogprob(2, -1.0)])
-    [*_, delta] = one.add(0, [Text("ab")], [TokenLogprob(3, -1.0)])
+    [*_, delta] = one.add(0, [ReplyText("ab")], [TokenLogprob(3, -1.0)])
     assert [each["token"] for each in delta.data["logprobs"]] == ["2", "3"]
-    one.add(0, [Text("c")], [TokenLogprob(4, -1.0)])
+    one.add(0, [ReplyText("c")], [TokenLogprob(4, -1.0)])
     one.end(0, Ended("stop", USAGE))
     message = one.whole(USAGE)["output"][1]
     assert message["type"] == "message"

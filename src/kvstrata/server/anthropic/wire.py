@@ -14,7 +14,14 @@ from kvstrata.errors import RequestError
 from kvstrata.server.anthropic.answers import BlockAnswer, MessagesAnswer, StopReason, message_usage
 from kvstrata.server.anthropic.errors import messages_shape
 from kvstrata.server.conversation.wire import Begun, Ended, ServerEvent, encode
-from kvstrata.text.reply_events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text, Thinking
+from kvstrata.text.reply_events import (
+    ReplyEvent,
+    ReplyText,
+    ReplyThinking,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+)
 
 # Clients want one and send it back; nothing is to be proved by it.
 SIGNATURE = "kvstrata"
@@ -118,15 +125,15 @@ class MessagesWire:
         }
 
     def _add(self, event: ReplyEvent) -> list[ServerEvent]:
-        if isinstance(event, Text):
+        if isinstance(event, ReplyText):
             return self._add_text(event.text)
-        if isinstance(event, Thinking):
+        if isinstance(event, ReplyThinking):
             return self._grow("thinking", event.text)
-        if isinstance(event, CallBegun):
+        if isinstance(event, ToolCallStart):
             return self._open_block(ContentBlock("tool_use", event.id, event.name))
-        if isinstance(event, CallArguments):
+        if isinstance(event, ToolCallArguments):
             return self._grow("tool_use", event.text)
-        assert isinstance(event, CallEnded)
+        assert isinstance(event, ToolCallEnd)
         return self._close_block()
 
     def _add_text(self, text: str) -> list[ServerEvent]:

@@ -1,6 +1,6 @@
 """What a reply must look like: the client's constraint, a call that it must make, or both.
 
-Composes constraints and compiles them. Knows how this model writes calls (`ReplyForm.call_text`).
+Composes constraints and compiles them. Knows how this model writes calls (`ReplyFormat.call_text`).
 """
 
 from __future__ import annotations

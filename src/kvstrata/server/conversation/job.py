@@ -25,10 +25,10 @@ from kvstrata.server.replay.noting import Noting
 from kvstrata.server.service import Service
 from kvstrata.server.sessions.names import Name, name_of_chat, name_of_text
 from kvstrata.server.sessions.registry import Visit
-from kvstrata.text.reply_events import ReplyReader
-from kvstrata.text.reply_parser import PlainReader
+from kvstrata.text.reply_events import ReplyParser
+from kvstrata.text.reply_parser import PlainParser
 from kvstrata.text.tokenizer import ids_text
-from kvstrata.text.tool_calls.answer_text import Offered
+from kvstrata.text.tool_calls.answer_text import OfferedTools
 
 CLAMPED = "x-kvstrata-max-tokens"
 IGNORED = "x-kvstrata-schema-ignored"
@@ -41,7 +41,7 @@ class Job:
 
     id: str
     requests: tuple[Request, ...]
-    readers: tuple[ReplyReader, ...]  # one for each request
+    readers: tuple[ReplyParser, ...]  # one for each request
     n: int = 1
     one_call: bool = False  # a reply ends with its first call
     notes: Mapping[str, str] = field(default_factory=dict)  # what the answer says beside why it missed (miss.py)
@@ -74,7 +74,7 @@ def chat_job(service: Service, chat: Chat, scope: Scope, job_id: str) -> Job:
         grammar_after=before_answer if grammar else (),
     )
     at_once = grammar is not None and thinks_unseen
-    readers = [form.reader(prompt, tools, answers_at_once=at_once) for _ in range(chat.wanted.n)]
+    readers = [form.parser(prompt, tools, answers_at_once=at_once) for _ in range(chat.wanted.n)]
     job = _job(job_id, [request], chat.wanted, readers)
     headers = {**job.headers, **_ignored(grammar if chat.wanted.constraint else None)}
     one_call = bool(tools) and not chat.choice.parallel
@@ -91,7 +91,7 @@ def text_job(service: Service, prompts: Sequence[tuple[int, ...]], wanted: Wante
         replace(_request(service, wanted, scope, prompt, param="prompt"), continues_prompt=True, grammar=grammar)
         for prompt in prompts
     ]
-    readers = [PlainReader(Offered(())) for _ in range(len(prompts) * wanted.n)]
+    readers = [PlainParser(OfferedTools(())) for _ in range(len(prompts) * wanted.n)]
     job = _job(job_id, requests, wanted, readers)
     return _visiting(service, job, [name_of_text(scope, wanted.cache_key, prompt) for prompt in prompts])
 
@@ -102,7 +102,7 @@ def _noting(service: Service, request: Request) -> Noting | None:
     return Noting(service.replies, service.form, request.salt, request.prompt, service.ending_ids)
 
 
-def _job(job_id: str, requests: Sequence[Request], wanted: Wanted, readers: Sequence[ReplyReader]) -> Job:
+def _job(job_id: str, requests: Sequence[Request], wanted: Wanted, readers: Sequence[ReplyParser]) -> Job:
     """`requests`: one for each prompt."""
     least = min(request.max_tokens for request in requests)
     is_clamped = wanted.max_tokens is not None and least < wanted.max_tokens

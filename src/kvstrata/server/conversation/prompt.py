@@ -20,8 +20,8 @@ from kvstrata.server.conversation.hygiene import Hygiene, tidied
 from kvstrata.server.conversation.lengths import require_possible_chars, require_possible_chat
 from kvstrata.server.service import Service
 from kvstrata.text.messages import Message
-from kvstrata.text.sampled_reply import Sampled, visible_of_message
-from kvstrata.text.template import ChatTemplate, Prompt
+from kvstrata.text.sampled_reply import SampledReply, content_of_message
+from kvstrata.text.template import ChatTemplate, TemplatePrompt
 from kvstrata.text.thinking import ThinkingSwitch
 
 
@@ -62,7 +62,7 @@ class Renderer:
 
     def render(self, shown: Shown, salt: str) -> tuple[int, ...]:
         """Every reply as the template writes it."""
-        template = self.template.under(salt)
+        template = self.template.for_salt(salt)
         return template.render(shown.messages, tools=shown.tools, template_kwargs=shown.variables)
 
 
@@ -78,13 +78,15 @@ class Shown:
 
 def chat_prompt(service: Service, chat: Chat, scope: Scope) -> ChatPrompt:
     salt = salt_of(scope, chat.wanted.cache_salt)
-    template = service.template.under(salt)
+    template = service.template.for_salt(salt)
     shown = Renderer(template, service.thinking, service.hygiene).shown(chat)
     require_possible_chat(service, shown.messages)
     prompt = _rendered(service, template, shown, salt)
     resume_at: tuple[int, ...] = ()
     if service.engine.resumes_at_checkpoints:
-        resume_at = template.boundaries(shown.messages, shown.tools, template_kwargs=shown.variables, prompt=prompt.ids)
+        resume_at = template.resume_points(
+            shown.messages, shown.tools, template_kwargs=shown.variables, prompt=prompt.ids
+        )
     pin = None
     if chat.pin is not None:
         end = len(prompt.ids)
@@ -105,15 +107,15 @@ def tools_told(chat: Chat) -> tuple[dict[str, object], ...]:
     return () if chat.choice.mode == "none" else chat.tools
 
 
-def _rendered(service: Service, template: ChatTemplate, shown: Shown, salt: str) -> Prompt:
+def _rendered(service: Service, template: ChatTemplate, shown: Shown, salt: str) -> TemplatePrompt:
     replies = [_reply_of(service, salt, message, shown.tools) for message in shown.messages]
     check_chars = partial(require_possible_chars, service, param="messages")
     if not any(replies):
         ids = template.render(
             shown.messages, tools=shown.tools, template_kwargs=shown.variables, check_chars=check_chars
         )
-        return Prompt(ids)
-    return template.replay(
+        return TemplatePrompt(ids)
+    return template.render_with_replies(
         shown.messages,
         replies,
         ending_ids=service.ending_ids,
@@ -123,7 +125,7 @@ def _rendered(service: Service, template: ChatTemplate, shown: Shown, salt: str)
     )
 
 
-def _reply_of(service: Service, salt: str, message: Message, tools: list[dict[str, Any]] | None) -> Sampled | None:
+def _reply_of(service: Service, salt: str, message: Message, tools: list[dict[str, Any]] | None) -> SampledReply | None:
     """The reply of ours that a message is. What came with an imported conversation is read first: anyone may have
     written there that these ids say this."""
     memory = service.replies
@@ -132,7 +134,7 @@ def _reply_of(service: Service, salt: str, message: Message, tools: list[dict[st
     found = memory.find(salt, message)
     if found is None or found.is_proven:
         return found
-    visible = visible_of_message(message)
+    visible = content_of_message(message)
     proven = service.form.proven(found, visible, tools or ())
     if proven is not None:
         memory.add(salt, visible, proven)

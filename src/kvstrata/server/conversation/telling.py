@@ -18,7 +18,7 @@ from kvstrata.server.conversation.miss import MISS, miss_value
 from kvstrata.server.conversation.wire import Begun, Ended, ServerEvent, Wire
 from kvstrata.server.journal.trace import Trace
 from kvstrata.server.sessions.session import Parted
-from kvstrata.text.reply_events import CallEnded, ReplyEvent
+from kvstrata.text.reply_events import ReplyEvent, ToolCallEnd
 
 CACHED = "x-kvstrata-cached-tokens"
 CANCELLED = "The server cancelled this reply. Send the request again."
@@ -121,7 +121,7 @@ class Telling:
         self, index: int, events: Sequence[ReplyEvent], logprobs: Sequence[TokenLogprob] = ()
     ) -> list[ServerEvent]:
         if self._job.one_call:
-            last = next((place for place, event in enumerate(events) if isinstance(event, CallEnded)), None)
+            last = next((place for place, event in enumerate(events) if isinstance(event, ToolCallEnd)), None)
             if last is not None:
                 events = events[: last + 1]
                 self._complete.add(index)

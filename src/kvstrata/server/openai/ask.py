@@ -26,7 +26,7 @@ from kvstrata.server.openai.schema import (
     StructuredOutputs,
 )
 from kvstrata.server.service import Service
-from kvstrata.text.tokenizer import encode_text
+from kvstrata.text.tokenizer import encode_prompt
 
 NOT_DONE = ("functions", "function_call", "audio", "web_search_options")
 NAMED_SAMPLING = (
@@ -235,7 +235,7 @@ def as_list(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[s
 def _prompt_ids(service: Service, prompt: str | list[int]) -> tuple[int, ...]:
     if isinstance(prompt, str):
         require_possible_text(service, prompt)
-        return encode_text(service.loaded.tokenizer, prompt)
+        return encode_prompt(service.loaded.tokenizer, prompt)
     beyond = next((token for token in prompt if token >= service.loaded.vocab_size), None)
     if beyond is not None:
         raise InvalidRequest(

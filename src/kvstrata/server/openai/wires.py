@@ -23,7 +23,14 @@ from kvstrata.server.openai.answers import (
     token_usage_answer,
 )
 from kvstrata.server.service import Service
-from kvstrata.text.reply_events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text, Thinking
+from kvstrata.text.reply_events import (
+    ReplyEvent,
+    ReplyText,
+    ReplyThinking,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+)
 from kvstrata.text.tokenizer import token_bytes, token_text
 
 if TYPE_CHECKING:
@@ -80,19 +87,19 @@ class ChatChoice:
         return {"index": self._index, "message": message, "logprobs": logprobs, "finish_reason": self._finish}
 
     def _add(self, event: ReplyEvent) -> dict[str, Any]:
-        if isinstance(event, Text):
+        if isinstance(event, ReplyText):
             self._text.append(event.text)
             return {"content": event.text}
-        if isinstance(event, Thinking):
+        if isinstance(event, ReplyThinking):
             self._thinking.append(event.text)
             return {"reasoning_content": event.text}
-        self._in_call = not isinstance(event, CallEnded)
-        if isinstance(event, CallBegun):
+        self._in_call = not isinstance(event, ToolCallEnd)
+        if isinstance(event, ToolCallStart):
             self._calls.append({"id": event.id, "type": "function", "function": {"name": event.name, "arguments": ""}})
             self._arguments.append([])
             called: dict[str, Any] = {"name": event.name, "arguments": ""}
             return self._call_delta({"id": event.id, "type": "function", "function": called})
-        if isinstance(event, CallArguments):
+        if isinstance(event, ToolCallArguments):
             self._arguments[-1].append(event.text)
             return self._call_delta({"function": {"arguments": event.text}})
         return {}
@@ -139,7 +146,7 @@ class CompletionChoice:
         self._finish: Finish = "stop"
 
     def add(self, events: Sequence[ReplyEvent], tokens: Sequence[TokenLogprob]) -> list[Any]:
-        text = "".join(event.text for event in events if isinstance(event, Text))
+        text = "".join(event.text for event in events if isinstance(event, ReplyText))
         self._text.append(text)
         logprobs = self._add_logprobs(tokens)
         return [{"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": None}]

@@ -19,7 +19,7 @@ from kvstrata.engine.cache_api import owner_of
 from kvstrata.server.replay.files import ReplyFiles
 from kvstrata.server.replay.record import Record
 from kvstrata.text.messages import Message
-from kvstrata.text.sampled_reply import Sampled, Visible, visible_of_message
+from kvstrata.text.sampled_reply import ReplyContent, SampledReply, content_of_message
 
 MAX_TOKENS = 4 << 20  # of all replies: 16 MiB
 # What a reply takes beside its ids, as if it were tokens: many short ones must not take more than a few long ones.
@@ -45,9 +45,9 @@ class ReplyMemory:
         self._num_tokens = 0
         self._read: OrderedDict[str, None] = OrderedDict()  # salts whose file was read
 
-    def find(self, salt: str, message: Message) -> Sampled | None:
+    def find(self, salt: str, message: Message) -> SampledReply | None:
         """The reply that an assistant's message is, unchanged; None: it is none that is remembered."""
-        visible = visible_of_message(message)
+        visible = content_of_message(message)
         if not (visible.content or visible.calls):
             return None
         self._read_once(salt)
@@ -60,7 +60,7 @@ class ReplyMemory:
                     return self._records[key][1].sampled
         return None
 
-    def add(self, salt: str, visible: Visible, sampled: Sampled) -> None:
+    def add(self, salt: str, visible: ReplyContent, sampled: SampledReply) -> None:
         record = Record.of(visible, sampled)
         with self._lock:
             self._keep(salt, record)

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvstrata.server.replay.memory import ReplyMemory
-from kvstrata.text.reply_events import CallBegun, CallEnded, ReplyEvent
-from kvstrata.text.reply_parser import ReplyForm
-from kvstrata.text.sampled_reply import visible_of_reply
+from kvstrata.text.reply_events import ReplyEvent, ToolCallEnd, ToolCallStart
+from kvstrata.text.reply_parser import ReplyFormat
+from kvstrata.text.sampled_reply import content_of_reply
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Noting:
     """Of the replies to one prompt. `ending_ids` end a reply and are no part of what is put back."""
 
     memory: ReplyMemory
-    form: ReplyForm
+    form: ReplyFormat
     salt: str
     prompt: tuple[int, ...]
     ending_ids: frozenset[int]
@@ -24,8 +24,8 @@ class Noting:
     def note(self, ids: Sequence[int], events: Iterable[ReplyEvent]) -> None:
         """`ids`: what the client was shown, and `events` what that was."""
         told = list(events)
-        begun, ended = (sum(isinstance(event, kind) for event in told) for kind in (CallBegun, CallEnded))
-        visible = visible_of_reply(told)
+        begun, ended = (sum(isinstance(event, kind) for event in told) for kind in (ToolCallStart, ToolCallEnd))
+        visible = content_of_reply(told)
         if begun != ended or not (visible.content or visible.calls):
             return  # it was cut inside a call, or there is nothing to send back
         shown = list(ids)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from kvstrata.text.sampled_reply import DIGEST_BYTES, Sampled, Visible
+from kvstrata.text.sampled_reply import DIGEST_BYTES, ReplyContent, SampledReply
 
 CHECKSUM_BYTES = 8
 MAX_CALLS = 1024
@@ -36,7 +36,7 @@ class Record:
     is_proven: bool = True
 
     @classmethod
-    def of(cls, visible: Visible, sampled: Sampled) -> Record:
+    def of(cls, visible: ReplyContent, sampled: SampledReply) -> Record:
         return cls(
             visible.digest,
             tuple(call.id for call in visible.calls),
@@ -49,9 +49,9 @@ class Record:
         )
 
     @property
-    def sampled(self) -> Sampled:
+    def sampled(self) -> SampledReply:
         places = (self.visible_from, self.text_from)
-        return Sampled(tuple(self.ids), *places, self.opened, self.thought, self.is_proven)
+        return SampledReply(tuple(self.ids), *places, self.opened, self.thought, self.is_proven)
 
     def to_json(self) -> dict[str, Any]:
         ids = np.array(self.ids, dtype="<i4").tobytes()

@@ -24,7 +24,7 @@ from kvstrata.server.responses.answers import (
 from kvstrata.server.responses.free_text import FreeText
 from kvstrata.server.responses.reasoning import packed
 from kvstrata.server.responses.tools import ToolName
-from kvstrata.text.reply_events import CallArguments, CallBegun, ReplyEvent, Text, Thinking
+from kvstrata.text.reply_events import ReplyEvent, ReplyText, ReplyThinking, ToolCallArguments, ToolCallStart
 
 StreamEvent = dict[str, Any]  # `type` and what belongs to it
 SayLogprobs = Callable[[Sequence[TokenLogprob]], list[OutputLogprob]]
@@ -212,16 +212,16 @@ class Output:
         return out + self._close("incomplete" if cut_off else "completed")
 
     def _add(self, event: ReplyEvent) -> list[StreamEvent]:
-        if isinstance(event, Text):
+        if isinstance(event, ReplyText):
             return self._add_text(event.text)
         # Tokens of anything but text have no place in this API.
         self._logprobs.clear()
-        if isinstance(event, Thinking):
+        if isinstance(event, ReplyThinking):
             return self._add_thinking(event.text)
         self._blank = ""
-        if isinstance(event, CallBegun):
+        if isinstance(event, ToolCallStart):
             return self._begin_call(event)
-        if isinstance(event, CallArguments):
+        if isinstance(event, ToolCallArguments):
             if event.text and isinstance(self._open, _FunctionCall | _CustomCall):
                 return self._open.add(event.text)
             return []
@@ -254,7 +254,7 @@ class Output:
         assert isinstance(self._open, _Reasoning)
         return [*opened, *self._open.add(text)]
 
-    def _begin_call(self, begun: CallBegun) -> list[StreamEvent]:
+    def _begin_call(self, begun: ToolCallStart) -> list[StreamEvent]:
         tool = self._names.get(begun.name, ToolName(begun.name))
         make = _CustomCall if tool.is_custom else _FunctionCall
         return self._open_as(make(self._next, begun.id, tool))

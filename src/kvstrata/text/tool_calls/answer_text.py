@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, TypeVar
 
-from kvstrata.text.reply_events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text
+from kvstrata.text.reply_events import ReplyEvent, ReplyText, ToolCallArguments, ToolCallEnd, ToolCallStart
 from kvstrata.text.stop import StopMatcher
 
 _STRIDE = 4096  # characters that are searched for a mark at once
@@ -34,7 +34,7 @@ class Words:
         return place < len(self._sorted) and self._sorted[place].startswith(start)
 
 
-class Offered:
+class OfferedTools:
     def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
         self.tools = list(tools)
         self._functions = {
@@ -65,8 +65,8 @@ class CallOver(Exception):
     """The call ended before it was whole; all that belongs to it has been given."""
 
 
-class Reading:
-    def __init__(self, offered: Offered) -> None:
+class AnswerText:
+    def __init__(self, offered: OfferedTools) -> None:
         self.offered = offered
         self.events: list[ReplyEvent] = []
         self.text = ""
@@ -126,7 +126,7 @@ class Reading:
         if text:
             line = text.rpartition("\n")[2]
             self.line_start = not line.strip() and (self.line_start or "\n" in text)
-            self.events.append(Text(text))
+            self.events.append(ReplyText(text))
 
     def begin_call(self, name: str, id: str = "") -> None:
         """What is held belongs to the call's form. An id that came before in this reply names no call."""
@@ -134,15 +134,15 @@ class Reading:
         if not id or id in self._ids:
             id = uuid.uuid4().hex[:9]  # nine letters or digits, which every template takes back
         self._ids.add(id)
-        self.events.append(CallBegun(id, name))
+        self.events.append(ToolCallStart(id, name))
 
     def arguments(self, text: str) -> None:
         if text:
-            self.events.append(CallArguments(text))
+            self.events.append(ToolCallArguments(text))
 
     def end_call(self) -> None:
         """And holds back what follows, which may belong to the call's form."""
-        self.events.append(CallEnded())
+        self.events.append(ToolCallEnd())
         self.hold()
 
     def whole_call(self, name: str, arguments: str, id: str = "") -> None:
@@ -159,14 +159,14 @@ class Reading:
         raise CallOver
 
 
-def space(reading: Reading, characters: str = SPACE) -> Steps[str]:
+def space(reading: AnswerText, characters: str = SPACE) -> Steps[str]:
     """Takes it, and looks at what follows."""
     while (character := (yield from reading.look())) and character in characters:
         reading.pos += 1
     return character
 
 
-def expect(reading: Reading, character: str) -> Steps[str]:
+def expect(reading: AnswerText, character: str) -> Steps[str]:
     """Space, the character, space."""
     if (yield from space(reading)) != character:
         raise NoCall
@@ -174,7 +174,7 @@ def expect(reading: Reading, character: str) -> Steps[str]:
     return (yield from space(reading))
 
 
-def mark(reading: Reading, marks: tuple[str, ...]) -> Steps[str]:
+def mark(reading: AnswerText, marks: tuple[str, ...]) -> Steps[str]:
     """Takes the one of these that comes next. Empty: none of them does, and how much was taken is left open."""
     num_taken = 0
     alive = marks
@@ -189,7 +189,7 @@ def mark(reading: Reading, marks: tuple[str, ...]) -> Steps[str]:
     return ""
 
 
-def until(reading: Reading, marks: tuple[str, ...], take: Callable[[str], None]) -> Steps[str]:
+def until(reading: AnswerText, marks: tuple[str, ...], take: Callable[[str], None]) -> Steps[str]:
     """Hands on the text before the first of the marks, and takes that. Empty: the answer ended without one."""
     matcher = StopMatcher(marks)
     while (yield from reading.look()):

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvstrata.text.tool_calls.answer_text import SPACE, NoCall, Reading, Steps, Words, expect, mark, space, until
+from kvstrata.text.tool_calls.answer_text import SPACE, AnswerText, NoCall, Steps, Words, expect, mark, space, until
 
 MAX_DEPTH = 100  # what clients' parsers take, and far more than arguments have
 
@@ -191,7 +191,7 @@ class JsonScanner:
         return self._after_value(character)
 
 
-class StringDecoder:
+class JsonStringDecoder:
     """The inside of one JSON string, a character at a time. Half a surrogate pair stays an escape."""
 
     def __init__(self) -> None:
@@ -238,7 +238,7 @@ class StringDecoder:
 
 
 @dataclass
-class _Fields:
+class _CallFields:
     """What has come of one call."""
 
     name: str = ""
@@ -246,7 +246,7 @@ class _Fields:
     arguments: str = ""  # empty: not yet
 
 
-def json_calls(reading: Reading) -> Steps[None]:
+def scan_json_calls(reading: AnswerText) -> Steps[None]:
     """At `{` or `[`. Returns after the first call's arguments; others may follow."""
     if (yield from reading.look()) == "[":
         reading.closers.append("]")
@@ -254,10 +254,10 @@ def json_calls(reading: Reading) -> Steps[None]:
         yield from space(reading)
     if (yield from reading.look()) != "{":
         raise NoCall
-    yield from _object(reading, _Fields(), is_outer=True)
+    yield from _object(reading, _CallFields(), is_outer=True)
 
 
-def _object(reading: Reading, fields: _Fields, *, is_outer: bool = False) -> Steps[None]:
+def _object(reading: AnswerText, fields: _CallFields, *, is_outer: bool = False) -> Steps[None]:
     reading.closers.append("}")
     reading.pos += 1
     yield from space(reading)
@@ -282,19 +282,19 @@ def _object(reading: Reading, fields: _Fields, *, is_outer: bool = False) -> Ste
     return reading.whole_call(fields.name, "{}", fields.id)
 
 
-def _wrapped(reading: Reading, key: str, fields: _Fields, *, is_outer: bool) -> Steps[None]:
+def _wrapped(reading: AnswerText, key: str, fields: _CallFields, *, is_outer: bool) -> Steps[None]:
     if not is_outer or fields.name or fields.arguments:
         raise NoCall
     if key == "tool_calls":
         yield from expect(reading, "[")
         reading.closers.append("]")
-        fields = _Fields()
+        fields = _CallFields()
     if (yield from reading.look()) != "{":
         raise NoCall
     yield from _object(reading, fields, is_outer=key == "tool_calls")
 
 
-def _field(reading: Reading, key: str, fields: _Fields) -> Steps[None]:
+def _field(reading: AnswerText, key: str, fields: _CallFields) -> Steps[None]:
     if key in _NAMES:
         if fields.name:
             raise NoCall
@@ -314,7 +314,7 @@ def _field(reading: Reading, key: str, fields: _Fields) -> Steps[None]:
         fields.id = value if key == "id" else fields.id
 
 
-def _is_schema(reading: Reading, name: str) -> Steps[bool]:
+def _is_schema(reading: AnswerText, name: str) -> Steps[bool]:
     """Whether a model repeats what a tool is, instead of calling it: `{"type": "object", ...`."""
     if reading.offered.parameter(name, "type") is not None:
         return False
@@ -327,7 +327,7 @@ def _is_schema(reading: Reading, name: str) -> Steps[bool]:
     return True
 
 
-def _late_fields(reading: Reading) -> Steps[None]:
+def _late_fields(reading: AnswerText) -> Steps[None]:
     """What may stand behind the arguments. An id comes too late there: the call has begun."""
     while (yield from space(reading)) == ",":
         reading.pos += 1
@@ -338,7 +338,7 @@ def _late_fields(reading: Reading) -> Steps[None]:
         yield from _simple(reading)
 
 
-def _arguments(reading: Reading, fields: _Fields) -> Steps[str]:
+def _arguments(reading: AnswerText, fields: _CallFields) -> Steps[str]:
     """What they are if the name is not yet known; otherwise they are handed on, and something comes back."""
     held: list[str] = []
     if not fields.name:
@@ -349,7 +349,7 @@ def _arguments(reading: Reading, fields: _Fields) -> Steps[str]:
     return "{}"
 
 
-def _object_text(reading: Reading, give: Callable[[str], None], begin: Callable[[], None]) -> Steps[None]:
+def _object_text(reading: AnswerText, give: Callable[[str], None], begin: Callable[[], None]) -> Steps[None]:
     """An object, or a string that has one in it. `begin` is called when it is clear that it is one."""
     character = yield from reading.look()
     if character == "{":
@@ -363,7 +363,7 @@ def _object_text(reading: Reading, give: Callable[[str], None], begin: Callable[
     return (yield from _object_in_string(reading, give, begin))
 
 
-def object_text(reading: Reading, give: Callable[[str], None]) -> Steps[None]:
+def object_text(reading: AnswerText, give: Callable[[str], None]) -> Steps[None]:
     scanner = JsonScanner()
     while not scanner.done:
         if not (yield from reading.look()):
@@ -374,9 +374,9 @@ def object_text(reading: Reading, give: Callable[[str], None]) -> Steps[None]:
             yield from _fail(reading, give)
 
 
-def _object_in_string(reading: Reading, give: Callable[[str], None], begin: Callable[[], None]) -> Steps[None]:
+def _object_in_string(reading: AnswerText, give: Callable[[str], None], begin: Callable[[], None]) -> Steps[None]:
     reading.pos += 1
-    decoder, scanner = StringDecoder(), JsonScanner()
+    decoder, scanner = JsonStringDecoder(), JsonScanner()
     has_begun = False
     while True:
         character = yield from reading.look()
@@ -402,18 +402,18 @@ def _object_in_string(reading: Reading, give: Callable[[str], None], begin: Call
         reading.pos += 1
 
 
-def _fail(reading: Reading, give: Callable[[str], None]) -> Steps[None]:
+def _fail(reading: AnswerText, give: Callable[[str], None]) -> Steps[None]:
     if give != reading.arguments:
         raise NoCall
     yield from reading.break_off()
 
 
-def _word(reading: Reading, words: Words) -> Steps[str]:
+def _word(reading: AnswerText, words: Words) -> Steps[str]:
     """A string that is one of these. Fails at the first character that none of them has."""
     if (yield from reading.look()) != '"':
         raise NoCall
     reading.pos += 1
-    decoder = StringDecoder()
+    decoder = JsonStringDecoder()
     word = ""
     while (character := (yield from reading.look())) and (character != '"' or decoder.in_escape):
         try:
@@ -429,7 +429,7 @@ def _word(reading: Reading, words: Words) -> Steps[str]:
     return word
 
 
-def _simple(reading: Reading) -> Steps[str]:
+def _simple(reading: AnswerText) -> Steps[str]:
     """A short string, or a number, true, false or null. What it says if it is a string."""
     parts: list[str] = []
     is_string = (yield from reading.look()) == '"'
@@ -456,7 +456,7 @@ def _simple(reading: Reading) -> Steps[str]:
 _ARGUMENTS_MARK, _ID = "[ARGS]", "[CALL_ID]"
 
 
-def header_call(reading: Reading) -> Steps[None]:
+def scan_header_call(reading: AnswerText) -> Steps[None]:
     """At the name."""
     name = ""
     while (character := (yield from reading.look())) and character not in SPACE + "[":
@@ -476,7 +476,7 @@ def header_call(reading: Reading) -> Steps[None]:
     reading.end_call()
 
 
-def _header_id(reading: Reading) -> Steps[str]:
+def _header_id(reading: AnswerText) -> Steps[str]:
     parts: list[str] = []
     if not (yield from until(reading, (_ARGUMENTS_MARK,), parts.append)):
         raise NoCall

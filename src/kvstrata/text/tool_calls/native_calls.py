@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvstrata.text.template_probe import CallText
-from kvstrata.text.tool_calls.answer_text import NoCall, Offered, Reading, Steps, until
-from kvstrata.text.tool_calls.tagged_calls import Dialect, dumped, glm
+from kvstrata.text.tool_calls.answer_text import AnswerText, NoCall, OfferedTools, Steps, until
+from kvstrata.text.tool_calls.tagged_calls import TagFormat, dump_json, glm_tags
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -19,13 +19,13 @@ Parse = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class _Call:
+class _NativeCall:
     name: str
     arguments: str
     id: str
 
 
-def whole_calls(reading: Reading, start: str, end: str, parse: Parse) -> Steps[None]:
+def scan_native_calls(reading: AnswerText, start: str, end: str, parse: Parse) -> Steps[None]:
     """Behind the start mark; some of what is between the marks may have been read, and is held."""
     before, start, read = reading.drop().partition(start)
     body = [read]
@@ -41,7 +41,7 @@ def whole_calls(reading: Reading, start: str, end: str, parse: Parse) -> Steps[N
         reading.whole_call(call.name, call.arguments, call.id)
 
 
-def _parsed(parse: Parse, body: str, offered: Offered) -> list[_Call]:
+def _parsed(parse: Parse, body: str, offered: OfferedTools) -> list[_NativeCall]:
     """No calls, if any of them is malformed or calls what was not offered."""
     try:
         parsed = parse(body, offered.tools)
@@ -51,7 +51,7 @@ def _parsed(parse: Parse, body: str, offered: Offered) -> list[_Call]:
     return calls if all(call.name in offered.names for call in calls) else []
 
 
-def _call(parsed: dict[str, Any]) -> _Call:
+def _call(parsed: dict[str, Any]) -> _NativeCall:
     arguments = parsed.get("arguments", {})
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
@@ -60,35 +60,35 @@ def _call(parsed: dict[str, Any]) -> _Call:
     if not isinstance(parsed["name"], str):
         raise TypeError("a call needs a name")
     id = parsed.get("id")
-    return _Call(parsed["name"], dumped(arguments), id if isinstance(id, str) and id.isascii() else "")
+    return _NativeCall(parsed["name"], dump_json(arguments), id if isinstance(id, str) and id.isascii() else "")
 
 
 @dataclass(frozen=True)
-class NativeForm:
+class NativeCallFormat:
     """How the model's template writes calls. `start` empty: without marks."""
 
     start: str = ""
     end: str = ""
     kind: Literal["json", "headers", "tagged", "whole"] = "json"
-    dialect: Dialect | None = None
+    dialect: TagFormat | None = None
     parse: Parse | None = field(default=None, compare=False)
 
 
-def native_form(tokenizer: TokenizerWrapper, written: CallText | None = None) -> NativeForm:
+def native_call_format(tokenizer: TokenizerWrapper, written: CallText | None = None) -> NativeCallFormat:
     """By mlx-lm's parser for the model, or else by the marks that the template writes around JSON."""
     start, end, parse = tokenizer.tool_call_start or "", tokenizer.tool_call_end or "", tokenizer.tool_parser
     if not start or parse is None:
-        return NativeForm(written.start, written.end) if written else NativeForm()
+        return NativeCallFormat(written.start, written.end) if written else NativeCallFormat()
     match _parser_name(tokenizer):
         case "json_tools" | "qwen3_coder":
-            return NativeForm(start, end)
+            return NativeCallFormat(start, end)
         case "mistral":
-            return NativeForm(start, end, "headers")
+            return NativeCallFormat(start, end, "headers")
         case "glm47" | "laguna":
-            return NativeForm(start, end, "tagged", glm("", end), parse)
+            return NativeCallFormat(start, end, "tagged", glm_tags("", end), parse)
         case "longcat":
-            return NativeForm(start, end, "tagged", glm("longcat_", end), parse)
-    return NativeForm(start, end, "whole", parse=parse)
+            return NativeCallFormat(start, end, "tagged", glm_tags("longcat_", end), parse)
+    return NativeCallFormat(start, end, "whole", parse=parse)
 
 
 def _parser_name(tokenizer: TokenizerWrapper) -> str:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from kvstrata.text.reply_events import ReplyEvent, joined
-from kvstrata.text.tool_calls.answer_text import SPACE, CallOver, NoCall, Offered, Reading, Steps, mark, space
-from kvstrata.text.tool_calls.json_calls import header_call, json_calls
-from kvstrata.text.tool_calls.native_calls import NativeForm, whole_calls
-from kvstrata.text.tool_calls.tagged_calls import FUNCTION, QWEN, Dialect, tagged_call
+from kvstrata.text.reply_events import ReplyEvent, join_events
+from kvstrata.text.tool_calls.answer_text import SPACE, AnswerText, CallOver, NoCall, OfferedTools, Steps, mark, space
+from kvstrata.text.tool_calls.json_calls import scan_header_call, scan_json_calls
+from kvstrata.text.tool_calls.native_calls import NativeCallFormat, scan_native_calls
+from kvstrata.text.tool_calls.tagged_calls import FUNCTION, QWEN, TagFormat, scan_tagged_call
 
 PYTHON_TAG = "<|python_tag|>"  # Llama may write it before its first call
 
@@ -31,12 +31,12 @@ _FENCE = 3
 _MAX_FENCE_WORD = 20
 
 
-class AnswerReader:
+class ToolCallScanner:
     """One for each answer. Not for thinking: inside that nothing is a call."""
 
-    def __init__(self, offered: Offered, native: NativeForm | None = None) -> None:
-        self._native = native or NativeForm()
-        self._reading = Reading(offered)
+    def __init__(self, offered: OfferedTools, native: NativeCallFormat | None = None) -> None:
+        self._native = native or NativeCallFormat()
+        self._reading = AnswerText(offered)
         self._own = (self._native.start,) if self._native.start else ()
         self._opening = tuple(dict.fromkeys(self._own + _OPENING))
         self._closing = tuple(dict.fromkeys(((self._native.end,) if self._native.end else ()) + _CLOSING))
@@ -61,7 +61,7 @@ class AnswerReader:
 
     def _events(self) -> list[ReplyEvent]:
         events, self._reading.events = self._reading.events, []
-        return joined(events)
+        return join_events(events)
 
     def _answer(self) -> Steps[None]:
         reading = self._reading
@@ -139,8 +139,8 @@ class AnswerReader:
                 raise NoCall
             reading.back(begin)
         if character in "{[":
-            return (yield from json_calls(reading))
-        return (yield from header_call(reading))
+            return (yield from scan_json_calls(reading))
+        return (yield from scan_header_call(reading))
 
     def _marked(self, found: str) -> Steps[None]:
         reading, native = self._reading, self._native
@@ -148,9 +148,9 @@ class AnswerReader:
         reading.in_marks = is_own or found == _OPENING[0]
         reading.ends = (native.end,) if is_own and native.end else _CLOSING if found.startswith("<") else ()
         if found == FUNCTION:
-            return (yield from tagged_call(reading, QWEN))
+            return (yield from scan_tagged_call(reading, QWEN))
         if is_own and native.kind == "whole" and native.parse:
-            return (yield from whole_calls(reading, found, native.end, native.parse))
+            return (yield from scan_native_calls(reading, found, native.end, native.parse))
         if is_own and native.kind == "tagged" and native.dialect:
             return (yield from self._tagged(found, native.dialect))
         character = yield from space(reading)
@@ -159,23 +159,23 @@ class AnswerReader:
         if character == "<":
             if not (yield from mark(reading, (FUNCTION,))):
                 raise NoCall
-            return (yield from tagged_call(reading, QWEN))
+            return (yield from scan_tagged_call(reading, QWEN))
         if is_own and native.kind == "headers" and character not in "[{":
-            return (yield from header_call(reading))
-        return (yield from json_calls(reading))
+            return (yield from scan_header_call(reading))
+        return (yield from scan_json_calls(reading))
 
-    def _tagged(self, found: str, dialect: Dialect) -> Steps[None]:
+    def _tagged(self, found: str, dialect: TagFormat) -> Steps[None]:
         """mlx-lm's parsers of these forms know some more that GLM writes."""
         reading, native = self._reading, self._native
         try:
             if (yield from space(reading)) in ("{", "["):
-                yield from json_calls(reading)
+                yield from scan_json_calls(reading)
             else:
-                yield from tagged_call(reading, dialect)
+                yield from scan_tagged_call(reading, dialect)
         except NoCall:
             if native.parse is None:
                 raise
-            yield from whole_calls(reading, found, native.end, native.parse)
+            yield from scan_native_calls(reading, found, native.end, native.parse)
 
     def _fence(self) -> Steps[None]:
         reading = self._reading
@@ -194,7 +194,7 @@ class AnswerReader:
             reading.ends = ("`" * num_ticks,)
             character = yield from reading.look()
             if character in ("{", "["):
-                return (yield from json_calls(reading))
+                return (yield from scan_json_calls(reading))
             found = (yield from mark(reading, self._opening)) if character == "<" else ""
             if not found:
                 raise NoCall

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvstrata.text.tool_calls.answer_text import SPACE, CallOver, NoCall, Reading, Steps, mark, space, until
+from kvstrata.text.tool_calls.answer_text import SPACE, AnswerText, CallOver, NoCall, Steps, mark, space, until
 
 _STRINGS = frozenset(("string", "str", "text", "varchar", "char", "enum"))
 
@@ -54,7 +54,7 @@ class StringWriter:
             self._give('"')
             self._has_begun = True
         if body := text.rstrip(self._strip):
-            self._give(escaped("".join(self._pending) + body))
+            self._give(escape_json("".join(self._pending) + body))
             self._pending = []
         self._pending.append(text[len(body) :])
 
@@ -86,13 +86,13 @@ class LineStringWriter:
                 return
             text, self._held = self._held, None
             self._give('"')
-        self._give(escaped(text))
+        self._give(escape_json(text))
 
     def finish(self) -> None:
         if self._held is None:
             self._give('"')
         else:
-            self._give("null" if self._held.lower() == "null" else f'"{escaped(self._held)}"')
+            self._give("null" if self._held.lower() == "null" else f'"{escape_json(self._held)}"')
 
 
 class OtherWriter:
@@ -109,12 +109,12 @@ class OtherWriter:
     def finish(self) -> None:
         text = "".join(self._parts)
         try:
-            self._give(dumped(self._convert(text)))
+            self._give(dump_json(self._convert(text)))
         except (ValueError, TypeError, RecursionError):  # what Python reads, JSON may not have
-            self._give(f'"{escaped(text)}"')
+            self._give(f'"{escape_json(text)}"')
 
 
-def dumped(value: Any) -> str:
+def dump_json(value: Any) -> str:
     """JSON that every wire carries: no NaN, no half of a surrogate pair. Raises ValueError or TypeError."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
@@ -124,7 +124,7 @@ def dumped(value: Any) -> str:
     return text
 
 
-def escaped(text: str) -> str:
+def escape_json(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
@@ -204,23 +204,23 @@ def _evaluated(text: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Dialect:
+class TagFormat:
     key: tuple[str, str]
     value: tuple[str, str]  # the first may be empty: a value follows its key
     ends: tuple[str, ...]  # of the call
     writer: Callable[[Callable[[str], None], dict[str, Any] | None], ValueWriter]
 
 
-QWEN = Dialect(("<parameter=", ">"), ("", "</parameter>"), ("</function>", "</tool_call>"), qwen_writer)
+QWEN = TagFormat(("<parameter=", ">"), ("", "</parameter>"), ("</function>", "</tool_call>"), qwen_writer)
 
 
-def glm(prefix: str, end: str) -> Dialect:
+def glm_tags(prefix: str, end: str) -> TagFormat:
     """Its calls end with their mark."""
     key, value = f"{prefix}arg_key>", f"{prefix}arg_value>"
-    return Dialect((f"<{key}", f"</{key}"), (f"<{value}", f"</{value}"), (end,), glm_writer)
+    return TagFormat((f"<{key}", f"</{key}"), (f"<{value}", f"</{value}"), (end,), glm_writer)
 
 
-def tagged_call(reading: Reading, dialect: Dialect) -> Steps[None]:
+def scan_tagged_call(reading: AnswerText, dialect: TagFormat) -> Steps[None]:
     """At the name."""
     yield from space(reading)
     name = yield from _name(reading)
@@ -241,7 +241,7 @@ def tagged_call(reading: Reading, dialect: Dialect) -> Steps[None]:
     yield from _end(reading, tag)
 
 
-def _name(reading: Reading) -> Steps[str]:
+def _name(reading: AnswerText) -> Steps[str]:
     name = ""
     while (character := (yield from reading.look())) and character not in SPACE + "<>":
         name += character
@@ -255,12 +255,12 @@ def _name(reading: Reading) -> Steps[str]:
     return name
 
 
-def _tag(reading: Reading, tags: tuple[str, ...]) -> Steps[str]:
+def _tag(reading: AnswerText, tags: tuple[str, ...]) -> Steps[str]:
     yield from space(reading)
     return (yield from mark(reading, tags))
 
 
-def _parameter(reading: Reading, dialect: Dialect, name: str, comma: str) -> Steps[None]:
+def _parameter(reading: AnswerText, dialect: TagFormat, name: str, comma: str) -> Steps[None]:
     """Raises NoCall where something else stands in the place of a tag; all that was read of it is held."""
     reading.drop()
     reading.hold()
@@ -281,7 +281,7 @@ def _parameter(reading: Reading, dialect: Dialect, name: str, comma: str) -> Ste
     writer.finish()
 
 
-def _end(reading: Reading, tag: str) -> Steps[None]:
+def _end(reading: AnswerText, tag: str) -> Steps[None]:
     if not tag and (yield from reading.look()):
         yield from reading.break_off()
     reading.drop()
