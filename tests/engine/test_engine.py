@@ -16,7 +16,6 @@ import numpy as np
 import psutil
 import pytest
 
-from kvstrata.backend.streams import Streams
 from kvstrata.engine import thread as engine_thread
 from kvstrata.engine.background import BackgroundPacer
 from kvstrata.engine.config import EngineLimits, KvConfig
@@ -30,6 +29,7 @@ from kvstrata.errors import ConfigError, ContextTooLong, InvalidRequest, ModelEr
 from kvstrata.kv import buffers
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.platform.mlx_streams import Streams
 from tests.tiny import tiny_loaded, tiny_module
 
 GREEDY = Sampling(temperature=0)

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvstrata.backend import Blas, Device, blas, cache_root, free_memory_bytes
-from kvstrata.backend.heap import Heap, heap
-from kvstrata.backend.open_files import OpenFiles, open_files
 from kvstrata.cli import cache_store
 from kvstrata.cli.remote import Key, connect
 from kvstrata.errors import ConfigError
+from kvstrata.platform.blas import Blas, blas
+from kvstrata.platform.device import Device, free_memory_bytes
+from kvstrata.platform.files import OpenFiles, cache_root, open_files
+from kvstrata.platform.memory import Heap, heap
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -160,11 +161,11 @@ def _write_report(file: Path, report: Report, findings: list[Finding]) -> list[F
 
 
 def examine() -> Report:
-    from kvstrata.backend import device
-    from kvstrata.backend.speed import mlx_gflops, numpy_gflops
     from kvstrata.bench.selftest import typical_choices
+    from kvstrata.cli.speed import mlx_gflops, numpy_gflops
     from kvstrata.models.cpu_form import weights_here
     from kvstrata.models.default import default_is_whole
+    from kvstrata.platform.device import device
 
     here = device()
     return Report(

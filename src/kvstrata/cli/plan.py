@@ -18,9 +18,9 @@ from kvstrata.sizes import Size, human_bytes
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kvstrata.backend import MlxBackend
     from kvstrata.engine.memory_plan import Forecast, PrecisionForecast
     from kvstrata.models.outline import Outline
+    from kvstrata.platform.device import MlxBackend
 
 Backend = Literal["metal", "cuda", "cpu"]
 DEFAULT_LIMIT = "75%"
@@ -204,7 +204,7 @@ def _pairs(names: list[str] | None) -> tuple[tuple[str, str], ...] | None:
 
 
 def _place(backend: Backend | None, memory: Size | None) -> Place:
-    from kvstrata.backend import device
+    from kvstrata.platform.device import device
 
     asked_bytes = _bytes("--memory", memory)
     here = device()

@@ -14,10 +14,10 @@ import typer
 from kvstrata.cli.flags import given, with_settings
 
 if TYPE_CHECKING:
-    from kvstrata.backend import Device
     from kvstrata.cli.starting import Starting
     from kvstrata.config import Settings
     from kvstrata.models.loaded import LoadedModel
+    from kvstrata.platform.device import Device
     from kvstrata.server.run import Server
     from kvstrata.server.service import Service
 
@@ -57,7 +57,7 @@ def serve(
     """Serve a model to OpenAI's and Anthropic's clients."""
     del show_help, show_all
     from kvstrata.config import load as load_settings
-    from kvstrata.server.logs import show_messages
+    from kvstrata.platform.logging import show_messages
 
     show_messages("warning")  # until the settings say which
     run(load_settings(config, given(context, {"model": model, **flags})))
@@ -66,8 +66,8 @@ def serve(
 def run(settings: Settings) -> None:
     from kvstrata.cli.preflight import check_paths
     from kvstrata.cli.starting import Starting, is_terminal
-    from kvstrata.server.listen import bind
-    from kvstrata.server.logs import show_messages
+    from kvstrata.platform.logging import show_messages
+    from kvstrata.platform.network import bind
 
     show_messages(settings.log_level, settings.log_format)
     check_paths(settings)
@@ -78,12 +78,12 @@ def run(settings: Settings) -> None:
 
 
 def _started(settings: Settings, listener: socket.socket, starting: Starting) -> Server:
-    from kvstrata.backend.stages import begin
-    from kvstrata.server.listen import url_of
+    from kvstrata.platform.logging import begin
+    from kvstrata.platform.network import url_of
 
     begin("libraries", "Loading libraries")
     # Only now what takes seconds to import.
-    from kvstrata.backend import device
+    from kvstrata.platform.device import device
     from kvstrata.server.assemble import bind_sockets, load_model, start_service
     from kvstrata.server.run import Server
 
@@ -173,7 +173,7 @@ def _disk_text(settings: Settings, service: Service) -> str:
 
 
 def _blas_line() -> str:
-    from kvstrata.backend import blas
+    from kvstrata.platform.blas import blas
 
     used = blas()
     slow = "  SLOW: see kvstrata doctor" if used.name == "reference" else ""

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from kvstrata.backend import free_memory_bytes
 from kvstrata.errors import ModelError
 from kvstrata.kv.layout import arrays_in
 from kvstrata.models.files import weight_files
 from kvstrata.packed.form import CpuForm
+from kvstrata.platform.device import free_memory_bytes
 from kvstrata.sizes import human_bytes
 
 if TYPE_CHECKING:

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 from starlette.types import ASGIApp
 
 from kvstrata.attention.cpu.step import compile_codecs_beside
-from kvstrata.backend import Device
-from kvstrata.backend.stages import begin
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.registry import parse
 from kvstrata.config import Settings
@@ -32,6 +30,8 @@ from kvstrata.models.cpu_options import CpuOptions
 from kvstrata.models.generation import SamplingDefaults
 from kvstrata.models.load import load
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.platform.device import Device
+from kvstrata.platform.logging import begin
 from kvstrata.prefix_cache.ladder import parse_lengths
 from kvstrata.server.auth import ApiKey, RequireKey
 from kvstrata.server.conversation.hygiene import Hygiene

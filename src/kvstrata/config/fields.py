@@ -1,4 +1,4 @@
-"""How a setting is declared, and the kinds of values that there are. Does not know which settings exist."""
+"""Declaration of a setting: its names as a flag and in the environment, and the types of values."""
 
 from __future__ import annotations
 
@@ -12,11 +12,33 @@ from pydantic_settings import NoDecode
 from kvstrata.errors import ConfigError
 from kvstrata.sizes import Size
 
+ENV_PREFIX = "KVSTRATA_"
+LINK_PATTERN = re.compile(r"(?:tcp|udp|sctp)://", re.IGNORECASE)
+NOT_A_KEY = "an API key must be printable ASCII without spaces"
 HOST_PATTERN = re.compile(r"[A-Za-z0-9._-]+")
 ORIGIN_PATTERN = re.compile(
     r"\*|(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::(?P<port>[0-9]{1,5}))?/?"
 )
 DEFAULT_PORTS = {"http": "80", "https": "443"}
+
+
+def flag_name(setting: str) -> str:
+    return "--" + setting.replace("_", "-")
+
+
+def env_name(setting: str) -> str:
+    return ENV_PREFIX + setting.upper()
+
+
+def is_service_link(name: str, value: str | None) -> bool:
+    """Whether a variable was set by Kubernetes: for a service called kvstrata it sets
+    KVSTRATA_PORT=tcp://10.0.0.1:8000 in every container, as Docker did for links. Their other names
+    (KVSTRATA_SERVICE_HOST, KVSTRATA_PORT_8000_TCP) are no settings."""
+    return name.upper() == env_name("port") and LINK_PATTERN.match(value or "") is not None
+
+
+def is_key(text: str) -> bool:
+    return bool(text) and text.isascii() and text.isprintable() and " " not in text
 
 
 def _size(value: object) -> object:
@@ -40,7 +62,7 @@ def _absolute_bytes(value: object) -> object:
 
 
 def _split(value: object) -> object:
-    """`a,b` as the environment has it; a list as TOML and flags have it."""
+    """Return the parts of `a,b`, as in the environment, or of a list, as in TOML and flags."""
     if isinstance(value, str):
         value = value.split(",")
     if not isinstance(value, list | tuple):
@@ -60,7 +82,7 @@ def _host_names(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _origins(origins: tuple[str, ...]) -> tuple[str, ...]:
-    """As browsers write them: lower case, no path, no port that goes without saying."""
+    """Return origins as browsers write them: lower case, no path, no default port."""
     plain: list[str] = []
     for text in (part.strip() for origin in origins for part in origin.split(",")):
         match = ORIGIN_PATTERN.fullmatch(text.lower())
@@ -76,26 +98,35 @@ def _origins(origins: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _whole(value: Any) -> Any:
-    """Flags and the environment are text, and text is never equal to one of a list of numbers."""
+    """Return text of digits as a number: flags and the environment are text, which is never equal to a number."""
     return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
 
 
 SizeSetting = Annotated[Size, NoDecode, BeforeValidator(_size), PlainSerializer(str)]
+
 ByteCount = Annotated[int, BeforeValidator(_absolute_bytes)]
+
 Bits = Annotated[Literal[8, 4, 2], BeforeValidator(_whole)]
+
 ActivationBits = Annotated[Literal[8, 16, 32], BeforeValidator(_whole)]
+
 GroupSize = Annotated[Literal[32, 64, 128], BeforeValidator(_whole)]
+
 Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+
 HostNames = Annotated[Texts, AfterValidator(_host_names)]
+
 Origins = Annotated[Texts, AfterValidator(_origins)]
+
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
+
 LogFormat = Literal["text", "json"]
 
 
 def setting(
     default: Any, description: str, *, panel: str, unit: str = "", is_common: bool = False, **constraints: Any
 ) -> Any:
-    """`panel` groups the flag in --help-all, `unit` is shown as the kind of value there. `is_common`: --help has it
-    too."""
+    """Declare a setting. `panel` groups its flag in --help-all, `unit` is the kind of value there. `is_common`: --help
+    has it too."""
     extra: dict[str, Any] = {"panel": panel, "unit": unit, "is_common": is_common}
     return Field(default, description=description, json_schema_extra=extra, **constraints)

@@ -1,9 +1,9 @@
-"""Has the C library give memory back that was freed. On a CPU MLX takes its arrays from `malloc`, and glibc keeps what
-is freed: each large buffer that goes raises the size from which on buffers are mapped one by one, up to 32 MiB, and
-what lies below that in its heaps goes back only from their upper end.
+"""The C library's heap, and MLX's two memory limits.
 
-Knows glibc's and macOS's calls. Knows nothing of what is allocated. On a GPU MLX allocates in other ways and returns
-what its cache does not keep; the calls here do no harm then.
+On a CPU MLX allocates arrays with `malloc`, and glibc keeps freed memory: each large buffer that is freed raises the
+size from which buffers are mapped one by one, up to 32 MiB, and smaller ones return to the system only from the upper
+end of a heap. The calls here make glibc and macOS give it back. On a GPU, where MLX allocates in other ways, they do
+no harm.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import ctypes
 import functools
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +23,7 @@ MAPPED_BYTES = 256 << 10
 # Half of what Linux lets a process map by default (vm.max_map_count): others map files and stacks.
 MAX_MAPPED = 32_768
 SET_BY_USER = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES")
+
 
 Library = Literal["glibc", "macos", "other"]
 
@@ -43,7 +46,7 @@ def heap() -> Heap:
 
 
 def map_large_buffers() -> None:
-    """From now on, for this process. What the user has set in the environment stays."""
+    """Make malloc map large buffers one by one from now on, unless the user has set malloc up in the environment."""
     if _library() == "glibc" and not _is_set_by_user():
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
@@ -51,7 +54,7 @@ def map_large_buffers() -> None:
 
 
 def trim_heap() -> None:
-    """Give back the pages that nothing lies on. Takes some ms for each 100 MiB of them."""
+    """Return unused pages to the system. Takes some ms for each 100 MiB of them."""
     if _library() == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
     elif _library() == "macos":
@@ -70,5 +73,21 @@ def _library() -> Library:
 
 
 def _is_set_by_user() -> bool:
-    """GLIBC_TUNABLES is for many things: only those of malloc count."""
+    """Whether the environment sets malloc up. GLIBC_TUNABLES has other tunables too, which do not count."""
     return any("malloc" in f"{name}={os.environ[name]}".lower() for name in SET_BY_USER if name in os.environ)
+
+
+@contextmanager
+def limits_restored() -> Iterator[None]:
+    """Restore MLX's limits of cached and of allocated memory afterwards: they are the whole process's."""
+    import mlx.core as mx
+
+    memory_bytes = mx.set_memory_limit(0)
+    mx.set_memory_limit(memory_bytes)
+    cache_bytes = mx.set_cache_limit(0)
+    mx.set_cache_limit(cache_bytes)
+    try:
+        yield
+    finally:
+        mx.set_memory_limit(memory_bytes)
+        mx.set_cache_limit(cache_bytes)

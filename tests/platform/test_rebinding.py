@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from kvstrata.backend.rebinding import rebind
+from kvstrata.platform.rebinding import rebind
 
 PATHS = {
     "home": "mlx_lm.models.home",

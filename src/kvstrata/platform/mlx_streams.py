@@ -1,4 +1,4 @@
-"""MLX's CPU streams, handed from a thread that ends to the next one. Knows nothing of what runs on them.
+"""MLX's CPU streams, handed from a thread that ends to the next one.
 
 MLX starts a thread for every CPU stream and keeps it for the life of the process, `mx.clear_streams()` or not; with it
 stay its stack and its share of the allocator's arenas. A thread that took a stream of its own would leave all that
@@ -24,8 +24,8 @@ class Streams:
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """What this thread computes on the CPU runs on a stream that no other thread uses meanwhile. To be left on the
-        same thread; MLX cannot be used there afterwards."""
+        """Give this thread a CPU stream that no other thread uses meanwhile. To be left on the same thread, where MLX
+        cannot be used afterwards."""
         import mlx.core as mx
 
         stream = self._take()
@@ -53,5 +53,5 @@ class Streams:
 
 @functools.cache
 def streams() -> Streams:
-    """Of this process: as MLX's own are."""
+    """Return the streams of this process."""
     return Streams()

@@ -1,4 +1,4 @@
-"""What is freed goes back to the system: resident memory of processes that allocate as a server does."""
+"""Freed memory returns to the system: resident memory of processes that allocate as a server does."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ import sys
 
 import pytest
 
-from kvstrata.backend import heap
-from kvstrata.backend.heap import Heap
+from kvstrata.platform import memory
+from kvstrata.platform.memory import Heap
 
-on_glibc = pytest.mark.skipif(heap.heap().library != "glibc", reason="macOS and musl have their own ways")
+on_glibc = pytest.mark.skipif(memory.heap().library != "glibc", reason="macOS and musl have their own ways")
 
 # Loading a model frees large buffers: from then on glibc keeps what is smaller.
 LOAD = (
     "import kvstrata, json, mlx.core as mx, psutil\nmx.set_cache_limit(0)\nx = mx.ones((7, 1 << 20)); mx.eval(x); del x"
 )
+
 RSS = "psutil.Process().memory_info().rss / 2**20"
+
 BUFFERS = f"""
 {LOAD}
-from kvstrata.backend.heap import map_large_buffers, trim_heap
+from kvstrata.platform.memory import map_large_buffers, trim_heap
 {{before}}
 start = {RSS}
 kept, gone = [], []
@@ -33,6 +35,7 @@ large = None; gone.clear()
 {{after}}
 print(json.dumps([held - start, {RSS} - start]))
 """
+
 ENGINE = f"""
 {LOAD}
 import dataclasses, threading, time
@@ -109,16 +112,16 @@ def test_what_the_cache_lets_go_of_goes_back() -> None:
 def test_what_the_user_has_set_stays(
     environment: dict[str, str], is_set: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in heap.SET_BY_USER:
+    for name in memory.SET_BY_USER:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert heap._is_set_by_user() == is_set
+    assert memory._is_set_by_user() == is_set
 
 
 @pytest.mark.parametrize("library", ["glibc", "macos", "other"])
-def test_every_library_is_told_of(library: heap.Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heap, "_library", lambda: library)
-    said = heap.heap()
+def test_every_library_is_told_of(library: memory.Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_library", lambda: library)
+    said = memory.heap()
     assert isinstance(said, Heap)
     assert said.gives_back

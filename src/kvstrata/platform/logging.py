@@ -1,7 +1,8 @@
-"""Where the process's own messages go: to stderr, for people in uvicorn's format, so that all lines look alike, or for
-programs as JSON, an object on each line. What a client sent can neither begin a line nor steer a terminal.
+"""Log of the process on stderr, and the stages of a start, which are log records too.
 
-A record may carry `fields`: they are in the object, and the message has said them to people.
+Lines for people have uvicorn's format, so that all lines look alike; for programs each line is a JSON object. Text from
+a client can neither begin a line nor control a terminal. A record may carry `fields`, which become members of the
+object; the message repeats them for people. Without a listener on `STAGES_LOGGER` stages are not shown.
 """
 
 from __future__ import annotations
@@ -12,16 +13,15 @@ import sys
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-from uvicorn.logging import DefaultFormatter
-
 from kvstrata.printable import printable, printable_line
 
 # Control characters that JSON leaves as they are.
 BEYOND_ASCII = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}
+STAGES_LOGGER = "kvstrata.start"
 
 
 class Stderr(logging.StreamHandler[TextIO]):
-    """Writes to whatever stderr is at that moment: a live line on a terminal takes its place for a while."""
+    """Handler for the `sys.stderr` of that moment, which a live line on a terminal replaces for a while."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -31,13 +31,16 @@ class Stderr(logging.StreamHandler[TextIO]):
         return sys.stderr
 
 
-class TextFormatter(DefaultFormatter):
+class TextFormatter(logging.Formatter):
     def __init__(self) -> None:
-        super().__init__("%(levelprefix)s %(message)s")
+        from uvicorn.logging import DefaultFormatter  # here, because it is slow to import
+
+        super().__init__()
+        self._uvicorn = DefaultFormatter("%(levelprefix)s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         record.message = printable_line(record.message)
-        return super().formatMessage(record)
+        return self._uvicorn.formatMessage(record)
 
     def formatException(self, ei: Any) -> str:  # noqa: N802
         return printable(super().formatException(ei))
@@ -45,7 +48,7 @@ class TextFormatter(DefaultFormatter):
 
 class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        told: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -53,8 +56,8 @@ class JsonFormatter(logging.Formatter):
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
-            told["exception"] = self.formatException(record.exc_info)
-        return json.dumps(told, ensure_ascii=False, default=str).translate(BEYOND_ASCII)
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, ensure_ascii=False, default=str).translate(BEYOND_ASCII)
 
 
 def show_messages(level: str, form: str = "text") -> None:
@@ -67,3 +70,8 @@ def show_messages(level: str, form: str = "text") -> None:
         ours.handlers = [handler]
         # Some library may give the root logger a handler; then every line would come twice.
         ours.propagate = False
+
+
+def begin(stage: str, doing: str) -> None:
+    """Log that a stage of the start begins and the one before has ended. `stage`: a word or two for its duration."""
+    logging.getLogger(STAGES_LOGGER).info("%s", doing, extra={"stage": stage})

@@ -1,4 +1,4 @@
-"""The files that settings come from: TOML, and keys one on each line."""
+"""Files with settings: TOML, and keys one on each line."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvstrata.backend.private_file import OpenToAll, read_private
-from kvstrata.config.names import ENV_PREFIX, env_name, flag_name
+from kvstrata.config.fields import ENV_PREFIX, env_name, flag_name
 from kvstrata.errors import ConfigError
+from kvstrata.platform.files import OpenToAll, read_private
 
 
 def default_config_path() -> Path:
-    """Where a TOML file is looked for without --config."""
+    """Return the path of the TOML file that is read without --config."""
     if path := os.environ.get(f"{ENV_PREFIX}CONFIG"):
         return Path(path)
     import platformdirs
@@ -33,7 +33,7 @@ class ConfigFile:
     values: Mapping[str, Any]
 
     def place_of(self, key: str) -> str:
-        """Return where a key stands, as messages say it: file and line."""
+        """Return file and line of a key, as messages name them."""
         pattern = re.compile(rf"""\s*\[*\s*["']?{re.escape(key)}["']?\s*[].=]""")
         for number, line in enumerate(self.text.splitlines(), 1):
             if pattern.match(line):

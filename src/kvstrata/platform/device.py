@@ -1,6 +1,7 @@
-"""Which MLX back-end is installed, on what device, with how many cores and how much memory this process may use.
+"""The MLX back-end, its device, cores and memory of this process; how to install a missing back-end.
 
-Knows /proc, cgroups and MLX's device query. Knows nothing of what the memory is used for.
+Cores and memory respect cgroups. MLX's wheel for Linux has no back-end of its own: `missing_backend` gives the command
+that adds one, for pip, uv or pipx.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import functools
 import math
 import os
 import platform
+import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +22,9 @@ from typing import Literal
 MlxBackend = Literal["metal", "cuda", "cpu", "none"]
 
 CGROUPS = Path("/sys/fs/cgroup")
+
 OWN_CGROUP = Path("/proc/self/cgroup")
+
 METAL_ARRAYS = 499_000  # where MLX does not say
 
 
@@ -34,7 +39,7 @@ class Device:
 
 @functools.cache
 def mlx_backend() -> MlxBackend:
-    """The back-end that is installed, told by its distribution: importing mlx.core would choose the BLAS."""
+    """Return the installed back-end, known by its distribution: importing mlx.core would choose the BLAS."""
     spec = find_spec("mlx")
     if spec is None:
         return "none"
@@ -49,7 +54,7 @@ def mlx_backend() -> MlxBackend:
 
 
 def device() -> Device:
-    """What MLX really computes on in this process. Imports mlx.core."""
+    """Return the device on which MLX computes in this process. Imports mlx.core."""
     import mlx.core as mx
 
     facts = mx.device_info()
@@ -63,7 +68,7 @@ def device() -> Device:
 
 
 def max_arrays() -> int | None:
-    """How many arrays MLX can have allocated at once; None: any number. Metal alone counts them."""
+    """Return the most arrays that MLX can have allocated at once; None: any number. Only Metal counts them."""
     import mlx.core as mx
 
     if not mx.metal.is_available():
@@ -72,7 +77,7 @@ def max_arrays() -> int | None:
 
 
 def usable_cores(cgroups: Path = CGROUPS, own_cgroup: Path = OWN_CGROUP) -> int:
-    """Cores that this process may keep busy: its affinity, less where a cgroup grants a smaller share of time."""
+    """Return the cores of this process: its affinity, or less where a cgroup grants a smaller share of time."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -82,7 +87,7 @@ def usable_cores(cgroups: Path = CGROUPS, own_cgroup: Path = OWN_CGROUP) -> int:
 
 
 def memory_bytes(cgroups: Path = CGROUPS, own_cgroup: Path = OWN_CGROUP) -> int:
-    """The machine's memory, or the smallest cgroup limit above this process."""
+    """Return the machine's memory, or the smallest cgroup limit above this process."""
     import psutil
 
     # Version 1 writes "no limit" as a number near 2**63, which the minimum takes care of.
@@ -96,7 +101,7 @@ def memory_bytes(cgroups: Path = CGROUPS, own_cgroup: Path = OWN_CGROUP) -> int:
 
 
 def free_memory_bytes(cgroups: Path = CGROUPS, own_cgroup: Path = OWN_CGROUP) -> int:
-    """What this process can still take: of the machine's memory, and under each cgroup limit above it."""
+    """Return the memory that this process can still take, of the machine's and under each cgroup limit above it."""
     import psutil
 
     left = [
@@ -112,7 +117,7 @@ def free_memory_bytes(cgroups: Path = CGROUPS, own_cgroup: Path = OWN_CGROUP) ->
 
 
 def _reclaimable_bytes(cgroup: Path) -> int:
-    """Files that were read and that the kernel forgets when memory runs short."""
+    """Return the size of cached files, which the kernel drops when memory runs short."""
     fields = dict(line.split(" ", 1) for line in _text(cgroup / "memory.stat").splitlines() if " " in line)
     text = fields.get("total_inactive_file") or fields.get("inactive_file") or "0"
     return int(text) if text.isdecimal() else 0
@@ -131,14 +136,14 @@ def _cpu_shares(cgroups: Path, own_cgroup: Path) -> Iterator[float]:
 
 
 def _cgroup_texts(cgroups: Path, own_cgroup: Path, controller: str, name: str) -> Iterator[str]:
-    """The file `name` of this process's cgroup and of each above it."""
+    """Yield the file `name` of this process's cgroup and of each above it."""
     for folder in _cgroup_folders(cgroups, own_cgroup, controller):
         if text := _text(folder / name):
             yield text
 
 
 def _cgroup_folders(cgroups: Path, own_cgroup: Path, controller: str) -> Iterator[Path]:
-    """This process's cgroup and each above it. Controller "" is version 2."""
+    """Yield this process's cgroup and each above it. Controller "" is version 2."""
     root = cgroups / controller
     for line in _text(own_cgroup).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -153,7 +158,7 @@ def _cgroup_folders(cgroups: Path, own_cgroup: Path, controller: str) -> Iterato
 
 
 def _cpu_name() -> str:
-    """`model name` is missing on ARM, where the architecture must do."""
+    """Return the model name, or the architecture where /proc/cpuinfo has no name, as on ARM."""
     for line in _text(Path("/proc/cpuinfo")).splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -165,3 +170,24 @@ def _text(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+def missing_backend() -> str | None:
+    """Return a message with the command that installs a back-end; None: MLX has one here."""
+    if mlx_backend() != "none":
+        return None
+    extra, other = "kvstrata[cpu]", "kvstrata[cuda13] if there is an NVIDIA GPU"
+    if shutil.which("nvidia-smi"):
+        extra, other = "kvstrata[cuda13]", "kvstrata[cuda12] for an older driver, kvstrata[cpu] for no GPU"
+    return f"MLX has no back-end on this machine yet. Install one: {install_command(extra)}   ({other})"
+
+
+def install_command(requirement: str, prefix: Path | None = None) -> str:
+    """Return the command that installs a package beside this one: of an extra, only what it names."""
+    prefix = prefix or Path(sys.prefix)
+    quoted = shlex.quote(requirement)
+    if (prefix / "pipx_metadata.json").is_file():
+        return f"pipx inject {prefix.name} {quoted}"
+    if (prefix / "uv-receipt.toml").is_file() or not any(prefix.glob("lib/python*/site-packages/pip")):
+        return f"uv pip install --python {shlex.quote(str(prefix))} {quoted}"
+    return f"{shlex.quote(sys.executable)} -m pip install {quoted}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.backend.source_digest import source_digest
+from kvstrata.platform.source_digest import source_digest
 
 
 @pytest.mark.parametrize("name", ["module.py", "cpu/module.py", "cuda/source/body.cuh", "metal/source/body.h"])

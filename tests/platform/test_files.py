@@ -1,12 +1,15 @@
-"""The limits of open files, each in a process of its own: a hard limit that was lowered stays low."""
+"""The cache folder; the limits of open files, each in a process of its own: a hard limit that was lowered stays low."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from kvstrata.platform.files import cache_root
 
 SAY_LIMITS = """
 import json, resource, sys
@@ -16,7 +19,7 @@ import kvstrata
 print(json.dumps(resource.getrlimit(resource.RLIMIT_NOFILE)))
 """
 IMPORT = "import mlx_lm.utils"
-RAISE = "from kvstrata.backend.open_files import raise_open_files; raise_open_files()"
+RAISE = "from kvstrata.platform.files import raise_open_files; raise_open_files()"
 
 
 def limits_after(then: str, soft: int, hard: int) -> tuple[int, int]:
@@ -37,3 +40,10 @@ def test_the_soft_limit_is_raised_as_far_as_the_hard_one_allows_and_never_lowere
     before: tuple[int, int], after: tuple[int, int]
 ) -> None:
     assert limits_after(RAISE, *before) == after
+
+
+def test_the_cache_folder_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTRATA_HOME", str(tmp_path / "elsewhere"))
+    assert cache_root() == tmp_path / "elsewhere"
+    monkeypatch.delenv("KVSTRATA_HOME")
+    assert cache_root().name == "kvstrata"

@@ -10,17 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.server.logs import JsonFormatter, TextFormatter
+from kvstrata.platform.logging import JsonFormatter, TextFormatter
 from tests.models.conftest import write_model
 from tests.server.conftest import running
 from tests.server.test_process import serving
 from tests.tiny import tiny_config, tiny_loaded, tiny_module
 
 LEVELS = ["debug", "info", "warning", "error", "critical"]
+
 # As in a server: uvicorn sets up its own loggers, and a library says something through the root logger.
 PROGRAM = """
 import logging, sys, uvicorn
-from kvstrata.server.logs import show_messages
+from kvstrata.platform.logging import show_messages
 show_messages(sys.argv[1])
 uvicorn.Config(None, log_level=sys.argv[1])
 logging.error("a library")
@@ -53,7 +54,7 @@ def test_a_server_says_what_it_finds_when_it_starts(tmp_path: Path) -> None:
 
 JSON_PROGRAM = """
 import logging, sys, uvicorn
-from kvstrata.server.logs import show_messages
+from kvstrata.platform.logging import show_messages
 show_messages("info", "json")
 uvicorn.Config(None, log_level="info", log_config=None)
 logging.getLogger("kvstrata.tiers.disk.writer").warning("one\\nline %s", "Größe", extra={"fields": {"status": 7}})

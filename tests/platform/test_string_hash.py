@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.backend.string_hash import hashed_alike, string_hash
+from kvstrata.platform.cuda_compiler import hashed_alike, string_hash
 
 SEED = 0xC70F6907  # what std::hash calls the library with
 

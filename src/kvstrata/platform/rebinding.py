@@ -8,8 +8,10 @@ from typing import Any
 
 
 def rebind(stock: Callable[..., Any], ours: Callable[..., Any]) -> int:
-    """In every loaded module of a model but the one that defines it; call it after a model was loaded. Tells how many
-    call ours now. Functions of other models that only have the same name stay."""
+    """Bind `ours` in every loaded model module that has imported `stock`, and return the number of these modules.
+
+    Call it after a model was loaded. Functions of other models that only share the name stay.
+    """
     callers = [
         module
         for path, module in sys.modules.items()

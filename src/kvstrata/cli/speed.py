@@ -1,6 +1,6 @@
-"""How fast one matrix product is, through MLX and through numpy: the check that the BLAS in use is a good one.
+"""Speed of one matrix product through MLX and through numpy, which tells whether the BLAS in use is a good one.
 
-Knows nothing of why. 512x1024 @ 1024x1024 in float32 is about what a prefill chunk asks of one layer.
+512x1024 @ 1024x1024 in float32 is about the work of one layer for a prefill chunk.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 ROWS, INNER, COLUMNS = 512, 1024, 1024
+
 PRODUCT_FLOP = 2 * ROWS * INNER * COLUMNS
 
 
@@ -30,7 +31,7 @@ def numpy_gflops(repeats: int = 5) -> float:
 
 
 def _best_s(action: Callable[[], object], repeats: int) -> float:
-    """The best of several: threads that another library left spinning slow the first ones down."""
+    """Return the shortest of several durations: threads that another library left spinning slow the first ones down."""
     action()
     times = []
     for _ in range(repeats):

@@ -1,14 +1,28 @@
-"""Binds the address to listen on. Light to import: a port in use is known in a moment, before any model loads."""
+"""Loopback addresses and listening sockets. Light to import: a server learns that its port is in use before it loads
+a model.
+"""
 
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 
 from kvstrata.errors import ConfigError
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address. A name other than localhost may resolve to anything."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def bind(host: str, port: int) -> socket.socket:
+    """Return a socket bound to an address. Raises ConfigError with the next step."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, proto)

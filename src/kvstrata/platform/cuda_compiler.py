@@ -1,36 +1,44 @@
-"""NVIDIA's compiler for text, NVRTC: the machine code of a kernel, made once and kept in the cache folder.
+"""NVIDIA's run-time compiler (NVRTC), and the hash with which MLX's kernel cache identifies machine code.
 
-MLX has this library loaded wherever it computes on CUDA. Knows text and machine code; does not know kernels or MLX.
+Machine code of a kernel is compiled once and kept in the cache folder. MLX loads NVRTC wherever it computes on CUDA.
+The hash is that of GNU's C++ library on 64 bits, MurmurHash64A. It can be inverted: any text can be extended so that it
+has the hash of another one.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import struct
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from hashlib import blake2s
 from importlib.util import find_spec
 from pathlib import Path
 
-from kvstrata.backend.folders import cache_root
+from kvstrata.platform.files import cache_root
 
 _SONAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
 _OPTIONS = ("--disable-warnings",)
 _DIGEST_BYTES = 16  # a file begins with them
 _LOG_CHARACTERS = 500  # the first error; others mostly follow from it
 _UNUSED_S = 90 * 24 * 3600  # a file that no start has read for so long is removed
+_SEED = 0xC70F6907
+_FACTOR = 0xC6A4A7935BD1E995
+_INVERSE = pow(_FACTOR, -1, 1 << 64)
+_MASK = (1 << 64) - 1
+_WORD = 8  # bytes
 
 
 class CompileError(RuntimeError):
-    """What the compiler says. Never leaves the package: kernels are then compiled by MLX."""
+    """The compiler's message. Never leaves kvstrata: MLX compiles the kernels then."""
 
 
 def kept_machine_code(text: str, architecture: str) -> bytes:
-    """Of kernels in CUDA C++, for an architecture such as sm_90. Compiled once on this machine."""
+    """Return machine code of CUDA C++ for an architecture such as sm_90. Compiled once on this machine."""
     made_from = (str(_version()), *_OPTIONS, architecture, text)
     key = blake2s("\0".join(made_from).encode(), digest_size=_DIGEST_BYTES).hexdigest()
     path = cache_root() / "cuda" / f"{key}.cubin"
@@ -47,13 +55,13 @@ def machine_code(text: str, architecture: str) -> bytes:
 
 
 def assembly(text: str) -> str:
-    """PTX that was hardly optimized: all that tests need to know whether a text compiles, in a tenth of the time."""
+    """Return PTX that was hardly optimized: tests learn in a tenth of the time whether a text compiles."""
     return _compile(text, ("--gpu-architecture=compute_90", "--Ofast-compile=max"), "PTX").rstrip(b"\0").decode()
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The one that MLX has loaded, else one that is installed."""
+    """Return the NVRTC that MLX has loaded, else one that is installed."""
     installed = [str(path) for folder in _wheels() for path in sorted(folder.glob("lib/libnvrtc.so.*"))]
     loaded_only = getattr(os, "RTLD_NOLOAD", 0)
     for name, mode in [(name, loaded_only) for name in _SONAMES] + [(name, 0) for name in (*_SONAMES, *installed)]:
@@ -114,7 +122,7 @@ def _includes() -> tuple[str, ...]:
 
 
 def _header_folders() -> Iterator[Path]:
-    """Where CUDA's headers may be, as MLX looks for them: in packages, then in the system."""
+    """Yield folders that may have CUDA's headers, in MLX's order: packages, then the system."""
     for place in _packages("mlx"):
         yield place / "include" / "cccl"
     for folder in _wheels():
@@ -127,7 +135,7 @@ def _header_folders() -> Iterator[Path]:
 
 
 def _wheels() -> list[Path]:
-    """What NVIDIA's packages have put side by side."""
+    """Return the folders of NVIDIA's packages, which are side by side."""
     return [folder for place in _packages("nvidia") for folder in sorted(place.iterdir()) if folder.is_dir()]
 
 
@@ -138,7 +146,7 @@ def _packages(name: str) -> list[Path]:
 
 
 def _read(path: Path) -> bytes | None:
-    """None: not there, or damaged."""
+    """Return the machine code in a file; None: missing or damaged."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -152,7 +160,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, code: bytes) -> None:
-    """Published by rename. Without room or permission the next start compiles again."""
+    """Publish machine code by a rename; remove old files. Without room or permission the next start compiles again."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix="making-") as folder:
@@ -166,3 +174,39 @@ def _write(path: Path, code: bytes) -> None:
 
 def _digest(code: bytes) -> bytes:
     return blake2s(code, digest_size=_DIGEST_BYTES).digest()
+
+
+def string_hash(text: bytes) -> int:
+    """Return `std::hash<std::string>` of a text."""
+    whole = len(text) - len(text) % _WORD
+    state = _after(_words(text[:whole]), len(text))
+    if whole < len(text):
+        state = (state ^ int.from_bytes(text[whole:], "little")) * _FACTOR & _MASK
+    return _folded(_folded(state) * _FACTOR & _MASK)
+
+
+def hashed_alike(text: bytes, other: bytes) -> bytes:
+    """Return `text`, zeros up to a whole word, and a word with which it has the hash of `other`."""
+    padded = text + bytes(-len(text) % _WORD)
+    # Backwards from the end: what the state has to be after the last word, then which word makes it so.
+    wanted = _folded(_folded(string_hash(other)) * _INVERSE & _MASK)
+    mixed = (wanted * _INVERSE & _MASK) ^ _after(_words(padded), len(padded) + _WORD)
+    word = _folded(mixed * _INVERSE & _MASK) * _INVERSE & _MASK
+    return padded + struct.pack("<Q", word)
+
+
+def _after(words: Iterable[int], length: int) -> int:
+    """Return the state of the hash after the first words of a text of `length` bytes."""
+    state = _SEED ^ length * _FACTOR & _MASK
+    for word in words:
+        state = (state ^ _folded(word * _FACTOR & _MASK) * _FACTOR & _MASK) * _FACTOR & _MASK
+    return state
+
+
+def _words(text: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(text) // _WORD}Q", text)
+
+
+def _folded(word: int) -> int:
+    """Mix the upper bits of a word into the lower ones. The function is its own inverse."""
+    return word ^ word >> 47

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import mlx.core as mx
 import pytest
 
-from kvstrata.backend.streams import Streams
+from kvstrata.platform.mlx_streams import Streams
 
 
 def on_a_thread(work: Callable[[], str]) -> str:
