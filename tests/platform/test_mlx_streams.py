@@ -1,4 +1,4 @@
-"""Streams that go from thread to thread, with real work on them."""
+"""MlxStreams that go from thread to thread, with real work on them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import mlx.core as mx
 import pytest
 
-from kvstrata.platform.mlx_streams import Streams
+from kvstrata.platform.mlx_streams import MlxStreams
 
 
 def on_a_thread(work: Callable[[], str]) -> str:
@@ -36,7 +36,7 @@ def compute() -> str:
 
 
 def test_the_next_thread_computes_on_the_stream_of_the_one_before() -> None:
-    streams = Streams()
+    streams = MlxStreams()
 
     def work() -> str:
         with streams.borrowed():
@@ -46,7 +46,7 @@ def test_the_next_thread_computes_on_the_stream_of_the_one_before() -> None:
 
 
 def test_threads_that_compute_at_the_same_time_have_each_their_own() -> None:
-    streams = Streams()
+    streams = MlxStreams()
 
     def work() -> str:
         with streams.borrowed():
@@ -64,7 +64,7 @@ def test_threads_that_compute_at_the_same_time_have_each_their_own() -> None:
 
 
 def test_a_stream_comes_back_from_a_thread_that_fails() -> None:
-    streams = Streams()
+    streams = MlxStreams()
     used: list[str] = []
 
     def fail() -> str:

@@ -114,7 +114,7 @@ def _started(settings: Settings, listener: socket.socket, starting: Starting) ->
 def start_lines(settings: Settings, service: Service, machine: Device, url: str) -> list[str]:
     from kvstrata.cli.started_as import started_as
     from kvstrata.server.assemble import memory_limit_bytes
-    from kvstrata.sizes import human_bytes
+    from kvstrata.sizes import format_bytes
 
     loaded, engine = service.loaded, service.engine.props()
     limit = memory_limit_bytes(settings, machine)
@@ -123,11 +123,11 @@ def start_lines(settings: Settings, service: Service, machine: Device, url: str)
     asked = json.dumps({"model": service.name, "messages": [{"role": "user", "content": "Hello"}]})
     return [
         f"model     {service.name}, context {service.context_tokens} tokens",
-        f"weights   {human_bytes(loaded.weight_bytes)}, {_weights_text(loaded)}",
+        f"weights   {format_bytes(loaded.weight_bytes)}, {_weights_text(loaded)}",
         f"back-end  {machine.backend} ({machine.name}), attention: {engine['attention']['path']}",
         *([f"BLAS      {_blas_line()}"] if machine.backend == "cpu" else []),
-        f"memory    at most {human_bytes(limit)} ({settings.memory_limit}) of {human_bytes(machine.memory_bytes)}, "
-        f"{human_bytes(engine['kv_budget_bytes'])} of it for KV",
+        f"memory    at most {format_bytes(limit)} ({settings.memory_limit}) of {format_bytes(machine.memory_bytes)}, "
+        f"{format_bytes(engine['kv_budget_bytes'])} of it for KV",
         f"cache     stored as K {engine['kv']['k']}, V {engine['kv']['v']}{_where_text(settings)}",
         *([f"disk      {_disk_text(settings, service)}"] if _has_disk(settings) else []),
         *([f"events    {_events_text(service)}"] if service.publisher else []),
@@ -158,13 +158,13 @@ def _where_text(settings: Settings) -> str:
 
 
 def _disk_text(settings: Settings, service: Service) -> str:
-    from kvstrata.sizes import human_bytes
+    from kvstrata.sizes import format_bytes
 
     counters = service.engine.ask_cache(lambda cache: cache.usage()).result().counters
     allowed_bytes = counters.get("disk_allowed_bytes", 0)
     most = str(settings.disk_cache_size)
     if allowed_bytes < counters.get("disk_limit_bytes", 0):
-        most = f"{human_bytes(allowed_bytes)} of {most}, because the volume has no room for more"
+        most = f"{format_bytes(allowed_bytes)} of {most}, because the volume has no room for more"
     when = {
         "after-reply": "each reply is written seconds after its end",
         "at-eviction": "written when memory runs short and when the server ends, so a crash loses what is in memory",

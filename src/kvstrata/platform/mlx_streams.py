@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
 
-class Streams:
+class MlxStreams:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free: list[mx.Stream] = []
@@ -52,6 +52,6 @@ class Streams:
 
 
 @functools.cache
-def streams() -> Streams:
+def streams() -> MlxStreams:
     """Return the streams of this process."""
-    return Streams()
+    return MlxStreams()
