@@ -18,11 +18,11 @@ import kvstrata  # noqa: F401 # isort: skip
 import mlx.core as mx
 
 from kvstrata.attention.cpu import step as cpu_step
-from kvstrata.backend.machine import METAL_ARRAYS
 from kvstrata.codecs import backends
 from kvstrata.engine import build
 from kvstrata.models.load import load
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.platform.device import METAL_ARRAYS
 from kvstrata.prefix_cache import jobs
 
 # Other work on the machine must not fail a property.

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvstrata.config import Settings, env_name, flag_name, is_loopback, load
 from kvstrata.errors import ConfigError
-from kvstrata.sizes import Size, human_bytes
+from kvstrata.sizes import Size, format_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,24 @@ def test_what_is_no_size(text: str) -> None:
 
 @given(st.integers(0, 2**50))
 def test_printed_sizes_can_be_read(num_bytes: int) -> None:
-    assert Size.parse(human_bytes(num_bytes)).of(0) == pytest.approx(num_bytes, rel=1e-3)
+    assert Size.parse(format_bytes(num_bytes)).of(0) == pytest.approx(num_bytes, rel=1e-3)
+    assert Size.parse(format_bytes(num_bytes, 3)).of(0) == pytest.approx(num_bytes, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "short", "long"),
+    [
+        (0, "0B", "0 B"),
+        (1023, "1023B", "1023 B"),
+        (1536, "1.5KiB", "1.5 KiB"),
+        (150 << 20, "150MiB", "150.0 MiB"),
+        (50 << 30, "50GiB", "50.0 GiB"),
+        (3 << 50, "3072TiB", "3072.0 TiB"),
+        (-2048, "-2KiB", "-2.0 KiB"),
+    ],
+)
+def test_format_bytes_takes_the_largest_unit(num_bytes: int, short: str, long: str) -> None:
+    assert (format_bytes(num_bytes), format_bytes(num_bytes, 1)) == (short, long)
 
 
 def test_size_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 
-from kvstrata.backend.blas_loader import blas
-from kvstrata.backend.open_files import keep_open_files
+from kvstrata.platform.blas import blas
+from kvstrata.platform.files import keep_open_files
 
 __version__ = "0.1.0"
 

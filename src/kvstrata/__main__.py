@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from kvstrata.cli import main
+import sys
 
 if __name__ == "__main__":
+    if not __package__:
+        del sys.path[0]  # run as a file: `kvstrata/platform` would hide the standard library's module of that name
+
+    from kvstrata.cli import main
+
     main()

@@ -47,12 +47,14 @@ class Size:
         return share if most_bytes is None else min(share, most_bytes)
 
     def __str__(self) -> str:
-        return f"{self.percent:g}%" if self.num_bytes is None else human_bytes(self.num_bytes)
+        return f"{self.percent:g}%" if self.num_bytes is None else format_bytes(self.num_bytes)
 
 
-def human_bytes(num_bytes: int) -> str:
-    """What `Size.parse` reads again: 8GiB, 1.5MiB, 17B."""
+def format_bytes(num_bytes: float, digits: int | None = None) -> str:
+    """Return a size with `digits` decimals, like `1.5 MiB`, or, without `digits`, as short as settings are written:
+    8GiB, 1.465MiB, 17B. `Size.parse` reads both."""
     for power, letter in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
-        if num_bytes >= 1024**power:
-            return f"{num_bytes / 1024**power:.4g}{letter}iB"
-    return f"{num_bytes}B"
+        if abs(num_bytes) >= 1024**power:
+            value = num_bytes / 1024**power
+            return f"{value:.4g}{letter}iB" if digits is None else f"{value:.{digits}f} {letter}iB"
+    return f"{num_bytes:.0f}B" if digits is None else f"{num_bytes:.0f} B"

@@ -18,11 +18,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvstrata.backend import nvrtc
-from kvstrata.backend.string_hash import string_hash
 from kvstrata.codecs.backends import runtime
 from kvstrata.codecs.cuda.compile import TYPES
 from kvstrata.codecs.cuda.kernels import FOLDER, without_comments
+from kvstrata.platform import cuda_compiler
+from kvstrata.platform.cuda_compiler import string_hash
 from tests.attention.plain_kernels import COMPILER
 
 _OPTIONS = ("-std=c++17", "-w", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing")
@@ -37,7 +37,7 @@ _known: dict[tuple[str, int], bytes] = {}
 def install(patch: pytest.MonkeyPatch) -> None:
     """In place of NVIDIA's compiler and of MLX's kernels."""
     runtime().checks.clear()
-    patch.setattr(nvrtc, "kept_machine_code", lambda text, _: _compiled(text))
+    patch.setattr(cuda_compiler, "kept_machine_code", lambda text, _: _compiled(text))
     patch.setattr(mx.fast, "precompiled_cuda_kernel", _run_precompiled)
     patch.setattr(mx.fast, "cuda_kernel", _CompiledByMlx)
 

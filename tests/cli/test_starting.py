@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvstrata.backend.stages import LOGGER, begin
 from kvstrata.cli.starting import Starting
+from kvstrata.platform.logging import STAGES_LOGGER, begin
 from tests.models.conftest import write_model
 from tests.server.test_process import KVSTRATA
 from tests.tiny import tiny_config, tiny_module
@@ -61,13 +61,13 @@ def test_stages_are_timed_one_after_the_other(
         "start: Trying it (after 3.0 s)",
         "start: Reading the weights again (after 3.0 s)",
     ]
-    assert logging.getLogger(LOGGER).handlers == []
+    assert logging.getLogger(STAGES_LOGGER).handlers == []
 
 
 def test_an_error_ends_it() -> None:
     with pytest.raises(ValueError, match="no model"), Starting(live=True):
         raise ValueError("no model")
-    assert logging.getLogger(LOGGER).handlers == []
+    assert logging.getLogger(STAGES_LOGGER).handlers == []
 
 
 def test_everything_is_json_when_it_is_asked_for(model: str) -> None:

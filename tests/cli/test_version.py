@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 import kvstrata
-from kvstrata.backend import mlx_backend
-from kvstrata.backend.missing import install_command
+from kvstrata.platform.device import mlx_backend
 
 KVSTRATA = (sys.executable, "-m", "kvstrata")
 
@@ -30,6 +29,14 @@ def test_versions_are_those_that_are_installed() -> None:
     assert told["python"] == ".".join(map(str, sys.version_info[:3]))
     text = run("version").stdout
     assert all(value in text for value in told.values())
+
+
+def test_main_runs_as_a_file() -> None:
+    file = Path(kvstrata.__file__).parent / "__main__.py"
+    done = subprocess.run(
+        [sys.executable, str(file), "--version"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == f"kvstrata {kvstrata.__version__}\n"
 
 
 def test_the_package_is_typed_and_its_version_is_that_of_the_project() -> None:
@@ -88,13 +95,3 @@ def test_other_import_errors_are_not_hidden() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert "Traceback" in done.stderr
     assert "back-end" not in done.stderr
-
-
-def test_the_command_is_of_what_installed_it(tmp_path: Path) -> None:
-    (tmp_path / "lib" / "python3.12" / "site-packages" / "pip").mkdir(parents=True)
-    assert install_command("kvstrata[cpu]", tmp_path).endswith("-m pip install 'kvstrata[cpu]'")
-    (tmp_path / "pipx_metadata.json").write_text("{}")
-    assert install_command("kvstrata[cpu]", tmp_path) == f"pipx inject {tmp_path.name} 'kvstrata[cpu]'"
-    (tmp_path / "pipx_metadata.json").unlink()
-    (tmp_path / "uv-receipt.toml").write_text("")
-    assert install_command("kvstrata[cpu]", tmp_path) == f"uv pip install --python {tmp_path} 'kvstrata[cpu]'"

@@ -9,13 +9,13 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvstrata.backend import nvrtc
 from kvstrata.codecs.backends import runtime
 from kvstrata.codecs.cuda import compile as cuda_compile
 from kvstrata.codecs.cuda import kernels as cuda_kernels
 from kvstrata.codecs.cuda import planes as cuda_planes
 from kvstrata.codecs.cuda.compile import ArrayArgument, SizeArgument, text_of
 from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.platform import cuda_compiler
 from tests.attention import cuda_emulated
 from tests.codecs.arrays import keys
 
@@ -116,8 +116,8 @@ def test_machine_code_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("untried")
 def test_without_a_compiler_mlx_compiles(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    nvrtc._version.cache_clear()  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(nvrtc, "library", lambda: None)
+    cuda_compiler._version.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(cuda_compiler, "library", lambda: None)
     assert not cuda_compile.works(HEADER)
     assert "NVRTC" in caplog.text
 
@@ -129,14 +129,14 @@ def test_what_we_cannot_compile_mlx_does(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
     cuda_emulated.install(monkeypatch)
-    real = nvrtc.kept_machine_code
+    real = cuda_compiler.kept_machine_code
 
     def compiled(text: str, architecture: str) -> bytes:
         if fault == "no compiler" or "decode_planes" in text:
-            raise nvrtc.CompileError("not today")
+            raise cuda_compiler.CompileError("not today")
         return real(text, architecture)
 
-    monkeypatch.setattr(nvrtc, "kept_machine_code", compiled)
+    monkeypatch.setattr(cuda_compiler, "kept_machine_code", compiled)
     fresh = dataclasses.replace(cuda_kernels.decode_planes())
     monkeypatch.setattr(cuda_kernels, "decode_planes", lambda: fresh)
     planes = PlanesCodec(4).encode(keys(2, 70, 64))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from kvstrata.backend import nvrtc
 from kvstrata.codecs.cuda import kernels as cuda_kernels
 from kvstrata.codecs.cuda.addresses import COLLECTED, PLANES_PLACES, RAW_PLACES
 from kvstrata.codecs.cuda.kernels import Constant, Kernel
 from kvstrata.codecs.cuda.planes import blocks_for
+from kvstrata.platform import cuda_compiler
 
-pytestmark = pytest.mark.skipif(nvrtc.library() is None, reason="needs nvidia-cuda-nvrtc, -runtime and -cccl")
+pytestmark = pytest.mark.skipif(cuda_compiler.library() is None, reason="needs nvidia-cuda-nvrtc, -runtime and -cccl")
 
 TABLES = dict.fromkeys(("places", "pieces", "kinds"), mx.int32) | {"addresses": mx.uint64, "counters": mx.uint32}
 
@@ -22,7 +22,7 @@ NO_ROTATION = (("PAIRS", 0), ("FIRST", 0), ("INTERLEAVED", False))
 
 
 def assembled(kernel: Kernel, constants: tuple[Constant, ...], dtypes: dict[str, mx.Dtype]) -> str:
-    return nvrtc.assembly(text_of(kernel, constants, dtypes))
+    return cuda_compiler.assembly(text_of(kernel, constants, dtypes))
 
 
 def text_of(kernel: Kernel, constants: tuple[Constant, ...], dtypes: dict[str, mx.Dtype]) -> str:
@@ -79,14 +79,14 @@ def test_encode_kernel_compiles(bits: int, rotation: tuple[Constant, ...]) -> No
     """To machine code: shared memory is known then."""
     constants = (("T", mx.bfloat16), ("BITS", bits), ("DIM", 128), *rotation)
     text = text_of(cuda_kernels.encode_planes(), constants, PLANES | {"x": mx.bfloat16, "starts": mx.int32})
-    assert nvrtc.machine_code(text, "sm_90")
+    assert cuda_compiler.machine_code(text, "sm_90")
 
 
 @pytest.mark.parametrize("rotation", [ROTATION, NO_ROTATION])
 def test_decode_kernel_compiles(rotation: tuple[Constant, ...]) -> None:
     constants = (("T", mx.float16), ("DIM", 128), *rotation)
     text = text_of(cuda_kernels.decode_planes(), constants, named("k") | {"starts": mx.int32, "out": mx.float16})
-    assert nvrtc.machine_code(text, "sm_90")
+    assert cuda_compiler.machine_code(text, "sm_90")
 
 
 @pytest.mark.parametrize("rotation", [ROTATION, NO_ROTATION])
@@ -108,5 +108,5 @@ def test_combine_kernel_compiles() -> None:
 
 def test_compiler_reports_an_error() -> None:
     constants = (("BF", True), ("K_DIM", 128), ("V_DIM", 128), ("TILES", "one"))
-    with pytest.raises(nvrtc.CompileError, match="TILES"):
+    with pytest.raises(cuda_compiler.CompileError, match="TILES"):
         assembled(cuda_kernels.step(3), constants, TABLES)  # pyright: ignore[reportArgumentType]

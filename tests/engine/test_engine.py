@@ -16,7 +16,6 @@ import numpy as np
 import psutil
 import pytest
 
-from kvstrata.backend.streams import Streams
 from kvstrata.engine import thread as engine_thread
 from kvstrata.engine.background import BackgroundPacer
 from kvstrata.engine.config import EngineLimits, KvConfig
@@ -30,6 +29,7 @@ from kvstrata.errors import ConfigError, ContextTooLong, InvalidRequest, ModelEr
 from kvstrata.kv import buffers
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.platform.mlx_streams import MlxStreams
 from tests.tiny import tiny_loaded, tiny_module
 
 GREEDY = Sampling(temperature=0)
@@ -430,10 +430,10 @@ def test_stopped_and_failed_engines_leave_no_threads_behind() -> None:
 
 
 def test_start_raises_when_no_stream_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: Streams) -> None:
+    def refuse(_: MlxStreams) -> None:
         raise RuntimeError("no thread can be started")
 
-    monkeypatch.setattr(Streams, "_take", refuse)
+    monkeypatch.setattr(MlxStreams, "_take", refuse)
     with pytest.raises(RuntimeError, match="no thread can be started"):
         Engine(tiny_loaded("llama"), EngineLimits(), Metrics()).start()
 

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.backend import mlx_backend
 from kvstrata.codecs.registry import parse
 from kvstrata.engine import build
 from kvstrata.engine.config import EngineLimits, KvConfig
@@ -24,6 +23,7 @@ from kvstrata.metrics import Metrics
 from kvstrata.models.load import load
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.outline import Outline, outline, outline_layers
+from kvstrata.platform.device import mlx_backend
 from kvstrata.tiers.options import DiskOptions
 from tests.engine.drive import GREEDY, Drive
 from tests.engine.test_engine import Reply

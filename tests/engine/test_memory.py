@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from kvstrata.attention.dispatch import token_ranges
 from kvstrata.attention.segments import RawSegment
-from kvstrata.backend import MlxBackend
 from kvstrata.codecs import backends
 from kvstrata.codecs.metal import planes as metal_planes
 from kvstrata.codecs.metal.kernel_text import KernelLaunch
@@ -35,6 +34,7 @@ from kvstrata.kv.layout import LayerSpec
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.metrics import Metrics
 from kvstrata.models.probe import probe
+from kvstrata.platform.device import MlxBackend
 from tests.tiny import VOCAB, layout_of, tiny_loaded, tiny_module
 
 MIB, GIB = 1 << 20, 1 << 30

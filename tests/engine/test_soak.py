@@ -28,7 +28,6 @@ import mlx.core as mx
 import psutil
 import pytest
 
-from kvstrata.backend.heap import trim_heap
 from kvstrata.codecs.registry import parse
 from kvstrata.engine.cache_api import CacheApi, CacheUsage
 from kvstrata.engine.config import EngineLimits, KvConfig
@@ -38,6 +37,7 @@ from kvstrata.engine.request import Event, Request, Sampling, TextDelta
 from kvstrata.engine.speeds import TokenRate
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.platform.memory import trim_heap
 from kvstrata.prefix_cache.requantize import PrecisionChange
 from kvstrata.tiers.options import DiskOptions
 from tests.engine.test_disk import settle

@@ -19,12 +19,12 @@ import mlx.core as mx
 import psutil
 import pytest
 
-from kvstrata.backend.heap import trim_heap
 from kvstrata.engine.cache_api import CacheApi
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.request import Event, Request, Sampling
 from kvstrata.metrics import Metrics
+from kvstrata.platform.memory import trim_heap
 from kvstrata.prefix_cache import entry_table
 from tests.engine.test_engine import Reply
 from tests.engine.test_object_counts import count_objects

@@ -13,7 +13,6 @@ import httpx
 import uvicorn
 from starlette.types import ASGIApp, Message
 
-from kvstrata.backend import device
 from kvstrata.config import load as load_settings
 from kvstrata.fleet.asgi import answer
 from kvstrata.fleet.front import Front
@@ -22,6 +21,7 @@ from kvstrata.fleet.replicas import ReplicaLost
 from kvstrata.fleet.routing import Report, Router
 from kvstrata.fleet.summary import Summary, unpacked
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.platform.device import device
 from kvstrata.server.app import behind_front
 from kvstrata.server.assemble import guarded, start_service
 from kvstrata.server.conversation.prompt import Renderer

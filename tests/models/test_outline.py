@@ -7,12 +7,12 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from kvstrata.backend import mlx_backend
 from kvstrata.errors import ModelError
 from kvstrata.models.cpu_options import CpuOptions
 from kvstrata.models.load import load
 from kvstrata.models.outline import outline
 from kvstrata.models.probe import probe
+from kvstrata.platform.device import mlx_backend
 from tests.models.conftest import QUANTIZATION, quantized_module, write_model
 from tests.models.gguf_files import write_gguf
 from tests.models.test_gguf import a_model

@@ -8,13 +8,12 @@ from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.prefix_cache.conversations import CONTEXT_IDS, MAX_CONVERSATIONS, ConversationTracker, PromptDivergence
-from kvstrata.prefix_cache.keys import as_ids, num_common
+from kvstrata.prefix_cache.keys import as_ids
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from tests.prefix_cache.kv import Clock, Run, new_cache
 
@@ -54,11 +53,6 @@ def end_turn(
 
 def common(a: Tokens, b: Tokens) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
-
-
-@given(st.lists(st.integers(0, 2), max_size=12), st.lists(st.integers(0, 2), max_size=12))
-def test_num_common_equals_naive_count(one: list[int], other: list[int]) -> None:
-    assert num_common(np.array(one, np.int32), np.array(other, np.int32)) == common(tuple(one), tuple(other))
 
 
 # Turns against a naive tracker.

@@ -13,12 +13,12 @@ import httpx
 import openai
 import pytest
 
-from kvstrata.backend import device
 from kvstrata.config import load
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.platform.device import device
+from kvstrata.platform.network import bind, url_of
 from kvstrata.server.assemble import start_service
 from kvstrata.server.journal.journal import Journal
-from kvstrata.server.listen import bind, url_of
 from kvstrata.server.run import Server
 from tests.server.browser import HOW_TO_GET, Browser, browsing, find_browser
 from tests.tiny import tiny_loaded

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from kvstrata.backend import Device
 from kvstrata.config import Settings
 from kvstrata.errors import ConfigError
+from kvstrata.platform.device import Device
 from kvstrata.server.assemble import _limits, memory_limit_bytes
 from kvstrata.sizes import Size
 

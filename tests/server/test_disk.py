@@ -11,11 +11,11 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from kvstrata.backend import device
 from kvstrata.cli import app
 from kvstrata.cli.serve import start_lines
 from kvstrata.config import load as load_settings
 from kvstrata.models.load import load
+from kvstrata.platform.device import device
 from kvstrata.tiers.disk.filesystem import Filesystem
 from tests.engine.test_disk import make_computing_slow
 from tests.models.conftest import write_model

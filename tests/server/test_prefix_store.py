@@ -10,9 +10,9 @@ from typing import Any
 import openai
 import pytest
 
-from kvstrata.backend import Device
 from kvstrata.config import load
 from kvstrata.errors import ConfigError
+from kvstrata.platform.device import Device
 from kvstrata.server.assemble import start_service
 from tests.server.conftest import Served
 from tests.server.test_ops import scrape

@@ -36,12 +36,12 @@ from kvstrata.attention.segments import (
     SegmentSlice,
     has_codes,
 )
-from kvstrata.backend.rebinding import rebind
 from kvstrata.codecs import dispatch as codec_dispatch
 from kvstrata.codecs.backends import NOT_TRIED, HeadKind, KernelChoice, checked_once, known_result, no_kernels, runtime
 from kvstrata.codecs.base import EncodedArray
 from kvstrata.codecs.cuda.planes import tiles_for
 from kvstrata.codecs.metal.planes import TokenRange
+from kvstrata.platform.rebinding import rebind
 
 logger = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from kvstrata.backend import usable_cores
 from kvstrata.bench.cpu_process import Peer, Process, SideFailed, our_command, running
 from kvstrata.bench.driver import MIB, Figure, Progress, in_turns, lay_out, median_ratio, silent
 from kvstrata.models.cpu_options import CpuWeights
+from kvstrata.platform.device import usable_cores
 
 LLAMA = "llama.cpp"
 EXACT = 32  # bits of activations that the others are compared with

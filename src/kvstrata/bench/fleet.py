@@ -20,7 +20,7 @@ from kvstrata.bench.trace import BLOCK_TOKENS, Trace, sessions
 from kvstrata.codecs.registry import parse_for
 from kvstrata.errors import ConfigError
 from kvstrata.fleet.summary import MAX_KEYS
-from kvstrata.sizes import human_bytes
+from kvstrata.sizes import format_bytes
 
 HEAD_DIM = 128  # of the model that bytes are counted for
 TOKEN_BYTES = 147_456  # of one token at 16 bits: Qwen3-8B, 36 layers of 8 key heads
@@ -129,7 +129,7 @@ def fleet_of(case: Case, machine: Machine, token_bytes: int = TOKEN_BYTES) -> Fl
     memory_blocks, remote_blocks = int(case.memory_bytes / block_bytes), int(case.remote_bytes / block_bytes)
     if memory_blocks < 1 or (case.remote_bytes and not remote_blocks):
         smallest = min(case.memory_bytes, case.remote_bytes or case.memory_bytes)
-        raise ConfigError(f"{human_bytes(smallest)} hold not one block of {human_bytes(int(block_bytes))}. Give more")
+        raise ConfigError(f"{format_bytes(smallest)} hold not one block of {format_bytes(int(block_bytes))}. Give more")
     count = case.num_replicas
     fleet = Fleet(count, memory_blocks, block_bytes, remote_blocks, machine, case.report_s, case.summary_keys)
     return _pooled(fleet) if case.routing == "pooled" else fleet

@@ -16,7 +16,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvstrata.backend import device
 from kvstrata.bench.driver import MIB, Figure, Progress, lay_out, silent
 from kvstrata.bench.streams import Prompt, Stream, Streams, greedy, random_prompt, running
 from kvstrata.engine.budget import least_token_bytes, sealed_pairs
@@ -29,6 +28,7 @@ from kvstrata.kv.layout import Layout, arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
+from kvstrata.platform.device import device
 
 SAMPLE_S = 0.1  # 10 Hz
 

@@ -15,8 +15,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.backend import usable_cores
 from kvstrata.bench.driver import MIB, seconds
+from kvstrata.platform.device import usable_cores
 
 COPY_BYTES = 256 * MIB  # more than caches hold
 COPIES = 5

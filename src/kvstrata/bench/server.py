@@ -12,15 +12,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvstrata.backend import device
 from kvstrata.bench.driver import Figure, in_turns, median_ratio, seconds
 from kvstrata.bench.streams import Streams, greedy
 from kvstrata.config import load as load_settings
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.request import Sampling
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.platform.device import device
+from kvstrata.platform.network import bind, url_of
 from kvstrata.server.assemble import start_service
-from kvstrata.server.listen import bind, url_of
 from kvstrata.server.run import Server
 
 PROMPT_TOKENS = 16

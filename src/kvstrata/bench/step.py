@@ -24,10 +24,10 @@ from types import FrameType
 
 import mlx.core as mx
 
-from kvstrata.backend.speed import mlx_gflops
 from kvstrata.bench.driver import MIB, Figure, Progress, lay_out, silent
 from kvstrata.bench.limits import Products, copy_gb_s, products
 from kvstrata.bench.streams import Streams, answer, greedy, random_prompt
+from kvstrata.cli.speed import mlx_gflops
 from kvstrata.engine.engine import Engine
 from kvstrata.errors import KvstrataError
 from kvstrata.models.loaded import LoadedModel

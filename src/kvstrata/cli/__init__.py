@@ -108,7 +108,7 @@ def main() -> None:
         print(f"kvstrata: {printable(str(error))}", file=sys.stderr)
         sys.exit(1)
     except ImportError:
-        from kvstrata.backend import missing_backend
+        from kvstrata.platform.device import missing_backend
 
         if (told := missing_backend()) is None:
             raise

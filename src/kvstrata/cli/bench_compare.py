@@ -118,7 +118,7 @@ def _plan(*, quick: bool, minutes: float) -> Plan:
 
 
 def _on_cpu() -> bool:
-    from kvstrata.backend import device
+    from kvstrata.platform.device import device
 
     return device().backend == "cpu"
 
@@ -132,12 +132,12 @@ def _subject(model: Path | None, gguf: Path | None) -> Model:
 
 def _sides(only: str, llama_server: Path | None, as_they_come_s: float) -> list[Side]:
     """`as_they_come_s`: for MLX's peers without our BLAS; 0: none of them."""
-    from kvstrata.backend import blas
     from kvstrata.bench.compare import Side
     from kvstrata.bench.peers.llama_cpp import LlamaCppPython, LlamaServer
     from kvstrata.bench.peers.mlx_lm import MlxLm
     from kvstrata.bench.peers.ours import Kvstrata
     from kvstrata.bench.peers.vllm_mlx import VllmMlx
+    from kvstrata.platform.blas import blas
 
     library = blas().path if _on_cpu() else None
     on_mlx = [MlxLm(), VllmMlx()]
@@ -179,7 +179,7 @@ def _measured(model: Model, sides: list[Side], plan: Plan, out: Path, note: str)
 
 
 def _about(model: Model, plan: Plan, note: str) -> dict[str, Any]:
-    from kvstrata.backend import device, usable_cores
+    from kvstrata.platform.device import device, usable_cores
 
     machine = device()
     return {

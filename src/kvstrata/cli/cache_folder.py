@@ -30,7 +30,7 @@ def ls(folder: FolderOrNone = None, remote: cache_store.Remote = None, as_json: 
     if folder is None:
         cache_store.ls(_require(remote), as_json=as_json)
         return
-    from kvstrata.sizes import human_bytes
+    from kvstrata.sizes import format_bytes
     from kvstrata.tiers.disk.inspect import list_blocks
 
     listing = list_blocks(folder)
@@ -42,9 +42,9 @@ def ls(folder: FolderOrNone = None, remote: cache_store.Remote = None, as_json: 
         for row in rows:
             tokens = f"{row['start']} to {row['start'] + row['tokens']}"
             typer.echo(
-                f"{row['key'][:16]}  {row['part']:<5} {tokens:>17}  {human_bytes(row['bytes']):>9}  {row['uses']} uses"
+                f"{row['key'][:16]}  {row['part']:<5} {tokens:>17}  {format_bytes(row['bytes']):>9}  {row['uses']} uses"
             )
-        total = human_bytes(sum(row["bytes"] for row in rows))
+        total = format_bytes(sum(row["bytes"] for row in rows))
         damaged = f"{len(listing.damaged)} with a damaged header"
         typer.echo(f"{len(rows)} files, {total}; {damaged}, {len(listing.unread)} that could not be read")
         _echo_files(listing.unread)
@@ -64,7 +64,7 @@ def verify(
         cache_store.verify(_require(remote), secret_file, as_json=as_json)
         return
     from kvstrata.prefix_cache.keys import chain
-    from kvstrata.sizes import human_bytes
+    from kvstrata.sizes import format_bytes
     from kvstrata.tiers.disk.inspect import verify as verify_blocks
 
     found = verify_blocks(folder, chain=chain)
@@ -72,7 +72,7 @@ def verify(
         files = {"damaged": _reasons(found.damaged), "unread": _reasons(found.unread)}
         typer.echo(json.dumps({"blocks": found.num_blocks, "bytes": found.num_bytes, **files}))
     else:
-        whole = f"{found.num_blocks} blocks are whole, {human_bytes(found.num_bytes)}"
+        whole = f"{found.num_blocks} blocks are whole, {format_bytes(found.num_bytes)}"
         typer.echo(f"{whole}; {len(found.damaged)} are damaged, {len(found.unread)} could not be read")
         _echo_files((*found.damaged, *found.unread))
     if found.damaged or found.unread:

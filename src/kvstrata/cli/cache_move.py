@@ -129,10 +129,10 @@ def _show(answer: dict[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(answer))
         return
-    from kvstrata.sizes import human_bytes
+    from kvstrata.sizes import format_bytes
 
     words: Iterable[str] = (
-        f"{answer['file']}: {answer['tokens']} tokens, {human_bytes(answer['bytes'])}",
+        f"{answer['file']}: {answer['tokens']} tokens, {format_bytes(answer['bytes'])}",
         f"session {answer['session']}",
         *([_news(answer["new_tokens"])] if "new_tokens" in answer else []),
     )

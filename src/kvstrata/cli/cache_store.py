@@ -40,7 +40,7 @@ SecretFile = Annotated[
 
 def ls(url: str, *, as_json: bool) -> None:
     """Names tell nothing without the tokens, so there are only sizes."""
-    from kvstrata.sizes import human_bytes
+    from kvstrata.sizes import format_bytes
     from kvstrata.tiers.remote.block_store import list_sealed_blocks
 
     with opened(url) as store:
@@ -49,14 +49,14 @@ def ls(url: str, *, as_json: bool) -> None:
         typer.echo(json.dumps({"blocks": [{"name": each.name, "bytes": each.nbytes} for each in blocks]}))
         return
     for each in blocks:
-        typer.echo(f"{each.name[:16]}  {human_bytes(each.nbytes):>9}")
-    typer.echo(f"{len(blocks)} blocks, {human_bytes(sum(each.nbytes for each in blocks))}")
+        typer.echo(f"{each.name[:16]}  {format_bytes(each.nbytes):>9}")
+    typer.echo(f"{len(blocks)} blocks, {format_bytes(sum(each.nbytes for each in blocks))}")
 
 
 def verify(url: str, secret_file: Path | None, *, as_json: bool) -> None:
     """Ends with 1 if something is damaged."""
     from kvstrata.prefix_cache.keys import chain
-    from kvstrata.sizes import human_bytes
+    from kvstrata.sizes import format_bytes
     from kvstrata.tiers.remote.block_store import verify_store
     from kvstrata.tiers.remote.sealing import keys_for
     from kvstrata.tiers.remote.url import parse_url
@@ -70,7 +70,7 @@ def verify(url: str, secret_file: Path | None, *, as_json: bool) -> None:
     else:
         for name, reason in found.damaged:
             typer.echo(f"{name[:16]}  {reason}")
-        whole = f"{found.num_blocks} blocks are whole, {human_bytes(found.num_bytes)}"
+        whole = f"{found.num_blocks} blocks are whole, {format_bytes(found.num_bytes)}"
         typer.echo(f"{whole}; {len(found.damaged)} are damaged or sealed with another secret")
     if found.damaged:
         raise typer.Exit(1)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from kvstrata.sizes import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -12,6 +15,8 @@ if TYPE_CHECKING:
 
 Answer = Mapping[str, Any]
 Table = Callable[[Answer], "RenderableType"]
+
+size = partial(format_bytes, digits=1)
 
 # Warm is heavy: what takes the most bytes is what people look for.
 STYLES = {"raw": "red", "8": "yellow", "6": "yellow", "5": "green", "4": "green", "3": "cyan", "2": "blue"}
@@ -21,14 +26,6 @@ def style_of(precision: str) -> str:
     """By bits, whatever the codec. Of several the first."""
     first = precision.partition("+")[0]
     return STYLES.get(first if first == "raw" else first.split(":")[1] if ":" in first else "", "white")
-
-
-def size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(num_bytes) < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"
 
 
 def share(part: float, whole: float) -> str:

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvstrata.backend import Blas, Device, blas, cache_root, free_memory_bytes
-from kvstrata.backend.heap import Heap, heap
-from kvstrata.backend.open_files import OpenFiles, open_files
 from kvstrata.cli import cache_store
 from kvstrata.cli.remote import Key, connect
 from kvstrata.errors import ConfigError
+from kvstrata.platform.blas import Blas, blas
+from kvstrata.platform.device import Device, free_memory_bytes
+from kvstrata.platform.files import OpenFiles, cache_root, open_files
+from kvstrata.platform.memory import Heap, heap
+from kvstrata.sizes import format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -160,11 +162,11 @@ def _write_report(file: Path, report: Report, findings: list[Finding]) -> list[F
 
 
 def examine() -> Report:
-    from kvstrata.backend import device
-    from kvstrata.backend.speed import mlx_gflops, numpy_gflops
     from kvstrata.bench.selftest import typical_choices
+    from kvstrata.cli.speed import mlx_gflops, numpy_gflops
     from kvstrata.models.cpu_form import weights_here
     from kvstrata.models.default import default_is_whole
+    from kvstrata.platform.device import device
 
     here = device()
     return Report(
@@ -220,10 +222,11 @@ def _judge_weights(report: Report) -> list[Finding]:
 def _judge_room(report: Report) -> list[Finding]:
     findings = []
     if report.memory_available_bytes < LOW_MEMORY_BYTES:
-        why = f"{_size(report.memory_available_bytes)} of {_size(report.device.memory_bytes)} available"
+        available, memory = report.memory_available_bytes, report.device.memory_bytes
+        why = f"{format_bytes(available, 1)} of {format_bytes(memory, 1)} available"
         findings.append(Finding("Little memory", why, "end other programs, or serve a smaller model"))
     if report.disk_free_bytes < LOW_DISK_BYTES:
-        why = f"{_size(report.disk_free_bytes)} free in {report.cache_folder}"
+        why = f"{format_bytes(report.disk_free_bytes, 1)} free in {report.cache_folder}"
         findings.append(Finding("Little disk space", why, "make room, or set KVSTRATA_HOME to another folder"))
     if report.open_files.hard < LOW_OPEN_FILES:
         why = f"this process may have {report.open_files.hard} files open, connections included"
@@ -261,14 +264,17 @@ def _table(report: Report) -> Table:
         table.add_row("weights", f"quantized ones {report.weights}")
     for number, line in enumerate(_kernel_lines(report.kernels)):
         table.add_row("" if number else "kernels", line)
-    table.add_row("memory", f"{_size(report.device.memory_bytes)}, {_size(report.memory_available_bytes)} available")
+    table.add_row(
+        "memory",
+        f"{format_bytes(report.device.memory_bytes, 1)}, {format_bytes(report.memory_available_bytes, 1)} available",
+    )
     table.add_row("freed memory", f"goes back {report.heap.gives_back}")
     if report.served_memory is not None:
         table.add_row("memory limit", _shares(report.served_memory))
     if report.remote is not None:
         table.add_row("remote cache", _remote_words(report.remote))
     table.add_row("open files", f"at most {report.open_files.soft}, can be raised to {report.open_files.hard}")
-    table.add_row("cache", f"{report.cache_folder}, {_size(report.disk_free_bytes)} free")
+    table.add_row("cache", f"{report.cache_folder}, {format_bytes(report.disk_free_bytes, 1)} free")
     table.add_row("default model", "here" if report.default_model else "not here")
     table.add_row("versions", ", ".join(f"{name} {number}" for name, number in report.versions.items()))
     return table
@@ -304,8 +310,8 @@ def _shares(memory: dict[str, int]) -> str:
         "allocator_cache_bytes": "MLX's cache of freed buffers",
         "spare_bytes": "spare",
     }
-    parts = ", ".join(f"{_size(memory[name])} {word}" for name, word in words.items())
-    return f"{_size(memory['limit_bytes'])}: {parts}"
+    parts = ", ".join(f"{format_bytes(memory[name], 1)} {word}" for name, word in words.items())
+    return f"{format_bytes(memory['limit_bytes'], 1)}: {parts}"
 
 
 def _disk_free(folder: Path) -> int:
@@ -319,7 +325,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 30):.1f} GiB"

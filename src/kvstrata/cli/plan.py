@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from kvstrata.errors import ConfigError, ModelError
-from kvstrata.sizes import Size, human_bytes
+from kvstrata.sizes import Size, format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kvstrata.backend import MlxBackend
     from kvstrata.engine.memory_plan import Forecast, PrecisionForecast
     from kvstrata.models.outline import Outline
+    from kvstrata.platform.device import MlxBackend
 
 Backend = Literal["metal", "cuda", "cpu"]
 DEFAULT_LIMIT = "75%"
@@ -128,8 +128,8 @@ def _plan(asked: Asked) -> Shown:
     found = outline(asked.model, asked.place.backend, limit_bytes=asked.limit_bytes)
     if found.weight_bytes >= asked.limit_bytes:
         raise ModelError(
-            f"The weights of {found.name} take {human_bytes(found.weight_bytes)}, and the memory limit is "
-            f"{human_bytes(asked.limit_bytes)} ({asked.limit} of {human_bytes(asked.place.memory_bytes)}). Choose a "
+            f"The weights of {found.name} take {format_bytes(found.weight_bytes)}, and the memory limit is "
+            f"{format_bytes(asked.limit_bytes)} ({asked.limit} of {format_bytes(asked.place.memory_bytes)}). Choose a "
             "smaller model or fewer bits, or give a larger --memory or --memory-limit"
         )
     tokens = min(asked.tokens, found.context_tokens)
@@ -158,7 +158,7 @@ def _command(asked: Asked, row: PrecisionForecast | None, tokens: int) -> str:
     line = shlex.join(words)
     if asked.disk_bytes is not None:
         # Not quoted: the shell has to read the tilde.
-        line += f" --disk-cache-dir ~/.cache/kvstrata/kv --disk-cache-size {human_bytes(asked.disk_bytes)}"
+        line += f" --disk-cache-dir ~/.cache/kvstrata/kv --disk-cache-size {format_bytes(asked.disk_bytes)}"
     return line
 
 
@@ -171,7 +171,7 @@ def _notes(found: Outline, result: Forecast) -> list[str]:
     elif result.checkpoint_bytes:
         notes.append(
             f"A stored conversation keeps up to {result.max_checkpoints} points to resume at (--kv-cache-marks), "
-            f"{human_bytes(result.checkpoint_bytes)} each at full precision. They are counted."
+            f"{format_bytes(result.checkpoint_bytes)} each at full precision. They are counted."
         )
     if len(result.precisions) > 1:
         notes.append(
@@ -204,7 +204,7 @@ def _pairs(names: list[str] | None) -> tuple[tuple[str, str], ...] | None:
 
 
 def _place(backend: Backend | None, memory: Size | None) -> Place:
-    from kvstrata.backend import device
+    from kvstrata.platform.device import device
 
     asked_bytes = _bytes("--memory", memory)
     here = device()
@@ -278,15 +278,18 @@ def _facts(asked: Asked, shown: Shown) -> list[tuple[str, str]]:
     found, shares = shown.outline, shown.forecast.memory
     kinds = ", ".join(f"{count} {kind}" for kind, count in found.layout.count_by_kind().items())
     form = f"; {found.weights}" if found.weights else ""
-    limit, memory = human_bytes(asked.limit_bytes), human_bytes(asked.place.memory_bytes)
+    limit, memory = format_bytes(asked.limit_bytes), format_bytes(asked.place.memory_bytes)
     working = shares.scratch_bytes + shares.allocator_cache_bytes + shares.spare_bytes
     sequence = shown.forecast.sequence_bytes
-    fixed = f", {human_bytes(sequence)} for each running request" if sequence else ""
+    fixed = f", {format_bytes(sequence)} for each running request" if sequence else ""
     return [
         ("model", f"{found.name}, context {found.context_tokens:,} tokens, layers: {kinds}"),
-        ("weights", f"{human_bytes(found.weight_bytes)} ({human_bytes(found.file_bytes)} on the disk{form})"),
-        ("KV", f"{human_bytes(shown.forecast.token_bytes)} for each token in {found.dtype}{fixed}"),
-        ("memory", f"{limit} of {memory} ({asked.place.backend}); {human_bytes(working)} of it for passes and reserve"),
+        ("weights", f"{format_bytes(found.weight_bytes)} ({format_bytes(found.file_bytes)} on the disk{form})"),
+        ("KV", f"{format_bytes(shown.forecast.token_bytes)} for each token in {found.dtype}{fixed}"),
+        (
+            "memory",
+            f"{limit} of {memory} ({asked.place.backend}); {format_bytes(working)} of it for passes and reserve",
+        ),
     ]
 
 
@@ -305,12 +308,12 @@ def _table(result: Forecast, *, has_disk: bool) -> Table:
     for row in result.precisions:
         cells = [
             row.name,
-            human_bytes(round(row.token_bytes)),
+            format_bytes(round(row.token_bytes)),
             "any" if row.max_cached_tokens is None else _short(row.max_cached_tokens),
         ]
         cells += [_short(row.max_request_tokens), *([_short(row.max_live_request_tokens)] if shows_live else [])]
         for each in row.capacities:
-            on_disk = f"{each.disk_conversations:,}" if has_disk else human_bytes(each.disk_bytes)
+            on_disk = f"{each.disk_conversations:,}" if has_disk else format_bytes(each.disk_bytes)
             cells += [f"{each.conversations:,}", on_disk]
         table.add_row(*cells)
     return table

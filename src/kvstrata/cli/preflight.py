@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvstrata.backend.folders import make_writable
 from kvstrata.errors import ConfigError, ModelError
+from kvstrata.platform.files import make_writable
 
 if TYPE_CHECKING:
     from kvstrata.config import Settings

@@ -48,8 +48,8 @@ def _renewed(name: str | None) -> str:
 
 def _folder(model: str | None) -> str:
     # The default model's path needs no mlx-lm when it is already there, so `make serve` does not pay for it twice.
-    from kvstrata.backend import missing_backend
     from kvstrata.models import default
+    from kvstrata.platform.device import missing_backend
 
     if model is None or model == default.NAME:
         if not default.default_is_whole() and (told := missing_backend()) is not None:

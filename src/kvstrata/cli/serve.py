@@ -14,10 +14,10 @@ import typer
 from kvstrata.cli.flags import given, with_settings
 
 if TYPE_CHECKING:
-    from kvstrata.backend import Device
     from kvstrata.cli.starting import Starting
     from kvstrata.config import Settings
     from kvstrata.models.loaded import LoadedModel
+    from kvstrata.platform.device import Device
     from kvstrata.server.run import Server
     from kvstrata.server.service import Service
 
@@ -57,7 +57,7 @@ def serve(
     """Serve a model to OpenAI's and Anthropic's clients."""
     del show_help, show_all
     from kvstrata.config import load as load_settings
-    from kvstrata.server.logs import show_messages
+    from kvstrata.platform.logging import show_messages
 
     show_messages("warning")  # until the settings say which
     run(load_settings(config, given(context, {"model": model, **flags})))
@@ -66,8 +66,8 @@ def serve(
 def run(settings: Settings) -> None:
     from kvstrata.cli.preflight import check_paths
     from kvstrata.cli.starting import Starting, is_terminal
-    from kvstrata.server.listen import bind
-    from kvstrata.server.logs import show_messages
+    from kvstrata.platform.logging import show_messages
+    from kvstrata.platform.network import bind
 
     show_messages(settings.log_level, settings.log_format)
     check_paths(settings)
@@ -78,12 +78,12 @@ def run(settings: Settings) -> None:
 
 
 def _started(settings: Settings, listener: socket.socket, starting: Starting) -> Server:
-    from kvstrata.backend.stages import begin
-    from kvstrata.server.listen import url_of
+    from kvstrata.platform.logging import begin
+    from kvstrata.platform.network import url_of
 
     begin("libraries", "Loading libraries")
     # Only now what takes seconds to import.
-    from kvstrata.backend import device
+    from kvstrata.platform.device import device
     from kvstrata.server.assemble import bind_sockets, load_model, start_service
     from kvstrata.server.run import Server
 
@@ -114,7 +114,7 @@ def _started(settings: Settings, listener: socket.socket, starting: Starting) ->
 def start_lines(settings: Settings, service: Service, machine: Device, url: str) -> list[str]:
     from kvstrata.cli.started_as import started_as
     from kvstrata.server.assemble import memory_limit_bytes
-    from kvstrata.sizes import human_bytes
+    from kvstrata.sizes import format_bytes
 
     loaded, engine = service.loaded, service.engine.props()
     limit = memory_limit_bytes(settings, machine)
@@ -123,11 +123,11 @@ def start_lines(settings: Settings, service: Service, machine: Device, url: str)
     asked = json.dumps({"model": service.name, "messages": [{"role": "user", "content": "Hello"}]})
     return [
         f"model     {service.name}, context {service.context_tokens} tokens",
-        f"weights   {human_bytes(loaded.weight_bytes)}, {_weights_text(loaded)}",
+        f"weights   {format_bytes(loaded.weight_bytes)}, {_weights_text(loaded)}",
         f"back-end  {machine.backend} ({machine.name}), attention: {engine['attention']['path']}",
         *([f"BLAS      {_blas_line()}"] if machine.backend == "cpu" else []),
-        f"memory    at most {human_bytes(limit)} ({settings.memory_limit}) of {human_bytes(machine.memory_bytes)}, "
-        f"{human_bytes(engine['kv_budget_bytes'])} of it for KV",
+        f"memory    at most {format_bytes(limit)} ({settings.memory_limit}) of {format_bytes(machine.memory_bytes)}, "
+        f"{format_bytes(engine['kv_budget_bytes'])} of it for KV",
         f"cache     stored as K {engine['kv']['k']}, V {engine['kv']['v']}{_where_text(settings)}",
         *([f"disk      {_disk_text(settings, service)}"] if _has_disk(settings) else []),
         *([f"events    {_events_text(service)}"] if service.publisher else []),
@@ -158,13 +158,13 @@ def _where_text(settings: Settings) -> str:
 
 
 def _disk_text(settings: Settings, service: Service) -> str:
-    from kvstrata.sizes import human_bytes
+    from kvstrata.sizes import format_bytes
 
     counters = service.engine.ask_cache(lambda cache: cache.usage()).result().counters
     allowed_bytes = counters.get("disk_allowed_bytes", 0)
     most = str(settings.disk_cache_size)
     if allowed_bytes < counters.get("disk_limit_bytes", 0):
-        most = f"{human_bytes(allowed_bytes)} of {most}, because the volume has no room for more"
+        most = f"{format_bytes(allowed_bytes)} of {most}, because the volume has no room for more"
     when = {
         "after-reply": "each reply is written seconds after its end",
         "at-eviction": "written when memory runs short and when the server ends, so a crash loses what is in memory",
@@ -173,7 +173,7 @@ def _disk_text(settings: Settings, service: Service) -> str:
 
 
 def _blas_line() -> str:
-    from kvstrata.backend import blas
+    from kvstrata.platform.blas import blas
 
     used = blas()
     slow = "  SLOW: see kvstrata doctor" if used.name == "reference" else ""

@@ -1,6 +1,6 @@
 """Shows what a start is busy with: one live line on a terminal, else a line of the log for each stage.
 
-Listens to what rooms say (`backend/stages.py`). Knows how it is shown, not what the stages are.
+Listens to the stages that `platform/logging.py` logs. Knows how they are shown, not which ones there are.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from kvstrata.backend.stages import LOGGER
+from kvstrata.platform.logging import STAGES_LOGGER
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -35,7 +35,7 @@ class Starting(logging.Handler):
         self._stage, self._doing = "", "Starting"
         self.seconds: dict[str, float] = {}  # of each stage that has ended
         self._live = _line(self._drawn) if live else None
-        self._source = logging.getLogger(LOGGER)
+        self._source = logging.getLogger(STAGES_LOGGER)
 
     @property
     def elapsed_s(self) -> float:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from kvstrata import __version__
-from kvstrata.backend import mlx_backend
+from kvstrata.platform.device import mlx_backend
 
 PACKAGES = ("mlx", "mlx-lm")
 

@@ -17,12 +17,12 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from kvstrata.backend.addresses import is_loopback
-from kvstrata.config.files import ConfigFile, default_config_path, read_key_file, read_toml
-from kvstrata.config.names import NOT_A_KEY, env_name, flag_name, is_key, is_service_link
+from kvstrata.config.fields import NOT_A_KEY, env_name, flag_name, is_key, is_service_link
 from kvstrata.config.settings import Settings
+from kvstrata.config.sources import ConfigFile, default_config_path, read_key_file, read_toml
 from kvstrata.errors import ConfigError
-from kvstrata.sizes import human_bytes
+from kvstrata.platform.network import is_loopback
+from kvstrata.sizes import format_bytes
 
 __all__ = [
     "NOT_A_KEY",
@@ -67,7 +67,7 @@ def default_text(field: FieldInfo) -> str:
     if value is None or value == ():
         return "none"
     if _unit(field) == "size" and isinstance(value, int) and value:
-        return human_bytes(value)
+        return format_bytes(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -12,15 +12,9 @@ from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings.sources import InitSettingsSource
 
-from kvstrata.backend.addresses import is_loopback
-from kvstrata.config.files import read_key_file
-from kvstrata.config.names import ENV_PREFIX, NOT_A_KEY, is_key, is_service_link
-from kvstrata.engine.config import CHECKPOINT_EVERY_TOKENS, EngineLimits
-from kvstrata.errors import ConfigError
-from kvstrata.models.cpu_options import CpuOptions, CpuWeights
-from kvstrata.prefix_cache.config import CacheConfig, DiskWrite
-from kvstrata.server.wire.bounds import Bounds
-from kvstrata.setting import (
+from kvstrata.config.fields import (
+    ENV_PREFIX,
+    NOT_A_KEY,
     ActivationBits,
     Bits,
     ByteCount,
@@ -31,8 +25,17 @@ from kvstrata.setting import (
     Origins,
     SizeSetting,
     Texts,
+    is_key,
+    is_service_link,
     setting,
 )
+from kvstrata.config.sources import read_key_file
+from kvstrata.engine.config import CHECKPOINT_EVERY_TOKENS, EngineLimits
+from kvstrata.errors import ConfigError
+from kvstrata.models.cpu_options import CpuOptions, CpuWeights
+from kvstrata.platform.network import is_loopback
+from kvstrata.prefix_cache.config import CacheConfig, DiskWrite
+from kvstrata.server.wire.bounds import Bounds
 from kvstrata.sizes import Size
 from kvstrata.tiers.options import DiskOptions, RemoteOptions
 from kvstrata.tiers.remote.url import parse_url

@@ -11,9 +11,6 @@ from functools import cached_property
 import mlx.core as mx
 
 from kvstrata.attention.cpu import step as cpu_step
-from kvstrata.backend import device, max_arrays
-from kvstrata.backend.heap import map_large_buffers
-from kvstrata.backend.stages import begin
 from kvstrata.codecs.registry import parse
 from kvstrata.engine.admission import Admission, MemoryAccount
 from kvstrata.engine.background import BackgroundPacer
@@ -34,6 +31,9 @@ from kvstrata.kv.precision_plan import edges_of, make_plan
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
+from kvstrata.platform.device import device, max_arrays
+from kvstrata.platform.logging import begin
+from kvstrata.platform.memory import map_large_buffers
 from kvstrata.prefix_cache.config import CacheLimits
 from kvstrata.prefix_cache.entry_table import CacheListener
 from kvstrata.prefix_cache.keys import Identity, chain

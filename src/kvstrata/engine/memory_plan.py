@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstrata.backend import MlxBackend
 from kvstrata.codecs.registry import parse
 from kvstrata.engine.budget import (
     MIB,
@@ -23,6 +22,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.kv.layout import LayerSpec, Layout
 from kvstrata.kv.precision_plan import PrecisionPlan, bits_of, make_plan, raw_plan
 from kvstrata.models.outline import Outline
+from kvstrata.platform.device import MlxBackend
 from kvstrata.tiers.block import BLOCK_TOKENS
 
 # Memory limit without a setting, as a share of the device's memory.

@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 
 from kvstrata.codecs.mean_runs import GROUP_TOKENS
+from kvstrata.common_prefix import common_prefix_len
 from kvstrata.engine.budget import KvFormat
 from kvstrata.engine.request import PinRequest, Request
 from kvstrata.engine.runner import ModelRunner
@@ -28,7 +29,6 @@ from kvstrata.kv.transcode import ENCODE_TOKENS
 from kvstrata.prefix_cache.conversations import ConversationTracker, ConversationTurn
 from kvstrata.prefix_cache.entries import CachedPrefix, Entry, Lease, PrecisionTarget
 from kvstrata.prefix_cache.insertion import Insertion
-from kvstrata.prefix_cache.keys import num_common
 from kvstrata.prefix_cache.matching import NO_PREFIX
 from kvstrata.prefix_cache.pins import Term
 from kvstrata.prefix_cache.prefetch import Prefetcher, TierOffer, TierOffers
@@ -189,7 +189,7 @@ class _PrefixState:
         if self._sequence.request.salt != other.request.salt:
             return 0
         if other.id not in self._common_tokens:
-            self._common_tokens[other.id] = num_common(self._sequence.lookup_ids, other.lookup_ids)
+            self._common_tokens[other.id] = common_prefix_len(self._sequence.lookup_ids, other.lookup_ids)
         return self._common_tokens[other.id]
 
     def pause_at_blocks(self) -> None:

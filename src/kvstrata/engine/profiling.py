@@ -25,10 +25,6 @@ import kvstrata
 from kvstrata.attention.cuda.trials import join_works
 from kvstrata.attention.metal import trials as metal_trials
 from kvstrata.attention.segments import RawSegment, SealedSegment, Segment, SegmentSource
-from kvstrata.backend import device
-from kvstrata.backend.allocator import limits_restored
-from kvstrata.backend.notebook import read_notes, write_notes
-from kvstrata.backend.source_digest import source_digest
 from kvstrata.codecs import trials
 from kvstrata.codecs.backends import VectorKind, runtime
 from kvstrata.codecs.base import UnsupportedCodec
@@ -53,6 +49,10 @@ from kvstrata.kv.precision_plan import CodecPair
 from kvstrata.kv.recurrent_layer import RecurrentLayer
 from kvstrata.kv.sequence_cache import Prefix, SequenceCache
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.platform.device import device
+from kvstrata.platform.files import read_notes, write_notes
+from kvstrata.platform.memory import limits_restored
+from kvstrata.platform.source_digest import source_digest
 from kvstrata.prefix_cache.ladder import STEP_BITS
 
 # Any module may change the memory of a pass.

@@ -15,9 +15,6 @@ from typing import Any, TypeVar, assert_never
 
 import mlx.core as mx
 
-from kvstrata.backend.allocator import limits_restored
-from kvstrata.backend.heap import trim_heap
-from kvstrata.backend.streams import streams
 from kvstrata.engine.build import OpenTiers, ServedModel, build_core, open_tiers, prepare_model
 from kvstrata.engine.config import EngineLimits, KvConfig, TierConfig
 from kvstrata.engine.executor import EngineCore
@@ -26,6 +23,8 @@ from kvstrata.engine.sequence import ENGINE_FAILED, Sequence
 from kvstrata.errors import Unavailable
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.platform.memory import limits_restored, trim_heap
+from kvstrata.platform.mlx_streams import streams
 
 log = logging.getLogger(__name__)
 

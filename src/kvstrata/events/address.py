@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from kvstrata.backend.addresses import is_loopback
 from kvstrata.errors import ConfigError
+from kvstrata.platform.network import is_loopback
 
 PATTERN = re.compile(r"tcp://(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<host>[^:/\[\]]+)):(?P<port>[0-9]{1,5})")
 EXAMPLE = "tcp://127.0.0.1:5557"

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from kvstrata.backend import cache_root
 from kvstrata.errors import ModelError
 from kvstrata.models.download import WrongChecksum, download
 from kvstrata.models.made import check_disk, damage_of, make_folder
 from kvstrata.models.package_index import find_file, sources
 from kvstrata.models.progress import bar, say
+from kvstrata.platform.files import cache_root
 
 if TYPE_CHECKING:
     import httpx

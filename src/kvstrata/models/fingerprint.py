@@ -14,7 +14,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from kvstrata.backend.notebook import read_notes, write_notes
+from kvstrata.platform.files import read_notes, write_notes
 
 CONTENT_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 # Defaults of sampling, and our own marker: neither changes what is computed for a prompt.

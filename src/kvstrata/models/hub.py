@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstrata.backend.notebook import read_notes, write_notes
 from kvstrata.errors import ModelError
 from kvstrata.models.progress import say
+from kvstrata.platform.files import read_notes, write_notes
 
 HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?")
 COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, cast
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from kvstrata.backend.open_files import raise_open_files
-from kvstrata.backend.stages import begin
 from kvstrata.errors import ModelError
 from kvstrata.kv.layout import arrays_in
 from kvstrata.models.cpu_form import choose_form
@@ -27,6 +25,8 @@ from kvstrata.models.generation import read_sampling_defaults
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.room import check_room, room_bytes
 from kvstrata.packed.form import CpuForm
+from kvstrata.platform.files import raise_open_files
+from kvstrata.platform.logging import begin
 
 if TYPE_CHECKING:
     import mlx.nn as nn

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from kvstrata.attention.dispatch import install
-from kvstrata.backend import MlxBackend
-from kvstrata.backend.open_files import raise_open_files
 from kvstrata.codecs import backends
 from kvstrata.errors import ModelError
 from kvstrata.kv.layout import LayerSpec, Layout, measure_layers, read_layer_specs
@@ -29,6 +27,8 @@ from kvstrata.models.find import Found, find_here
 from kvstrata.models.load import build_lazily, context_tokens
 from kvstrata.models.room import placed_bytes
 from kvstrata.packed.form import CpuForm
+from kvstrata.platform.device import MlxBackend
+from kvstrata.platform.files import raise_open_files
 
 if TYPE_CHECKING:
     import mlx.nn as nn

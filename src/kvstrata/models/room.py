@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from kvstrata.backend import free_memory_bytes
 from kvstrata.errors import ModelError
 from kvstrata.kv.layout import arrays_in
 from kvstrata.models.files import weight_files
 from kvstrata.packed.form import CpuForm
-from kvstrata.sizes import human_bytes
+from kvstrata.platform.device import free_memory_bytes
+from kvstrata.sizes import format_bytes
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -28,12 +28,12 @@ def check_room(module: nn.Module, folder: Path, limit_bytes: int | None, form: C
     needs = _needs(folder, needed_bytes, form)
     if limit_bytes is not None and needed_bytes > limit_bytes:
         raise ModelError(
-            f"{needs}, and the memory limit is {human_bytes(limit_bytes)}. Raise --memory-limit if "
+            f"{needs}, and the memory limit is {format_bytes(limit_bytes)}. Raise --memory-limit if "
             f"the machine has more, or {_otherwise()}"
         )
     # Elsewhere weights lie in the GPU's memory, or macOS makes room by itself.
     if mx.default_device() == mx.cpu and needed_bytes > (free_bytes := free_memory_bytes()):
-        raise ModelError(f"{needs}, and {human_bytes(free_bytes)} are free. End other programs, or {_otherwise()}")
+        raise ModelError(f"{needs}, and {format_bytes(free_bytes)} are free. End other programs, or {_otherwise()}")
 
 
 def room_bytes(limit_bytes: int | None) -> int:
@@ -54,7 +54,7 @@ def placed_bytes(module: nn.Module, form: CpuForm | None) -> int:
 def _needs(folder: Path, needed_bytes: int, form: CpuForm | None) -> str:
     file_bytes = sum(path.stat().st_size for path in weight_files(folder))
     why = "" if form is None else f"; on this CPU they are {form.words}"
-    needed, on_disk = human_bytes(needed_bytes), human_bytes(file_bytes)
+    needed, on_disk = format_bytes(needed_bytes), format_bytes(file_bytes)
     return f"The weights of {folder} take {needed} of memory ({on_disk} on the disk{why})"
 
 

@@ -14,9 +14,9 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import activations
 
-from kvstrata.backend.rebinding import rebind
 from kvstrata.codecs.backends import runtime
 from kvstrata.codecs.cpu.planes import are_computed, threads_for
+from kvstrata.platform.rebinding import rebind
 
 # Fewest values for a loop of ours: with fewer, MLX ends before the loop has begun.
 MIN_VALUES = 1024

@@ -29,10 +29,10 @@ import mlx.core as mx
 import numpy as np
 from blake3 import blake3
 
-from kvstrata.backend.folders import cache_root
-from kvstrata.backend.source_digest import source_digest
 from kvstrata.packed.cpu.tiles import DOT
 from kvstrata.packed.weight import PackedWeight, TileFormat
+from kvstrata.platform.files import cache_root
+from kvstrata.platform.source_digest import source_digest
 
 log = logging.getLogger(__name__)
 

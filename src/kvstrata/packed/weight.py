@@ -14,11 +14,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.backend.sgemm import sgemm
 from kvstrata.packed.cpu import products as cpu_products
 from kvstrata.packed.cpu.tiles import BASES
 from kvstrata.packed.form import Activations
 from kvstrata.packed.quantized import TILE_COLUMNS, TILE_ROWS, QuantizedMatrix, num_panels
+from kvstrata.platform.blas import sgemm
 
 KINDS = {mx.float16: cpu_products.HALF, mx.bfloat16: cpu_products.BFLOAT, mx.float32: cpu_products.FLOAT}
 # For more float32 vectors than this, BLAS over unpacked rows is faster.

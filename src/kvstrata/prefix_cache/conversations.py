@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
+from kvstrata.common_prefix import common_prefix_len
 from kvstrata.prefix_cache.entry_table import EntryTable, EvictionCandidates
-from kvstrata.prefix_cache.keys import TokenIds, num_common, owner_of
+from kvstrata.prefix_cache.keys import TokenIds, owner_of
 from kvstrata.prefix_cache.matching import PrefixMatcher
 
 MAX_SESSIONS = 10_000
@@ -166,7 +167,7 @@ class ConversationTracker:
 
     def _continued_by(self, ids: TokenIds, known: Sequence[Conversation]) -> Conversation | None:
         """Return the conversation that a prompt continues, the newest of several; None: the prompt begins another."""
-        shared = [num_common(conversation.ids, ids) for conversation in known]
+        shared = [common_prefix_len(conversation.ids, ids) for conversation in known]
         longest = max(shared, default=0)
         if not longest:
             return None
@@ -177,7 +178,8 @@ class ConversationTracker:
         self, salt: str, session: str, conversation: Conversation, ids: TokenIds, others: Sequence[Conversation]
     ) -> None:
         """Supersede the cached tokens of a conversation that neither a prompt nor another conversation shares."""
-        branch_start = max(num_common(conversation.ids, each) for each in (ids, *(other.ids for other in others)))
+        branches = (ids, *(other.ids for other in others))
+        branch_start = max(common_prefix_len(conversation.ids, branch) for branch in branches)
         match = self._table.tree.match(self._matcher.root_of(salt), conversation.ids)
         if branch_start >= match.num_tokens:
             return
@@ -198,7 +200,7 @@ class ConversationTracker:
         last = next(own, next(iter(known), None))
         if last is None:
             return None
-        at = num_common(last.ids, ids)
+        at = common_prefix_len(last.ids, ids)
         if at in (len(ids), len(last.ids)):
             return None
         runs = (ids[max(0, at - CONTEXT_IDS) : at], last.ids[at : at + CONTEXT_IDS], ids[at : at + CONTEXT_IDS])

@@ -38,16 +38,6 @@ def as_ids(tokens: Tokens) -> TokenIds:
     return np.ascontiguousarray(ids, dtype=np.int32)
 
 
-def num_common(a: TokenIds, b: TokenIds) -> int:
-    """Return the length of the prefix that two runs of tokens have in common."""
-    length = min(len(a), len(b))
-    if not length:
-        return 0
-    differs = a[:length] != b[:length]
-    first = int(differs.argmax())
-    return first if differs[first] else length
-
-
 KEY_BYTES = 32
 
 CHAIN_DOMAIN = b"kvstrata chain 1\0"

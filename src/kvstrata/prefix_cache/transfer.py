@@ -19,7 +19,7 @@ from kvstrata.prefix_cache.keys import Identity, TokenIds, Tokens, as_ids, chain
 from kvstrata.prefix_cache.matching import PrefixMatcher
 from kvstrata.prefix_cache.reclaim import Reclaimer
 from kvstrata.prefix_cache.worth import ReuseClass
-from kvstrata.sizes import human_bytes
+from kvstrata.sizes import format_bytes
 from kvstrata.tiers.block import BASE, CHECKPOINT, Block, BlockContent
 
 # Length of one step that gives a span memory of its own.
@@ -252,15 +252,15 @@ class ConversationImport:
         table, limit_bytes = self._inserter.table, self._reclaimer.limit_bytes
         if nbytes > table.max_bytes:
             raise NeverFits(
-                f"This conversation takes {human_bytes(nbytes)}, and this server has {human_bytes(table.max_bytes)} "
+                f"This conversation takes {format_bytes(nbytes)}, and this server has {format_bytes(table.max_bytes)} "
                 "for stored KV. Give it more (--memory-limit, --hot-cache-size), or export fewer tokens. Nothing was "
                 "changed."
             )
         in_use_bytes = table.nbytes - table.evictable_bytes
         if nbytes > limit_bytes - in_use_bytes:
             raise MemoryPinned(
-                f"This conversation takes {human_bytes(nbytes)}. Of the {human_bytes(limit_bytes)} for stored KV, "
-                f"{human_bytes(in_use_bytes)} are in use or pinned. Try again when requests have ended, or unpin "
+                f"This conversation takes {format_bytes(nbytes)}. Of the {format_bytes(limit_bytes)} for stored KV, "
+                f"{format_bytes(in_use_bytes)} are in use or pinned. Try again when requests have ended, or unpin "
                 "something (POST /cache/unpin). Nothing was changed."
             )
 

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 from starlette.types import ASGIApp
 
 from kvstrata.attention.cpu.step import compile_codecs_beside
-from kvstrata.backend import Device
-from kvstrata.backend.stages import begin
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.registry import parse
 from kvstrata.config import Settings
@@ -32,6 +30,8 @@ from kvstrata.models.cpu_options import CpuOptions
 from kvstrata.models.generation import SamplingDefaults
 from kvstrata.models.load import load
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.platform.device import Device
+from kvstrata.platform.logging import begin
 from kvstrata.prefix_cache.ladder import parse_lengths
 from kvstrata.server.auth import ApiKey, RequireKey
 from kvstrata.server.conversation.hygiene import Hygiene
@@ -44,7 +44,7 @@ from kvstrata.server.replay.files import ReplyFiles
 from kvstrata.server.replay.memory import ReplyMemory
 from kvstrata.server.service import Service
 from kvstrata.server.wire.bounds import Bounds
-from kvstrata.sizes import human_bytes
+from kvstrata.sizes import format_bytes
 from kvstrata.text.harmony import harmony_tokens
 from kvstrata.text.reply_parser import ReplyFormat
 from kvstrata.text.template import ChatTemplate
@@ -242,8 +242,8 @@ def _wired_bytes(settings: Settings, machine: Device) -> int:
         raise ConfigError("--wired-limit is for Macs: no other system wires memory for MLX. Leave it out.")
     if wired_bytes > machine.working_set_bytes:
         raise ConfigError(
-            f"--wired-limit {human_bytes(wired_bytes)} is more than the {human_bytes(machine.working_set_bytes)} that "
-            "Metal recommends for one process. Give less."
+            f"--wired-limit {format_bytes(wired_bytes)} is more than the {format_bytes(machine.working_set_bytes)} "
+            "that Metal recommends for one process. Give less."
         )
     return wired_bytes
 
@@ -291,7 +291,7 @@ def _disk(settings: Settings) -> DiskOptions | None:
     if limit_bytes < MIN_DISK_BYTES:
         raise ConfigError(
             f"--disk-cache-size {settings.disk_cache_size} is too small to be of use: give it at least "
-            f"{human_bytes(MIN_DISK_BYTES)}, or use --hot-cache-only."
+            f"{format_bytes(MIN_DISK_BYTES)}, or use --hot-cache-only."
         )
     return DiskOptions(
         directory=directory,
@@ -339,7 +339,7 @@ def _hot_bytes(settings: Settings, total_memory_bytes: int) -> int | None:
     if not 0 < asked <= total_memory_bytes:
         raise ConfigError(
             f"--hot-cache-size {settings.hot_cache_size} is not possible: this machine has "
-            f"{human_bytes(total_memory_bytes)} of memory. Leave it out to use what running requests leave."
+            f"{format_bytes(total_memory_bytes)} of memory. Leave it out to use what running requests leave."
         )
     return asked
 

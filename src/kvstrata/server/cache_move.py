@@ -29,7 +29,7 @@ from kvstrata.server.prompt_of import ids_of_prompt
 from kvstrata.server.service import Service, service_of
 from kvstrata.server.sessions.names import FIRST_TOKENS, Name, name_of_text
 from kvstrata.server.sessions.session import RecognisedBy, Session
-from kvstrata.sizes import human_bytes
+from kvstrata.sizes import format_bytes
 
 router = APIRouter(prefix="/cache", tags=["Cache"])
 
@@ -194,5 +194,5 @@ def _write(file: BinaryIO, piece: bytes) -> None:
     volume = os.fstatvfs(file.fileno())
     free_bytes = volume.f_bavail * volume.f_frsize
     if free_bytes < SPARE_BYTES + len(piece):
-        raise OSError(f"only {human_bytes(free_bytes)} are free in {tempfile.gettempdir()}")
+        raise OSError(f"only {format_bytes(free_bytes)} are free in {tempfile.gettempdir()}")
     file.write(piece)

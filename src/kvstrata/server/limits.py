@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvstrata.errors import BodyTooLarge, RequestTimeout, Unavailable
 from kvstrata.server.errors import error_response
 from kvstrata.server.wire.bounds import MIN_BYTES_S, Bounds
-from kvstrata.sizes import human_bytes
+from kvstrata.sizes import format_bytes
 
 SCOPE_HELD = "kvstrata.held_body"
 
@@ -92,7 +92,7 @@ class BodyMemory:
     def take(self, num_bytes: int) -> None:
         if self._held_bytes + num_bytes > self._limit_bytes:
             raise Unavailable(
-                f"The bodies of other requests fill the {human_bytes(self._limit_bytes)} that this server holds at "
+                f"The bodies of other requests fill the {format_bytes(self._limit_bytes)} that this server holds at "
                 "once. Try again in a moment, or start it with a larger --body-memory (KVSTRATA_BODY_MEMORY)."
             )
         self._held_bytes += num_bytes
@@ -153,15 +153,15 @@ def release_body(scope: Scope) -> None:
 
 def _too_large(max_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(
-        f"The body is larger than the {human_bytes(max_bytes)} that this server reads. Send less, or start it "
+        f"The body is larger than the {format_bytes(max_bytes)} that this server reads. Send less, or start it "
         "with a larger --max-body-bytes (KVSTRATA_MAX_BODY_BYTES)."
     )
 
 
 def _too_large_file(max_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(
-        f"The file is larger than {human_bytes(max_bytes)}: this server has no memory to store all of it. Give it more "
-        "(--memory-limit, --hot-cache-size), or export a shorter conversation."
+        f"The file is larger than {format_bytes(max_bytes)}: this server has no memory to store all of it. Give it "
+        "more (--memory-limit, --hot-cache-size), or export a shorter conversation."
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvstrata.errors import QueueFull
-from kvstrata.sizes import human_bytes
+from kvstrata.sizes import format_bytes
 
 # Files that are imported at once: each is kept until it was found good.
 MAX_IMPORTS = 4
@@ -31,7 +31,7 @@ class Places:
             nonlocal own_bytes
             if self._num_bytes + num_bytes > most_bytes:
                 raise QueueFull(
-                    f"The files that are being imported would have more than {human_bytes(most_bytes)} together. Try "
+                    f"The files that are being imported would have more than {format_bytes(most_bytes)} together. Try "
                     "again when the others are done."
                 )
             own_bytes += num_bytes

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kvstrata.common_prefix import common_prefix_len
 from kvstrata.text.messages import Message
 from kvstrata.text.template_probe import PROBE_ID
 
@@ -41,18 +42,6 @@ def _first_name(tools: Sequence[Mapping[str, Any]] | None) -> str:
     return name if isinstance(name, str) else ""
 
 
-def shared_chars(text: str, other: str) -> int:
-    """How many characters both begin with. By halves: comparing slices takes a thousandth of going over them."""
-    low, high = 0, min(len(text), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if text[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
 class TokenPositions:
     """Where a text's characters are among the ids of a prompt. `markers`: the tokenizer's special tokens by id; they
     part a text, so what stands between two of them has the same ids wherever it stands."""
@@ -68,15 +57,15 @@ class TokenPositions:
         """How many ids a prompt has in common with what another text makes; 0: not known. `ids` are those of `text`,
         but a reply may have been put in as the model wrote it: so positions are counted in markers, and only
         the text behind the last one is tokenized."""
-        at = shared_chars(text, other)
+        at = common_prefix_len(text, other)
         marker = self._last_marker(text[max(0, at - _BEFORE_CHARS) : at])
         start = self._marker_position(text, ids, marker, at)
         if marker is None or start is None:
             return self._shared_from_start(text[:at], ids)
         begin = text.rfind(self._markers[marker], 0, at)
         ours, theirs = (self._encode(each[begin : at + _AFTER_CHARS]) for each in (text, other))
-        both = ours[: _num_shared(ours, theirs)]
-        return start + _num_shared(both, ids[start : start + len(both)])
+        both = ours[: common_prefix_len(ours, theirs)]
+        return start + common_prefix_len(both, ids[start : start + len(both)])
 
     def _last_marker(self, text: str) -> int | None:
         return next((id for id in reversed(self._encode(text)) if id in self._markers), None)
@@ -96,12 +85,5 @@ class TokenPositions:
 
     def _shared_from_start(self, shared: str, ids: tuple[int, ...]) -> int:
         begun = self._encode(shared)
-        num_shared = _num_shared(begun, ids)
+        num_shared = common_prefix_len(begun, ids)
         return num_shared if num_shared >= len(begun) - _CUT_TOKENS else 0
-
-
-def _num_shared(some: Sequence[int], others: Sequence[int]) -> int:
-    for place, (one, other) in enumerate(zip(some, others, strict=False)):
-        if one != other:
-            return place
-    return min(len(some), len(others))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
+from kvstrata.common_prefix import common_prefix_len
 from kvstrata.errors import InvalidRequest
 from kvstrata.text.detokenizer import control_names, reply_marks, special_names
 from kvstrata.text.incremental_tokenizer import IncrementalTokenizer
@@ -262,8 +263,8 @@ class ChatTemplate:
             others = [text_of(opening, reply=False) for opening in openings]
         except InvalidRequest:
             return 0
-        shared = text[: min(_num_shared(text, other) for other in others)]
-        return _num_shared(self._encode(shared), ids)
+        shared = text[: min(common_prefix_len(text, other) for other in others)]
+        return common_prefix_len(self._encode(shared), ids)
 
     def _before_reply(self, chat: list[Message], text: str, text_of: Callable[..., str]) -> str:
         """What comes before the generation prompt; empty: the template cannot do without."""
@@ -303,10 +304,3 @@ class ChatTemplate:
         except InvalidRequest:
             return 0
         return 0 if other.startswith(before or text) else self._positions.shared(text, ids, other)
-
-
-def _num_shared(some: Sequence[object], others: Sequence[object]) -> int:
-    for place, (one, other) in enumerate(zip(some, others, strict=False)):
-        if one != other:
-            return place
-    return min(len(some), len(others))

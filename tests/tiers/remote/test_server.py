@@ -13,13 +13,13 @@ from openai.types import CompletionUsage
 from rich.console import Console
 from typer.testing import CliRunner
 
-from kvstrata.backend import device
 from kvstrata.cli.cache import app
 from kvstrata.cli.cache_tables import totals
 from kvstrata.cli.doctor import doctor
 from kvstrata.config import load
 from kvstrata.engine.executor import EngineCore
 from kvstrata.errors import ConfigError
+from kvstrata.platform.device import device
 from kvstrata.server.assemble import start_service
 from tests.engine.test_disk import make_computing_slow
 from tests.server.conftest import Served, running

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.backend import device
 from kvstrata.config import load
 from kvstrata.errors import ConfigError
+from kvstrata.platform.device import device
 from kvstrata.server.assemble import start_service
 from kvstrata.tiers.remote.open_store import open_store
 from kvstrata.tiers.remote.sealing import keys_of

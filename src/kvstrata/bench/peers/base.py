@@ -91,10 +91,10 @@ class Peer(ABC):
 
 
 def preloaded(library: Path | None) -> dict[str, str]:
-    """A library that is loaded first wins over the reference BLAS of MLX's wheel (backend/blas_loader.py)."""
+    """A library that is loaded first wins over the reference BLAS of MLX's wheel (platform/blas.py)."""
     if library is None:
         return {}
-    from kvstrata.backend import usable_cores
+    from kvstrata.platform.device import usable_cores
 
     threads = str(usable_cores())
     return {"LD_PRELOAD": str(library), "OPENBLAS_NUM_THREADS": threads, "OPENBLAS_THREAD_TIMEOUT": "4"}

@@ -11,8 +11,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from kvstrata.backend import usable_cores
 from kvstrata.bench.peers.base import FOLDER, ROOT, Model, Peer, Start, package_version
+from kvstrata.platform.device import usable_cores
 
 F16_BYTES = 2  # of a number of K or V
 NO_GGUF = "llama.cpp needs the model as GGUF. Next: --gguf FILE"

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvstrata.backend import cache_root
 from kvstrata.bench.peers.base import Model
 from kvstrata.errors import ConfigError, ModelError
 from kvstrata.models.made import MARKER
+from kvstrata.platform.files import cache_root
 
 
 def subject(named: Path | None, gguf: Path | None, *, on_cpu: bool) -> Model:

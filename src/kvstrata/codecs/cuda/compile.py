@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from kvstrata.backend import nvrtc
-from kvstrata.backend.string_hash import hashed_alike
 from kvstrata.codecs.backends import checked_once
+from kvstrata.platform import cuda_compiler
+from kvstrata.platform.cuda_compiler import hashed_alike
 
 TYPES = {
     mx.bfloat16: "__nv_bfloat16",
@@ -97,7 +97,7 @@ class Compiled:
         self._name = text.name
         self._sizes = text.sizes
         self._views = views
-        code = nvrtc.kept_machine_code(text.text, str(mx.device_info()["architecture"]))
+        code = cuda_compiler.kept_machine_code(text.text, str(mx.device_info()["architecture"]))
         inputs = [mx.zeros((1,), dtype) for _, dtype in text.inputs]
         dtypes = [dtype for _, dtype in text.outputs]
         nothing = [0] * (len(text.sizes) + 1)

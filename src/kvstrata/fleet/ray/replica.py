@@ -85,9 +85,9 @@ def _with_folder(settings: Settings) -> tuple[Settings, Callable[[], None]]:
 
 
 def _start(settings: Settings, listener: CacheListener) -> Service:
-    from kvstrata.backend import device
+    from kvstrata.platform.device import device
+    from kvstrata.platform.logging import show_messages
     from kvstrata.server.assemble import load_model, start_service
-    from kvstrata.server.logs import show_messages
 
     show_messages(settings.log_level, settings.log_format)
     machine = device()

@@ -6,12 +6,12 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from kvstrata.backend import cache_root
 from kvstrata.errors import ModelError
 from kvstrata.models.gguf.container import parts_of, read
 from kvstrata.models.gguf.convert import convert
 from kvstrata.models.made import check_disk, damage_of, make_folder
 from kvstrata.models.progress import bar, say
+from kvstrata.platform.files import cache_root
 
 FORMAT = 1  # of the converted folder: raise it when convert.py writes something else
 # What a folder takes of its file's size, at most: scales of K types grow from 6 bits to 16.

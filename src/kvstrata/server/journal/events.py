@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from kvstrata.sizes import format_bytes
+
 # Every request moves these, or they rise and fall: figures, not events.
 QUIET = re.compile(
     r"(?:queried|hit|stored)_(?:tokens|spans)|encoded_freed_bytes|refused_(?:present|empty)|(?:disk|remote)_(?:read|missed|queue|limit|leaving)_.*"
@@ -74,7 +76,7 @@ def retargeted(k: str, v: str, time_s: float) -> Happened:
 
 
 def _encoded(grown: str, freed_bytes: int) -> str:
-    to, freed = f", {grown}" if grown else "", f": {_size(freed_bytes)} freed" if freed_bytes > 0 else ""
+    to, freed = f", {grown}" if grown else "", f": {format_bytes(freed_bytes, 1)} freed" if freed_bytes > 0 else ""
     return to + freed
 
 
@@ -82,18 +84,9 @@ def _sentence(name: str, count: int, more: str = "") -> tuple[str, str]:
     for kind, pattern, sentence in COMPILED:
         if match := pattern.fullmatch(name):
             reason = match[1].replace("_", " ") if match.groups() else more
-            text = sentence.format(count=f"{count:,}", size=_size(count), reason=reason)
+            text = sentence.format(count=f"{count:,}", size=format_bytes(count, 1), reason=reason)
             return kind, _numbered(text[0].upper() + text[1:], count)
     return "counted", f"{name.replace('_', ' ').capitalize()}: {count:,} more."
-
-
-def _size(nbytes: int) -> str:
-    """As the page writes sizes: a sentence needs no more digits."""
-    size, units = float(nbytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{size:.0f} {units[0]}" if units[0] == "bytes" or size >= 100 else f"{size:.1f} {units[0]}"
 
 
 def _numbered(text: str, count: int) -> str:

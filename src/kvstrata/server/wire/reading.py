@@ -16,7 +16,7 @@ from kvstrata.errors import HeadersTooLarge, InvalidRequest, RequestError, Reque
 from kvstrata.server.errors import raw_error
 from kvstrata.server.wire.bounds import Bounds
 from kvstrata.server.wire.timers import Timers
-from kvstrata.sizes import human_bytes
+from kvstrata.sizes import format_bytes
 
 logger = logging.getLogger("kvstrata.server")
 
@@ -170,7 +170,7 @@ class Reading(HttpToolsProtocol):
 
     def _too_large(self) -> HeadersTooLarge:
         return HeadersTooLarge(
-            f"The request's headers are larger than the {human_bytes(self._bounds.max_header_bytes)} that this server "
+            f"The request's headers are larger than the {format_bytes(self._bounds.max_header_bytes)} that this server "
             "reads. Send less, or start it with a larger --max-header-bytes (KVSTRATA_MAX_HEADER_BYTES)."
         )
 

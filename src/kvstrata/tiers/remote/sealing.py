@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from kvstrata.backend.private_file import OpenToAll, read_private
 from kvstrata.errors import ConfigError
+from kvstrata.platform.files import OpenToAll, read_private
 from kvstrata.tiers.block import BLOCK_TOKENS, BlockId, Chain
 from kvstrata.tiers.block_file import Damage, DamagedBlock
 from kvstrata.tiers.interface import ChainLink, TokenIds
