@@ -4,7 +4,7 @@
 # make test-metal  what matters on a Mac: the cache on Metal, within 10 minutes, and a report that can be attached to an issue
 # make test-cuda  the same on an NVIDIA GPU, within an hour: what is right, how fast it is beside mlx-lm, a soak; into cuda-report/
 # make soak    random chats and restarts over a small disk for KVSTRATA_SOAK_MINUTES, 20 by default; then KVSTRATA_SOAK_REQUESTS short ones, 50,000, to one engine
-# make peers   into .peers, what kvstrata bench compare and bench cpu run beside ours; some of it: make peers NAMES="mlx-lm llama-server"
+# make peers   into .peers, what kvstrata bench compare and benchmarks/cpu.py run beside ours; some of it: make peers NAMES="mlx-lm llama-server"
 # make screenshots  pictures of the page of a real server, into docs/screenshots; needs Chromium
 # make agents  coding agents into .agents (about 2 GB), for the slow tests in tests/agents: Claude Code, Codex, opencode, pi, aider (docs/agents.md)
 # make docs    the docs site into site/, readable without a network: open site/index.html

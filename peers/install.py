@@ -8,7 +8,7 @@ mlx-lm          mlx_lm.server as it comes
 vllm-mlx        6.5 GB, because it brings torch
 llama-server    llama.cpp's own server, prebuilt (xllamacpp)
 llama-cpp       llama_cpp.server, built from its source here: about 20 minutes on two cores, needs cmake and a compiler
-node-llama-cpp  llama.cpp's engine without a server, prebuilt for Node 20 or newer: for `kvstrata bench cpu`
+node-llama-cpp  llama.cpp's engine without a server, prebuilt for Node 20 or newer: for `python -m benchmarks.cpu`
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// llama.cpp for `kvstrata bench cpu`: one JSON command a line on stdin, one JSON answer a line on stdout.
+// llama.cpp for `python -m benchmarks.cpu`: one JSON command a line on stdin, one JSON answer a line on stdout.
 //
 //   {"do": "about"}                                                -> {"about"}: which llama.cpp this is
 //   {"do": "load", "path": FILE, "threads": N}                     -> {"about", "before_bytes", "after_bytes"}: resident memory
@@ -8,7 +8,7 @@
 //   {"do": "logits", "ids": [...], "into": FILE}                   -> {"rows", "columns"}: float32 in FILE, one row a token
 //   {"error": TEXT} where a command failed
 //
-// kvstrata/bench/cpu_side.py answers the same commands. Token ids are taken as they are: nothing is put before them.
+// benchmarks/cpu_worker.py answers the same commands. Token ids are taken as they are: nothing is put before them.
 // Run it in a folder that has node-llama-cpp (make peers).
 
 import {createRequire} from "node:module";

@@ -28,7 +28,7 @@ BACKEND_CALLERS = {
     "attention.cuda.step",
     "attention.cuda.trials",
     "attention.dispatch",
-    "bench.selftest",
+    "cli.selftest",
     "codecs.dispatch",
     "engine.engine",
     "engine.executor",

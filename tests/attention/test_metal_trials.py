@@ -15,7 +15,7 @@ from kvstrata.attention.metal import launch_plan as metal_launch_plan
 from kvstrata.attention.metal import trials as metal_trials
 from kvstrata.attention.metal.trials import DecodeKind
 from kvstrata.attention.segments import SegmentedKV
-from kvstrata.bench import selftest
+from kvstrata.cli import selftest
 from kvstrata.codecs import backends
 from kvstrata.codecs.backends import HeadKind, KernelChoice, Trial, TrialKey, VectorKind, runtime
 from kvstrata.codecs.metal.kernel_text import KernelLaunch

@@ -12,20 +12,17 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from typer.testing import CliRunner
 
-from kvstrata.bench import layers, quality
-from kvstrata.bench.passes import DECODE_TOKENS, Text, subject_of
-from kvstrata.bench.plots import plot_layers, plot_quality
+from kvstrata.bench import quality
+from kvstrata.bench.passes import DECODE_TOKENS, Text
+from kvstrata.bench.plots import plot_quality
 from kvstrata.bench.watch import Watch
 from kvstrata.cli.bench import app
-from kvstrata.codecs.registry import parse
 from kvstrata.errors import ConfigError
-from kvstrata.kv.precision_plan import make_plan
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.text.tokenizer import encode_prompt
 from tests.tiny import VOCAB, tiny_loaded
 
 WIKITEXT = Path(__file__).parents[3] / "shared" / "text" / "wikitext2_test_raw.txt"
-LAYERS = layers.LayersProtocol(context=32, windows=1)
 
 
 def text(num_tokens: int) -> Text:
@@ -123,29 +120,6 @@ def test_pairs_are_read_as_they_are_written() -> None:
             quality.parse_pairs(wrong)
 
 
-def test_each_layer_loses_alone_and_more_with_fewer_bits() -> None:
-    passes: list[int] = []
-    subject = subject_of(tiny_loaded("llama", 4))
-    losses = list(layers.measure(subject, text(200), LAYERS, Watch(advanced=lambda: passes.append(1))))
-    assert len(passes) == LAYERS.num_passes(subject.layout) == 1 + 4 * 2 * 3
-    assert [(loss.layer, loss.side, loss.bits) for loss in losses] == [
-        (layer, side, bits) for layer in range(4) for side in ("k", "v") for bits in (8, 4, 2)
-    ]
-    for eight, four, two in zip(losses[::3], losses[1::3], losses[2::3], strict=True):
-        assert 0 <= eight.kl_mean < four.kl_mean < two.kl_mean
-
-
-def test_layers_without_keys_are_left_out() -> None:
-    losses = list(layers.measure(subject_of(tiny_loaded("qwen3_next", 4)), text(200), LAYERS))
-    assert {loss.layer for loss in losses} == {1, 3}
-
-
-def test_a_plot_of_layers_is_written(tmp_path: Path) -> None:
-    losses = list(layers.measure(subject_of(tiny_loaded("llama")), text(200), LAYERS))
-    plot_layers(losses, tmp_path / "layers.svg")
-    assert "<svg" in (tmp_path / "layers.svg").read_text(encoding="utf-8")
-
-
 @pytest.fixture
 def words(tmp_path: Path) -> Path:
     path = tmp_path / "words.txt"
@@ -177,43 +151,3 @@ def test_quality_prints_rows_and_lines_without_a_terminal(words: Path) -> None:
     assert [(row["text"], row["k"], row["top1_min"] <= row["top1"]) for row in json.loads(told.stdout)] == [
         ("words", name, True) for _ in range(2) for name in ("raw", "planes:4")
     ]
-
-
-@pytest.mark.usefixtures("_tiny")
-def test_layers_prints_a_line_for_each_layer_and_the_sums(words: Path, tmp_path: Path) -> None:
-    command = ["layers", "--text", str(words), "--context", "32", "--bits", "4,2"]
-    result = CliRunner().invoke(app, [*command, "--plot", str(tmp_path / "layers.svg")])
-    assert result.exit_code == 0
-    head, *lines, sums = result.stdout.splitlines()
-    assert head.split() == ["layer", "K", "4", "K", "2", "V", "4", "V", "2"]
-    assert [line.split()[0] for line in lines] == ["0", "1", "2", "3"]
-    columns = zip(*(map(float, line.split()[1:]) for line in lines), strict=True)
-    assert [float(each) for each in sums.split()[1:]] == pytest.approx([sum(column) for column in columns], abs=1e-5)
-    assert (tmp_path / "layers.svg").is_file()
-    assert CliRunner().invoke(app, [*command, "--bits", "3"]).exit_code == 2
-
-
-@pytest.mark.usefixtures("_tiny")
-def test_layers_compares_plans_of_the_same_bytes_on_another_text(words: Path) -> None:
-    command = ["layers", "--text", str(words), "--context", "32", "--held-out", str(words), "--json"]
-    told = json.loads(CliRunner().invoke(app, [*command, "--pairs", "planes:8/planes:4,planes:2"]).stdout)
-    assert len(told["layers"]) == 4 * 2 * 3
-    _, uniform, by_layer, lowest, lowest_by_layer = told["held_out"]
-    assert (uniform["k"], uniform["v"], by_layer["k"], by_layer["v"]) == ("planes:8", "planes:4", "by layer,", "8/4")
-    assert by_layer["bits_per_value"] == pytest.approx(uniform["bits_per_value"])
-    # K of such a model matters little, and the plan is made on this very text.
-    assert by_layer["kl_mean"] < uniform["kl_mean"]
-    assert lowest_by_layer["kl_mean"] == lowest["kl_mean"]
-
-
-def test_a_plan_by_layer_is_like_planes_alone() -> None:
-    subject = subject_of(tiny_loaded("llama", 4))
-    losses = [
-        layers.LayerLoss(i, side, bits, 1 / bits, 0, 1) for i in range(4) for side in ("k", "v") for bits in (8, 4)
-    ]
-    with pytest.raises(ConfigError, match="planes"):
-        layers.plan_by_layer(subject.layout, losses, make_plan(subject.layout, parse("affine:4"), parse("affine:4")))
-    by_layer = layers.plan_by_layer(
-        subject.layout, losses, make_plan(subject.layout, parse("planes:4"), parse("planes:4"))
-    )
-    assert layers.bits_by_layer(by_layer) == "0:4/4 1:4/4 2:4/4 3:4/4"

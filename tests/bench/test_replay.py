@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from typer.testing import CliRunner
 
-from kvstrata.bench import disk_writes, index_cost
 from kvstrata.bench.replay import (
     Hits,
     LruStore,
@@ -192,16 +191,6 @@ def test_budgets_and_bits_that_make_no_sense_are_refused(tmp_path: Path, wrong: 
     assert CliRunner().invoke(app, ["replay", str(path), *wrong]).exit_code != 0
 
 
-def test_the_cost_of_an_operation_is_measured_at_each_size() -> None:
-    small, large = index_cost.measure([500, 5000])
-    assert small.num_nodes < large.num_nodes
-    for row in (small, large):
-        assert min(row.match_us, row.insert_us, row.add_us, row.evict_us) > 0
-        assert max(row.long_match_us, row.long_insert_us) < 20_000
-    assert large.match_us < 10 * small.match_us
-    assert large.evict_us < 10 * small.evict_us
-
-
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the shared traces are not here")
 @pytest.mark.parametrize("name", ["synthetic_trace.jsonl", "agentic_trace.jsonl.gz"])
 def test_on_a_held_out_half_no_worse_than_lru(name: str) -> None:
@@ -225,26 +214,3 @@ def test_the_error_of_a_difference_is_that_of_pairs() -> None:
     half = difference(Hits(tuple(each + at % 2 * 2 for at, each in enumerate(found)), asked), Hits(found, asked))
     assert half.rate == pytest.approx(0.1)
     assert half.standard_error == pytest.approx(0.1 / 400**0.5, rel=0.01)
-
-
-def test_disk_writes_of_a_session_that_grows_are_bounded() -> None:
-    """Two turns of 1,000 and 1,300 tokens with replies of 100: the second has the first, and maybe its reply."""
-    first, second = np.array([1, 2], dtype=np.int32), np.array([1, 3, 4], dtype=np.int32)
-    trace = trace_of("t", [Asked(0.0, first, 1000, 100), Asked(3600.0, second, 1300, 100)])
-    (row,) = disk_writes.measure(trace, [4 * 512], token_bytes=1)
-    assert (row.least_bytes, row.most_bytes) == (1400, 1000 + 100 + 1300 - 512 + 100)
-    assert row.a_day(row.least_bytes) == 24 * 1400
-    assert row.evicted_bytes == 0
-
-
-def test_disk_writes_at_eviction_count_each_block_once() -> None:
-    trace = of([[1, 2], [3, 4], [1, 2], [3, 4]])
-    (row,) = disk_writes.measure(trace, [2 * 512], token_bytes=1)
-    assert row.evicted_bytes == 4 * 512
-
-
-def test_replay_shows_disk_writes(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.jsonl", of([[1, 2], [1, 2, 3]]))
-    said = CliRunner().invoke(app, ["replay", str(path), "--disk-writes", "--budgets", "1MiB", "--json"])
-    assert said.exit_code == 0, said.output
-    assert json.loads(said.stdout)[0]["trace"] == "t"

@@ -1,4 +1,4 @@
-"""Every `kvstrata` command that a page shows is one, with flags that it has."""
+"""Every `kvstrata` command and every benchmark that a page shows exists, with flags that it has."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import re
 import shlex
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 
 from kvstrata.cli import COMMANDS, load_command
 from tests.docs.sources import ROOT
 from tests.docs.test_links import pages
 
-SHOWN = re.compile(r"\A\s*(?:(?:\.venv/bin/)?kvstrata) ([a-z].*)")
+SHOWN = re.compile(r"\A\s*(?:\.venv/bin/)?(?:kvstrata |python -m (?=benchmarks\.[a-z]))([a-z].*)")
+BENCHMARK = "benchmarks."
 COMMENT = re.compile(r"\s+#.*")
 FLAG = re.compile(r"--?[a-z][\w-]*")
 PLACEHOLDER = re.compile(r"[A-Z.\[<…]")
@@ -37,7 +41,7 @@ def shown(path: Path) -> Iterator[str]:
 
 @cache
 def command(name: str) -> Any:
-    return load_command(name)
+    return get_command(import_module(name).app) if name.startswith(BENCHMARK) else load_command(name)
 
 
 def problem(text: str) -> str:
@@ -47,7 +51,10 @@ def problem(text: str) -> str:
     except ValueError:
         return ""  # a quotation that goes on in the next line
     name, rest = words[0].rstrip(",.;:"), words[1:]
-    if name not in COMMANDS:
+    if name.startswith(BENCHMARK):
+        if find_spec(name) is None:
+            return f"there is no benchmark {name}"
+    elif name not in COMMANDS:
         return f"there is no command {name}"
     found = command(name)
     while hasattr(found, "commands") and rest and not rest[0].startswith("-") and not PLACEHOLDER.match(rest[0]):
@@ -74,5 +81,7 @@ def test_wrong_commands_are_seen() -> None:
     assert problem("fly --high") == "there is no command fly"
     assert problem("cache nothing") == "cache has no command nothing"
     assert problem("serve MODEL --port 9000 --kv-cache-bits 4") == ""
+    assert problem("benchmarks.engine --no-such-flag") == "benchmarks.engine has no --no-such-flag"
+    assert problem("benchmarks.nothing") == "there is no benchmark benchmarks.nothing"
     assert problem("launch codex -- exec --json") == ""
     assert sum(len(list(shown(ROOT / name))) for name in pages()) > 100

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import jsonschema
 import pytest
 
-from kvstrata.bench.streams import running
+from benchmarks.common import running
 from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.request import Event, Failed, Finished, Request, Sampling, TextDelta

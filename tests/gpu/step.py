@@ -23,7 +23,7 @@ import numpy as np
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import KVCache
 
-from kvstrata.bench.random_model import QWEN3_0_6B, random_model
+from benchmarks.random_model import QWEN3_0_6B, random_model
 from kvstrata.codecs.registry import parse
 from kvstrata.kv.batch_cache import BatchCache
 from kvstrata.kv.decode_step import CompiledStep

@@ -6,11 +6,14 @@ import json
 import sys
 import time
 from dataclasses import replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from typer.main import get_command
 
 from kvstrata.cli import load_command
 from tests.gpu import all as gpu
@@ -100,17 +103,24 @@ def test_each_stage_is_a_command_that_is_there(tmp_path: Path) -> None:
         kinds.add(module)
         if module == "kvstrata":
             understood(arguments)
+        elif module.startswith("benchmarks."):
+            parse_arguments(get_command(import_module(module).app), arguments)
         elif module == "pytest":
-            assert all(Path(argument).exists() for argument in arguments if argument.startswith("tests/"))
+            assert all(Path(test.partition("::")[0]).exists() for test in arguments if test.startswith("tests/"))
         else:
             assert find_spec(module) is not None
-    assert kinds == {"kvstrata", "pytest", "tests.gpu.step", "tests.gpu.portable"}
+    programs = {f"benchmarks.{name}" for name in ("stream_gaps", "random_model", "step", "codecs")}
+    assert kinds == {"kvstrata", "pytest", "tests.gpu.step", "tests.gpu.portable", *programs}
 
 
 def understood(arguments: list[str]) -> None:
     """By kvstrata's own commands; raises otherwise."""
     name, *arguments = arguments
-    command = load_command(name)
+    parse_arguments(load_command(name), arguments)
+
+
+def parse_arguments(command: Any, arguments: list[str]) -> None:
+    """Parse the arguments of a command. Raises when they are wrong."""
     if hasattr(command, "commands"):
         name, *arguments = arguments
         command = command.commands[name]

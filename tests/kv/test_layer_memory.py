@@ -10,8 +10,6 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.attention.dispatch import attend
-from kvstrata.bench import memory
-from kvstrata.bench.memory import MemoryFigures, counted_concatenations
 from kvstrata.codecs.registry import parse
 from kvstrata.kv.attention_rows import AttentionRows
 from kvstrata.kv.batch_cache import BatchCache
@@ -23,6 +21,8 @@ from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.window_layer import WindowLayer
 from kvstrata.models.probe import probe
 from tests.allocated import active_bytes, peak_bytes
+from tests.kv import cache_memory as memory
+from tests.kv.cache_memory import MemoryFigures, counted_concatenations
 from tests.tiny import VOCAB, tiny_module
 
 HEADS, K_DIM, V_DIM = 2, 16, 8
@@ -178,9 +178,9 @@ def test_batch_changes_in_a_model_copy_no_sequence() -> None:
 
 
 def test_encode_past_needs_scratch_for_one_layer() -> None:
-    layout = memory._layout("full")
+    layout = memory.make_layout("full")
     cache = SequenceCache(layout, None, 4096)
-    memory._append_chunks(cache.flat, 4096)
+    memory.append_chunks(cache.flat, 4096)
     cache.end_pass(4096)
     held = cache.nbytes
     pair = (parse("planes:8"), parse("planes:8"))

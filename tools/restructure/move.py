@@ -23,7 +23,7 @@ from pathlib import Path
 
 COLLISIONS: list[str] = []
 BACKENDS = ("cpu", "cuda", "metal")
-ROOTS = {"kvstrata": Path("src/kvstrata"), "tests": Path("tests")}
+ROOTS = {"kvstrata": Path("src/kvstrata"), "tests": Path("tests"), "benchmarks": Path("benchmarks")}
 
 
 def path_of(module: str) -> Path:

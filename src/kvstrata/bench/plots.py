@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvstrata.bench.layers import LayerLoss
 from kvstrata.bench.quality import Quality
 from kvstrata.errors import ConfigError
 
 COLOURS = {"planes": "#0b6e4f", "affine": "#b5651d"}
-SHADES = {8: "#9bd3bf", 4: "#0b6e4f", 2: "#06382a"}  # by bits: the darker, the fewer
 
 
 def load_pyplot() -> Any:
@@ -59,21 +57,3 @@ def _panel(axis: Any, panel: str, rows: Sequence[Quality]) -> None:
     axis.set_title(panel)
     axis.margins(x=0.25, y=0.15)
     axis.grid(True, which="major", alpha=0.3)
-
-
-def plot_layers(losses: Sequence[LayerLoss], path: Path) -> None:
-    """What each layer loses alone, a panel for K and one for V, a line for each precision."""
-    pyplot = load_pyplot()
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.2), sharey=True)
-    for axis, side in zip(axes, ("k", "v"), strict=True):
-        for bits in dict.fromkeys(loss.bits for loss in losses):
-            line = [(loss.layer, loss.kl_mean) for loss in losses if (loss.side, loss.bits) == (side, bits)]
-            numbers, kl = zip(*line, strict=True)
-            axis.plot(numbers, kl, marker="o", markersize=4, color=SHADES[bits], label=f"planes:{bits}")
-        axis.set_yscale("log")
-        axis.set_xlabel("layer")
-        axis.set_title(side.upper())
-        axis.grid(True, which="major", alpha=0.3)
-    axes[0].set_ylabel("KL to full precision, mean (nats)")
-    axes[1].legend()
-    save(figure, path)

@@ -108,17 +108,6 @@ def measure(
     return _measured(subject, cases, plans, watch)
 
 
-def measure_plans(
-    subject: Subject,
-    texts: Sequence[Text],
-    plans: Mapping[Pair, PrecisionPlan],
-    protocol: Protocol,
-    watch: Watch = UNWATCHED,
-) -> Iterator[Quality]:
-    """Likewise for plans that no pair of names gives; they are called by the names that they are given under."""
-    return _measured(subject, _cases(texts, protocol), plans, watch)
-
-
 def _cases(texts: Sequence[Text], protocol: Protocol) -> list[tuple[str, list[Window]]]:
     """The names of texts, and windows."""
     return [

@@ -31,7 +31,7 @@ def markdown(data: Data, plots: Sequence[str] = ()) -> str:
         "## Scenario by scenario",
         *(_scenario(data, scenario) for scenario in titles() if _rows(data, scenario.number)),
     ]
-    return "\n\n".join(filter(None, [*parts, _engine(data)])) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def titles() -> list[Scenario]:
@@ -197,18 +197,6 @@ def _beside(what: str, ours: float | None, theirs: float | None, *, larger_is_be
     ratio = ours / theirs
     is_behind = ratio < 1 if larger_is_better else ratio > 1
     return f"{what} {ratio:.2f} x{' (behind)' if is_behind else ''}"
-
-
-def _engine(data: Data) -> str:
-    engine: Data = data.get("engine") or {"missing": "Not measured in this run."}
-    head = "## The engine alone\n\nDecode and prefill without a server: ours and llama.cpp through node-llama-cpp."
-    if "rates" not in engine:
-        return f"{head}\n\n{engine['missing']}"
-    rows = [["work", "side", "tokens/s", "ours/llama.cpp"]]
-    rows += [
-        [row["work"], row["side"], _number(row["tokens_s"], 1), _number(row["ratio"], 2)] for row in engine["rates"]
-    ]
-    return f"{head}\n\n{_table(rows)}\n\n{engine['peer'] or engine['missing']}"
 
 
 def _table(rows: Sequence[Sequence[str]], others: str = "---:") -> str:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvstrata.cli import bench_cache, bench_compare, bench_cpu, bench_fleet, bench_quality, bench_serve
-from kvstrata.cli.bench_options import Json, Model, RandomWeights, Rounds, chosen, numbers, say, show, words
+from kvstrata.cli import bench_compare, bench_quality, bench_serve
+from kvstrata.cli.bench_options import Json, numbers, say, show, words
 
 if TYPE_CHECKING:
     from kvstrata.bench.replay import PolicyName, Row
@@ -23,71 +23,6 @@ app = typer.Typer(
 )
 
 KV_CACHE_CODECS = ("raw", "affine:8", "planes:8", "affine:4", "planes:4", "planes:2")
-MAX_BATCH = 16  # what the engine runs at once by default
-
-
-@app.command()
-def engine(
-    model: Model = None,
-    reply_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each reply.")] = 48,
-    prompt_tokens: Annotated[
-        int, typer.Option(min=2, help="Tokens of the shortest prompt; each further one has 32 more.")
-    ] = 64,
-    rounds: Rounds = 3,
-    batches: Annotated[str, typer.Option(help="Batch sizes, with commas between.")] = "1,8",
-    random_weights: RandomWeights = False,
-    as_json: Json = False,
-) -> None:
-    """The engine beside mlx-lm's BatchGenerator: batch 1, batch 8, and the prefill of 512 tokens."""
-    from kvstrata.bench.engine import Load, measure, table
-    from kvstrata.bench.streams import running
-    from kvstrata.engine.config import EngineLimits
-    from kvstrata.engine.engine import Engine
-    from kvstrata.metrics import Metrics
-
-    load = Load(numbers(batches, 1, MAX_BATCH), prompt_tokens, reply_tokens)
-    loaded = chosen(model, random_weights=random_weights)
-    # Prompts get all they can use, so that the whole batch decodes together, as the other engine's does.
-    with running(Engine(loaded, EngineLimits(prefill_share=1.0), Metrics())) as engine:
-        show(measure(loaded, engine, load, rounds=rounds, progress=say), table, as_json=as_json)
-
-
-@app.command()
-def step(
-    model: Model = None,
-    batches: Annotated[str, typer.Option(help="Batch sizes, with commas between.")] = "1,8",
-    prompt_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each prompt.")] = 256,
-    reply_tokens: Annotated[int, typer.Option(min=8, help="Tokens of each reply.")] = 96,
-    random_weights: RandomWeights = False,
-    as_json: Json = False,
-) -> None:
-    """Where the time of a decode step goes, beside what this machine's memory and products could do."""
-    from kvstrata.bench.step import measure, table
-    from kvstrata.bench.streams import running
-    from kvstrata.engine.config import EngineLimits
-    from kvstrata.engine.engine import Engine
-    from kvstrata.metrics import Metrics
-
-    loaded = chosen(model, random_weights=random_weights)
-    sizes = numbers(batches, 1, MAX_BATCH)
-    with running(Engine(loaded, EngineLimits(prefill_share=1.0), Metrics())) as engine:
-        show(measure(loaded, engine, sizes, prompt_tokens, reply_tokens, progress=say), table, as_json=as_json)
-
-
-@app.command()
-def server(
-    model: Model = None,
-    streams: Annotated[int, typer.Option(min=1, max=MAX_BATCH, help="Streams at once.")] = 8,
-    reply_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each reply.")] = 32,
-    rounds: Rounds = 5,
-    as_json: Json = False,
-) -> None:
-    """What HTTP costs: streams through a real server against the engine alone."""
-    from kvstrata.bench.server import measure, table
-    from kvstrata.models.load import load
-
-    figures = measure(load(model), streams=streams, reply_tokens=reply_tokens, rounds=rounds)
-    show(figures, table, as_json=as_json)
 
 
 @app.command("kv-cache")
@@ -126,13 +61,9 @@ def replay(
     made_up: Annotated[int, typer.Option(min=0, help="Also replay so many made-up requests.")] = 0,
     policies: Annotated[str, typer.Option(help="Which of kvstrata, lru, optimal.")] = "kvstrata,lru,optimal",
     plot: Annotated[Path | None, typer.Option(help="Write a picture (PNG, SVG) here.", show_default="none")] = None,
-    disk_writes: Annotated[
-        bool, typer.Option("--disk-writes", help="Tell what a disk cache would be written a day, and nothing else.")
-    ] = False,
     as_json: Json = False,
 ) -> None:
     """How much of a trace's prompts would be found: kvstrata's policy, LRU, and the optimum that knows the future."""
-    from kvstrata.bench import disk_writes as written
     from kvstrata.bench import replay as figure
     from kvstrata.bench import trace as traced
 
@@ -140,12 +71,6 @@ def replay(
     precisions = numbers(bits, 1, figure.FULL_BITS)
     chosen: list[PolicyName] = [policy for policy in figure.POLICIES if policy in policies.split(",")]
     loaded = [traced.load_trace(path) for path in traces or []] + ([traced.made_up(made_up)] if made_up else [])
-    if disk_writes:
-        found = [
-            row for each in loaded for row in written.measure(each, _sizes(budgets, each, token_bytes), token_bytes)
-        ]
-        show(found, written.table, as_json=as_json)
-        return
     for trace in loaded:
         shares = [_share(part, trace, token_bytes) for part in budgets.split(",")]
         rows += figure.replay(trace, shares, precisions, policies=chosen, held_out=held_out, progress=say)
@@ -156,13 +81,6 @@ def replay(
 
         plot_replay(rows, plot)
     show(rows, figure.table, as_json=as_json)
-
-
-def _sizes(budgets: str, trace: Trace, token_bytes: int) -> list[int]:
-    from kvstrata.bench.trace import BLOCK_TOKENS
-
-    all_bytes = trace.num_distinct * BLOCK_TOKENS * token_bytes
-    return [round(_share(part, trace, token_bytes) * all_bytes) for part in budgets.split(",")]
 
 
 def _share(text: str, trace: Trace, token_bytes: int) -> float:
@@ -176,54 +94,6 @@ def _share(text: str, trace: Trace, token_bytes: int) -> float:
     return size.num_bytes / (trace.num_distinct * BLOCK_TOKENS * token_bytes)
 
 
-@app.command("index")
-def index_cost(
-    nodes: Annotated[str, typer.Option(help="Numbers of nodes, with commas between.")] = "10000,100000,1000000",
-    as_json: Json = False,
-) -> None:
-    """What one operation of the index and of the eviction policy costs, with few entries and with many."""
-    from kvstrata.bench.index_cost import measure, table
-
-    show(measure(numbers(nodes, 100), progress=say), table, as_json=as_json)
-
-
-@app.command()
-def grammar(
-    model: Model = None,
-    rows: Annotated[str, typer.Option(help="Sequences that decode at once, with commas between.")] = "1,4",
-    reply_tokens: Annotated[int, typer.Option(min=8, help="Tokens of each reply.")] = 96,
-    rounds: Rounds = 7,
-    as_json: Json = False,
-) -> None:
-    """What a JSON schema costs: decode steps with every row held to one, beside the same rows without."""
-    from kvstrata.bench.grammar import measure, table
-    from kvstrata.bench.streams import running
-    from kvstrata.engine.config import EngineLimits
-    from kvstrata.engine.engine import Engine
-    from kvstrata.metrics import Metrics
-    from kvstrata.models.load import load
-
-    loaded, counts = load(model), numbers(rows, 1, MAX_BATCH)
-    # Prompts get all they can use, so that all rows decode together.
-    with running(Engine(loaded, EngineLimits(prefill_share=1.0), Metrics())) as engine:
-        found = measure(loaded, engine, rows=counts, reply_tokens=reply_tokens, rounds=rounds, progress=say)
-    show(found, table, as_json=as_json)
-
-
-app.command()(bench_cpu.cpu)
-app.command()(bench_fleet.fleet)
 app.command()(bench_serve.serve)
 app.command()(bench_compare.compare)
-app.command()(bench_compare.random_model)
 app.command()(bench_quality.quality)
-app.command()(bench_quality.layers)
-app.command("first-token")(bench_cache.first_token)
-app.command()(bench_cache.spilling)
-app.command()(bench_cache.disk)
-app.command()(bench_cache.memory)
-app.command()(bench_cache.decode)
-app.command()(bench_cache.graph)
-app.command()(bench_cache.codecs)
-app.command()(bench_cache.requantize)
-app.command()(bench_cache.ladder)
-app.command("prefill-share")(bench_cache.prefill_share)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 AS_THEY_COME_S = (30.0, 600.0)  # for each such side in all: quick, full
 QUICK_MINUTES = 10.0
-ENGINE_SHARE = 0.1  # of the time: for the engines alone, and the report
+REPORT_SHARE = 0.02  # of the time
 
 
 def compare(
@@ -50,7 +50,6 @@ def compare(
         bool | None,
         typer.Option(help="On a CPU run MLX's peers without our BLAS too.", show_default="in a full run"),
     ] = None,
-    engine: Annotated[bool, typer.Option(help="On a CPU measure the engines alone too (node-llama-cpp).")] = True,
     minutes: Annotated[
         float, typer.Option(min=0, help="Longest that all may take; 0: 10 with --quick, else no limit.")
     ] = 0.0,
@@ -72,39 +71,10 @@ def compare(
         bare = not quick if as_they_come is None else as_they_come
         sides = _sides(peers, llama_server, AS_THEY_COME_S[0 if quick else 1] if bare else 0.0)
         data = _measured(found, sides, plan, out, note)
-        if engine and not peers and not data["about"]["interrupted"]:
-            _write(data, out)  # what there is, before what may fail
-            data["engine"] = _engine(found, quick=quick)
     _write(data, out)
     if as_json:
         typer.echo(json.dumps(data))
     typer.echo(f"The report is {out / 'README.md'}", err=True)
-
-
-def random_model(
-    folder: Annotated[Path, typer.Argument(file_okay=False, help="Where to write it; a new folder.")],
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            file_okay=False,
-            help="Folder of the model whose tokenizer it gets.",
-            show_default="the default model",
-        ),
-    ] = None,
-    hybrid: Annotated[
-        bool, typer.Option("--hybrid", help="As Qwen3-Next: three of four layers are recurrent.")
-    ] = False,
-) -> None:
-    """Write a model of Qwen3-0.6B's shape, or a hybrid, with random bf16 weights: where no checkpoint can be had."""
-    from kvstrata.bench.random_model import HYBRID, QWEN3_0_6B, write_random_model
-    from kvstrata.models.default import get_default
-
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty. Name a new folder.")
-    config = write_random_model(folder, tokenizer or get_default(), HYBRID if hybrid else QWEN3_0_6B)
-    layers, tokens = config["num_hidden_layers"], config["vocab_size"]
-    typer.echo(f"{folder} has {layers} layers of random weights and a vocabulary of {tokens:,} tokens.")
 
 
 def _plan(*, quick: bool, minutes: float) -> Plan:
@@ -112,7 +82,7 @@ def _plan(*, quick: bool, minutes: float) -> Plan:
 
     plan = QUICK if quick else Plan()
     minutes = minutes or (QUICK_MINUTES if quick else 0.0)
-    total_s = 60 * minutes * (1 - ENGINE_SHARE) if minutes else None
+    total_s = 60 * minutes * (1 - REPORT_SHARE) if minutes else None
     seed = str(time.time_ns() % 1_000_000)
     return replace(plan, total_s=total_s, seed=seed)
 
@@ -195,26 +165,8 @@ def _about(model: Model, plan: Plan, note: str) -> dict[str, Any]:
     }
 
 
-def _engine(model: Model, *, quick: bool) -> dict[str, Any]:
-    """Ours and llama.cpp without servers. What fails here costs this table alone."""
-    from kvstrata.bench.cpu import Load, Subject, measure
-    from kvstrata.bench.cpu_process import find_peer
-    from kvstrata.errors import KvstrataError
-
-    if not _on_cpu() or model.gguf is None:
-        return {"missing": "The engines alone are compared on a CPU, with a GGUF file."}
-    prefill = 128 if quick else 512
-    load = Load(activations=(16,), prefills=(prefill,), reply_tokens=16 if quick else 64, text_tokens=0)
-    try:
-        found = measure(Subject(model.gguf, model.ours), find_peer(), load, rounds=1 if quick else 5, progress=say)
-    except KvstrataError as error:
-        return {"missing": f"It failed: {error}"}
-    return found.as_json()
-
-
 def _write(data: dict[str, Any], out: Path) -> None:
     from kvstrata.bench.report import markdown
-    from kvstrata.errors import ConfigError
 
     out.mkdir(parents=True, exist_ok=True)
     (out / "results.json").write_text(json.dumps(data, indent=1) + "\n")

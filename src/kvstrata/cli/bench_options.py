@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated, TypeVar
 
 import typer
 
 from kvstrata.bench.driver import Figure
-
-if TYPE_CHECKING:
-    from kvstrata.models.loaded import LoadedModel
 
 Figures = TypeVar("Figures", bound=Figure | Sequence[Figure])
 
@@ -20,17 +17,6 @@ Model = Annotated[
     typer.Argument(help="Folder, GGUF file or Hugging Face id of a model.", show_default="the default model"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value and nothing else.")]
-Rounds = Annotated[int, typer.Option(min=1, help="How often to measure; medians are shown.")]
-RandomWeights = Annotated[
-    bool, typer.Option("--random-weights", help="Take a Qwen3-0.6B shape with random bf16 weights instead of MODEL.")
-]
-
-
-def chosen(model: str | None, *, random_weights: bool) -> LoadedModel:
-    from kvstrata.bench.random_model import random_model
-    from kvstrata.models.load import load
-
-    return random_model() if random_weights else load(model)
 
 
 def say(what: str) -> None:

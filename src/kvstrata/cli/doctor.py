@@ -129,7 +129,7 @@ def _show(report: Report, findings: list[Finding], *, as_json: bool) -> None:
 
 def _write_report(file: Path, report: Report, findings: list[Finding]) -> list[Finding]:
     """Tells what failed."""
-    from kvstrata.bench.selftest import checks, kernels, timings
+    from kvstrata.cli.selftest import checks, kernels, timings
 
     try:
         file.write_text("")
@@ -162,7 +162,7 @@ def _write_report(file: Path, report: Report, findings: list[Finding]) -> list[F
 
 
 def examine() -> Report:
-    from kvstrata.bench.selftest import typical_choices
+    from kvstrata.cli.selftest import typical_choices
     from kvstrata.cli.speed import mlx_gflops, numpy_gflops
     from kvstrata.models.cpu_form import weights_here
     from kvstrata.models.default import default_is_whole

@@ -1,0 +1,228 @@
+"""Processes of the CPU benchmark, ours and llama.cpp's. Both take the same commands, one at a time.
+
+A command is one JSON line on stdin, its answer one line on stdout; `peers/llama.mjs` describes them. As a program this
+module is our side, which decodes through the engine's own runner.
+
+Only one works at any moment: a process answers a command before the benchmark sends the next one, and a process that
+waits for a command reads from a pipe. What waiting ones take of the machine all the same is counted.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import psutil
+
+from kvstrata.engine.profiling import max_chunk
+from kvstrata.engine.request import Sampling
+from kvstrata.engine.runner import BatchRow, ModelRunner, PendingStep
+from kvstrata.engine.sampling import Sampler
+from kvstrata.errors import KvstrataError
+from kvstrata.kv.sequence_cache import SequenceCache
+from kvstrata.models.cpu_options import CpuOptions
+from kvstrata.models.load import load
+from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.probe import probe
+from kvstrata.text.tokenizer import encode_prompt
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "peers" / "llama.mjs"
+PEERS = ROOT / ".peers"  # where `make peers` puts llama.cpp
+
+
+class SideFailed(KvstrataError):
+    """A side could not do what it was asked for."""
+
+
+class Process:
+    """A side that is running. Opened by `running`."""
+
+    def __init__(self, name: str, popen: subprocess.Popen[str]) -> None:
+        self.name = name
+        self._popen = popen
+        self._system = psutil.Process(popen.pid)
+
+    def ask(self, do: str, **command: Any) -> dict[str, Any]:
+        assert self._popen.stdin is not None
+        assert self._popen.stdout is not None
+        line = ""
+        try:
+            self._popen.stdin.write(json.dumps({"do": do, **command}) + "\n")
+            self._popen.stdin.flush()
+            line = self._popen.stdout.readline()
+        except BrokenPipeError:
+            pass  # it has ended, which the empty line tells too
+        if not line:
+            raise SideFailed(f"{self.name} ended before it answered. What it said is above")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise SideFailed(f"{self.name}: {answer['error']}")
+        return answer
+
+    def cpu_s(self) -> float:
+        """Of all its threads, since it began."""
+        times = self._system.cpu_times()
+        return times.user + times.system
+
+
+@contextmanager
+def running(name: str, command: Sequence[str], folder: Path | None = None) -> Iterator[Process]:
+    with subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as popen:
+        try:
+            yield Process(name, popen)
+        finally:
+            # Both sides end when there is nothing more to read. What is in the middle of a command is not waited for.
+            assert popen.stdin is not None
+            popen.stdin.close()
+            try:
+                popen.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                popen.kill()
+
+
+def our_command() -> list[str]:
+    return [sys.executable, "-m", "benchmarks.cpu_worker"]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """llama.cpp where it is installed; where it is not, `missing` says what to do."""
+
+    command: tuple[str, ...] = ()
+    folder: Path = PEERS
+    missing: str = ""
+
+
+def find_peer(folder: Path = PEERS) -> Peer:
+    if not SCRIPT.is_file():
+        return Peer(missing="llama.cpp is compared with in a checkout of kvstrata only. Next: clone it, make peers")
+    if not (folder / "node_modules" / "node-llama-cpp").is_dir():
+        return Peer(missing="llama.cpp is not installed. Next: make peers")
+    node = shutil.which("node")
+    if node is None:
+        return Peer(missing="llama.cpp is installed for Node, which is not here. Next: install Node 20 or newer")
+    # So that memory can be counted without what waits to be collected.
+    return Peer((node, "--expose-gc", str(SCRIPT)), folder)
+
+
+Answer = dict[str, Any]
+
+
+class Side:
+    """Loaded model that answers commands."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._model: Any = loaded.module
+        self._runner = ModelRunner(loaded.module, probe(loaded.module))
+
+    def ids(self, text: str) -> Answer:
+        return {"ids": encode_prompt(self._loaded.tokenizer, text)}
+
+    def prefill(self, ids: Sequence[int]) -> Answer:
+        began_s = time.perf_counter()
+        self._prefilled(ids, len(ids))
+        return {"seconds": time.perf_counter() - began_s}
+
+    def decode(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> Answer:
+        """Each step takes the last token of every sequence. Timed are the steps, not the prompts."""
+        sampling = Sampling(temperature=0)
+        rows = [
+            BatchRow(
+                id=i,
+                cache=self._prefilled(prompt[:-1], len(prompt) + num_tokens),
+                sampler=Sampler(sampling, prompt, self._loaded.vocab_size),
+                tokens=prompt[-1:],
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        began_s = time.perf_counter()
+        steps = self._steps(rows, num_tokens)
+        took_s = time.perf_counter() - began_s
+        self._runner.disband()
+        return {"seconds": took_s, "replies": [list(reply) for reply in zip(*steps, strict=True)]}
+
+    def logits(self, ids: Sequence[int], into: str) -> Answer:
+        cache = self._runner.new_cache(len(ids))
+        logits = self._model(mx.array([ids]), cache=cache.caches())[0]
+        cache.end_pass(len(ids))
+        found = np.array(logits.astype(mx.float32))
+        found.tofile(into)
+        return {"rows": found.shape[0], "columns": found.shape[1]}
+
+    def _prefilled(self, ids: Sequence[int], capacity: int) -> SequenceCache:
+        """In chunks, as an engine does it that has nothing else to do."""
+        cache = self._runner.new_cache(capacity)
+        for start in range(0, len(ids), max_chunk()):
+            self._runner.prefill(cache, list(ids[start : start + max_chunk()]))
+        return cache
+
+    def _steps(self, rows: Sequence[BatchRow], num_tokens: int) -> list[list[int]]:
+        """One step is always in flight while the one before is read, as in the engine."""
+        later = [BatchRow(row.id, row.cache, (), row.sampler) for row in rows]
+        flying: PendingStep = self._runner.launch(rows, None)
+        found = []
+        for _ in range(num_tokens - 1):
+            following = self._runner.launch(later, flying)
+            found.append(flying.sampled.read())
+            flying = following
+        found.append(flying.sampled.read())
+        return found
+
+
+def resident_bytes() -> int:
+    """Mapped pages included."""
+    return psutil.Process().memory_info().rss
+
+
+def _load(path: str | None, weights: Any, activations: Any) -> tuple[Side, Answer]:
+    _import_libraries()
+    before = resident_bytes()
+    loaded = load(path, cpu=CpuOptions(weights, activations))
+    after = resident_bytes()
+    answer = {"before_bytes": before, "after_bytes": after, "process_bytes": after, "weights": loaded.weights}
+    return Side(loaded), answer
+
+
+def _import_libraries() -> None:
+    """What a process has whatever its model: llama.cpp's are loaded before its model too."""
+    for name in ("mlx_lm.utils", *(("kvstrata.packed.block",) if find_spec("numba") else ())):
+        import_module(name)
+
+
+def main() -> None:
+    # Whatever else is printed must not be taken for an answer.
+    answers, sys.stdout = sys.stdout, sys.stderr
+    mx.set_default_device(mx.cpu)
+    side: Side | None = None
+    for line in sys.stdin:
+        command: dict[str, Any] = json.loads(line)
+        name = command.pop("do")
+        try:
+            if name == "load":
+                side, answer = _load(**command)
+            else:
+                assert side is not None, "load comes first"
+                commands = {"ids": side.ids, "prefill": side.prefill, "decode": side.decode, "logits": side.logits}
+                answer = partial(commands[name], **command)()
+        except KvstrataError as error:
+            answer = {"error": str(error)}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

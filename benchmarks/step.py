@@ -1,0 +1,348 @@
+"""Time of a decode step by place in the code, beside plain work on this machine.
+
+The engine's thread is sampled every two milliseconds while a batch decodes. A sample counts for the innermost frame
+that belongs to a package of kvstrata, so the time of a kernel is that of the code that calls it. On a GPU the thread
+builds and issues work and then waits for its result; only the wait is the GPU's own time.
+
+Each part is compared with plain work: reading all weights and all KV as fast as a copy of memory, and on a CPU the
+products as fast as one large product of float32 numbers. On a GPU the parts cannot be told apart: the whole step is
+compared. The comparison exists only for models whose steps are known to read all weights and have no windows. It is a
+yardstick rather than a bound: reading alone can be somewhat faster than a copy, and products of bytes faster than those
+of float32 numbers.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Annotated, Any
+
+import mlx.core as mx
+import numpy as np
+import typer
+
+from benchmarks.common import MAX_BATCH, Streams, answer, command_line, greedy, random_prompt, run_app, running
+from benchmarks.random_model import RandomWeights, load_model
+from kvstrata.bench.driver import MIB, Figure, Progress, lay_out, seconds, silent
+from kvstrata.cli.bench_options import Json, Model, numbers, say, show
+from kvstrata.cli.speed import mlx_gflops
+from kvstrata.engine.config import EngineLimits
+from kvstrata.engine.engine import Engine
+from kvstrata.errors import KvstrataError
+from kvstrata.metrics import Metrics
+from kvstrata.models.loaded import LoadedModel
+from kvstrata.platform.device import usable_cores
+
+COPY_BYTES = 256 * MIB  # more than caches hold
+COPIES = 5
+GPU_COPIES = 8  # in one evaluation: the wait for a single one would be most of its time
+# Dense, with gated MLPs, and all of whose layers attend to everything.
+KNOWN = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def copy_gb_s() -> float:
+    """Read and written, by all cores or by the GPU."""
+    copy = _copy_by_cores if mx.default_device() == mx.cpu else _copy_by_gpu
+    return 2 * COPY_BYTES / copy() / 1e9
+
+
+def _copy_by_gpu() -> float:
+    x = mx.zeros((COPY_BYTES // 4,), mx.uint32)
+
+    def copy() -> None:
+        mx.eval([x | number for number in range(GPU_COPIES)])
+
+    copy()
+    return statistics.median(seconds(copy) for _ in range(COPIES)) / GPU_COPIES
+
+
+def _copy_by_cores() -> float:
+    """Into memory that is there: the system takes longer to find new pages than a core to fill them."""
+    num_cores = usable_cores()
+    pieces = np.array_split(np.ones(COPY_BYTES, np.uint8), num_cores)
+    places = np.array_split(np.ones(COPY_BYTES, np.uint8), num_cores)
+    with ThreadPoolExecutor(num_cores) as pool:
+        return statistics.median(seconds(lambda: list(pool.map(np.copyto, places, pieces))) for _ in range(COPIES))
+
+
+@dataclass(frozen=True)
+class Products:
+    """Multiplications for one token."""
+
+    in_layers: int
+    in_output: int  # which a prompt needs once
+
+
+def products(config: Mapping[str, Any]) -> Products | None:
+    """By a model's config. None: it is not one of those that this is known of."""
+    if config.get("model_type") not in KNOWN:
+        return None
+    hidden, heads, layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    dim = config.get("head_dim") or hidden // heads
+    attention = hidden * dim * (2 * heads + 2 * kv_heads)
+    mlp = 3 * hidden * config["intermediate_size"]
+    return Products(layers * (attention + mlp), hidden * config["vocab_size"])
+
+
+LOOK_S = 0.002  # more often, and the looking shows in the figures
+
+PREFILL_TOKENS, PREFILLS = 512, 3
+
+# Innermost first: where a file's path has such a piece, that is what the time is for.
+PLACES = (
+    ("kvstrata/packed/", "products of packed weights"),
+    ("kvstrata/attention/", "attention"),
+    ("kvstrata/codecs/", "attention"),
+    ("kvstrata/kv/", "the cache's own books"),
+    ("kvstrata/engine/sampling", "sampling, and waiting for its result"),
+    ("kvstrata/engine/runner", "handing the step to MLX"),
+    ("kvstrata/text/", "text of new tokens"),
+    ("kvstrata/", "scheduling"),
+    ("mlx_lm/", "the model's own code"),
+    ("mlx/nn/", "the model's own code"),
+)
+
+OTHER = "other"
+PRODUCTS = ("products of packed weights", "the model's own code")
+ATTENTION = ("attention",)
+
+
+@dataclass(frozen=True)
+class Share(Figure):
+    what: str
+    share: float
+    step_ms: float
+
+
+@dataclass(frozen=True)
+class Limit(Figure):
+    """A part of a step, beside the time that plain work of that size takes."""
+
+    what: str
+    plain_ms: float
+    took_ms: float
+    share: float
+
+
+@dataclass(frozen=True)
+class StepTime(Figure):
+    batch: int
+    tokens_s: float
+    step_ms: float  # median time between two tokens of a stream
+    num_looks: int
+    shares: tuple[Share, ...]
+    limits: tuple[Limit, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepFigures(Figure):
+    steps: tuple[StepTime, ...]
+    prefill: Limit | None  # None: on a GPU, or how many products the model asks for is not known
+    copy_gb_s: float  # read and written
+    product_gflops: float
+    weight_bytes: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What it gives to plain work, and what a model asks of it."""
+
+    copy_gb_s: float
+    gflops: float
+    weight_bytes: int
+    token_bytes: int  # of KV
+    products: Products | None
+
+    def reading(self, what: str, nbytes: float, took_ms: float) -> Limit:
+        plain_ms = nbytes / self.copy_gb_s / 1e6
+        return Limit(what, plain_ms, took_ms, plain_ms / took_ms)
+
+    def multiplying(self, what: str, num_products: int, took_ms: float) -> Limit:
+        plain_ms = 2 * num_products / self.gflops / 1e6
+        return Limit(what, plain_ms, took_ms, plain_ms / took_ms)
+
+
+class Looks:
+    """What a thread does, looked at from another one."""
+
+    def __init__(self, thread: int) -> None:
+        self._thread = thread
+        self._seen: list[tuple[float, str]] = []
+        self._over = threading.Event()
+        self._looker = threading.Thread(target=self._look, daemon=True)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        # A thread that computes in Python lets others in this often.
+        before_s = sys.getswitchinterval()
+        sys.setswitchinterval(LOOK_S / 2)
+        self._looker.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            self._looker.join()
+            sys.setswitchinterval(before_s)
+
+    def between(self, start_s: float, end_s: float) -> Counter[str]:
+        return Counter(what for at_s, what in self._seen if start_s <= at_s <= end_s)
+
+    def _look(self) -> None:
+        while not self._over.wait(LOOK_S):
+            frame = sys._current_frames().get(self._thread)
+            if frame is not None:
+                self._seen.append((time.perf_counter(), place_of(frame)))
+
+
+def place_of(frame: FrameType | None) -> str:
+    while frame is not None:
+        path = frame.f_code.co_filename
+        for piece, name in PLACES:
+            if piece in path:
+                return name
+        frame = frame.f_back
+    return OTHER
+
+
+def measure(
+    loaded: LoadedModel,
+    engine: Engine,
+    batches: Sequence[int],
+    prompt_tokens: int,
+    reply_tokens: int,
+    progress: Progress = silent,
+) -> StepFigures:
+    thread, token_bytes = engine.ask(lambda core: (threading.get_ident(), core.budget.token_bytes)).result()
+    progress("a copy, and a product")
+    machine = Machine(copy_gb_s(), mlx_gflops(), loaded.weight_bytes, token_bytes, products(loaded.config))
+    steps = []
+    for batch in batches:
+        progress(f"batch {batch}")
+        _decode(loaded, engine, batch, prompt_tokens, 4)  # warm
+        looks = Looks(thread)
+        with looks.running():
+            streams = _decode(loaded, engine, batch, prompt_tokens, reply_tokens)
+        step = _step_time(batch, streams, looks)
+        steps.append(replace(step, limits=tuple(_limits(step, machine, prompt_tokens + reply_tokens / 2))))
+    progress("a prompt")
+    prefill = _prefill(loaded, engine, machine)
+    return StepFigures(tuple(steps), prefill, machine.copy_gb_s, machine.gflops, machine.weight_bytes)
+
+
+def _limits(step: StepTime, machine: Machine, tokens: float) -> Iterator[Limit]:
+    """`tokens`: that a row reads, in the middle of its reply."""
+    asked, on_cpu = machine.products, mx.default_device() == mx.cpu
+    if asked is None:
+        return
+
+    def took_ms(places: Sequence[str]) -> float:
+        found_ms = sum(share.step_ms for share in step.shares if share.what in places)
+        return found_ms if found_ms and on_cpu else step.step_ms
+
+    yield machine.reading("all weights, as in a copy", machine.weight_bytes, took_ms(PRODUCTS))
+    if on_cpu:
+        num_products = step.batch * (asked.in_layers + asked.in_output)
+        yield machine.multiplying("products, as of float32", num_products, took_ms(PRODUCTS))
+    yield machine.reading("KV, as in a copy", step.batch * tokens * machine.token_bytes, took_ms(ATTENTION))
+
+
+def _prefill(loaded: LoadedModel, engine: Engine, machine: Machine) -> Limit | None:
+    asked = machine.products
+    if asked is None or mx.default_device() != mx.cpu:
+        return None
+    rng = random.Random(0)
+    prompts = [random_prompt(rng, loaded, PREFILL_TOKENS) for _ in range(1 + PREFILLS)]
+    times = [answer(engine, greedy(prompt, 2, uuid.uuid4().hex)).first_token_s for prompt in prompts]
+    took_ms = 1e3 * statistics.median(times[1:])  # the first one warms
+    num_products = PREFILL_TOKENS * asked.in_layers + asked.in_output
+    return machine.multiplying(f"a prompt of {PREFILL_TOKENS} tokens, as a product", num_products, took_ms)
+
+
+def _decode(loaded: LoadedModel, engine: Engine, batch: int, prompt_tokens: int, reply_tokens: int) -> Streams:
+    rng, streams, salt = random.Random(batch), Streams(engine), uuid.uuid4().hex
+    for _ in range(batch):
+        streams.start(greedy(random_prompt(rng, loaded, prompt_tokens), reply_tokens, salt))
+    streams.finish()
+    return streams
+
+
+def _step_time(batch: int, streams: Streams, looks: Looks) -> StepTime:
+    start_s = max(stream.times[0] for stream in streams)
+    end_s = min(stream.times[-1] for stream in streams)
+    gaps = [b - a for stream in streams for a, b in stream.gaps() if start_s <= a and b <= end_s]
+    if not gaps:
+        raise KvstrataError("The streams did not decode together. Next: --reply-tokens with a larger number")
+    step_ms = statistics.median(gaps) * 1e3
+    counted = looks.between(start_s, end_s)
+    total = max(1, counted.total())
+    shares = [Share(what, count / total, count / total * step_ms) for what, count in counted.most_common()]
+    num_tokens = sum(start_s < at_s <= end_s for stream in streams for at_s in stream.times)
+    return StepTime(batch, num_tokens / (end_s - start_s), step_ms, counted.total(), tuple(shares))
+
+
+def table(figures: StepFigures) -> str:
+    parts = []
+    for step in figures.steps:
+        title = f"batch {step.batch}"
+        columns: list[tuple[str, str, Callable[[Share], object]]] = [
+            (title, "<40", lambda row: row.what),
+            ("ms", ">8.2f", lambda row: row.step_ms),
+            ("share", ">8.0%", lambda row: row.share),
+        ]
+        note = f"a step {step.step_ms:.2f} ms, {step.tokens_s:.1f} tokens/s, {step.num_looks} looks"
+        parts += [lay_out(step.shares, columns, note), ""]
+        if step.limits:
+            parts += [_limits_table(f"batch {step.batch}, beside plain work", step.limits), ""]
+    if figures.prefill is not None:
+        parts += [_limits_table("a prompt, beside plain work", [figures.prefill]), ""]
+    return "\n".join(
+        [
+            *parts,
+            f"A copy moves {figures.copy_gb_s:,.1f} GB/s; there are {figures.weight_bytes / MIB:,.0f} MiB of weights.",
+            f"A float32 product runs at {figures.product_gflops:,.0f} GFLOP/s.",
+        ]
+    )
+
+
+def _limits_table(title: str, limits: Sequence[Limit]) -> str:
+    columns: list[tuple[str, str, Callable[[Limit], object]]] = [
+        (title, "<40", lambda row: row.what),
+        ("plain ms", ">10.2f", lambda row: row.plain_ms),
+        ("took ms", ">10.2f", lambda row: row.took_ms),
+        ("share", ">8.0%", lambda row: row.share),
+    ]
+    return lay_out(limits, columns)
+
+
+app = command_line()
+
+
+@app.command()
+def main(
+    model: Model = None,
+    batches: Annotated[str, typer.Option(help="Batch sizes, with commas between.")] = "1,8",
+    prompt_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each prompt.")] = 256,
+    reply_tokens: Annotated[int, typer.Option(min=8, help="Tokens of each reply.")] = 96,
+    random_weights: RandomWeights = False,
+    as_json: Json = False,
+) -> None:
+    """Measure the time of a decode step by place, beside what the memory and the products of this machine allow."""
+    loaded = load_model(model, random_weights=random_weights)
+    sizes = numbers(batches, 1, MAX_BATCH)
+    with running(Engine(loaded, EngineLimits(prefill_share=1.0), Metrics())) as engine:
+        show(measure(loaded, engine, sizes, prompt_tokens, reply_tokens, progress=say), table, as_json=as_json)
+
+
+if __name__ == "__main__":
+    run_app(app)
