@@ -87,6 +87,11 @@ def test_format_bytes_takes_the_largest_unit(num_bytes: int, short: str, long: s
     assert (format_bytes(num_bytes), format_bytes(num_bytes, 1)) == (short, long)
 
 
+def test_format_bytes_drops_decimals_of_large_numbers() -> None:
+    sizes = (99.5 * 1024, 100 * 1024, 120 << 20)
+    assert [format_bytes(size, 1, whole_from=100) for size in sizes] == ["99.5 KiB", "100 KiB", "120 MiB"]
+
+
 def test_size_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSTRATA_MEMORY_LIMIT", "25%")
     settings = load(flags={"max_body_bytes": "1MiB"})

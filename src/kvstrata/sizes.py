@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -50,11 +51,13 @@ class Size:
         return f"{self.percent:g}%" if self.num_bytes is None else format_bytes(self.num_bytes)
 
 
-def format_bytes(num_bytes: float, digits: int | None = None) -> str:
+def format_bytes(num_bytes: float, digits: int | None = None, *, whole_from: float = math.inf) -> str:
     """Return a size with `digits` decimals, like `1.5 MiB`, or, without `digits`, as short as settings are written:
-    8GiB, 1.465MiB, 17B. `Size.parse` reads both."""
+    8GiB, 1.465MiB, 17B. `Size.parse` reads both. From `whole_from` on a number has no decimals."""
     for power, letter in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
         if abs(num_bytes) >= 1024**power:
             value = num_bytes / 1024**power
-            return f"{value:.4g}{letter}iB" if digits is None else f"{value:.{digits}f} {letter}iB"
+            if digits is None:
+                return f"{value:.4g}{letter}iB"
+            return f"{value:.{0 if abs(value) >= whole_from else digits}f} {letter}iB"
     return f"{num_bytes:.0f}B" if digits is None else f"{num_bytes:.0f} B"

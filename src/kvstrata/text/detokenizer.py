@@ -105,7 +105,7 @@ Step = Callable[[int], str | None]
 
 
 class Detokenizer:
-    """One for each running reply.
+    """Turn the token ids of one reply into text.
 
     `prompt_tail`: the last ids of the prompt, where the reply continues its text (plain completions): a first word
     keeps its space. Leave it empty for chat. `special`: `special_tokens(tokenizer)`, made once for a model.
@@ -123,7 +123,7 @@ class Detokenizer:
         self._step = self._open(self._clean)
 
     def add(self, token_id: int) -> str:
-        """What has become showable, maybe nothing."""
+        """Return the text that has become complete, perhaps none."""
         return self._feed(token_id) if self._shows(token_id) else ""
 
     def finish(self) -> str:
@@ -195,7 +195,7 @@ def _rust_stream(fast: Tokenizer, ids: list[int]) -> Step:
 
 
 class _WindowStream:
-    """What DecodeStream does, for tokenizers without a Rust one: decode the last complete ids and those after them."""
+    """Decode the last complete ids and those after them, as DecodeStream does, for tokenizers without a Rust one."""
 
     def __init__(self, decode: Decode, ids: list[int]) -> None:
         self._decode = decode

@@ -51,7 +51,7 @@ class HarmonyTokens:
 
     @property
     def ending(self) -> frozenset[int]:
-        """Those that end a reply, whatever the model's configuration calls its end."""
+        """Return the tokens that end a reply, whatever the model's configuration says."""
         return frozenset(id for id, name in self.names.items() if name in ("<|call|>", "<|return|>"))
 
 
@@ -65,7 +65,7 @@ def harmony_tokens(tokenizer: TokenizerWrapper) -> HarmonyTokens | None:
 
 
 class HarmonyParser:
-    """One for each reply. What looks like a call of something that was not offered is text."""
+    """Parse one reply. A call of a tool that was not offered is text."""
 
     def __init__(
         self, tokenizer: TokenizerWrapper, marks: HarmonyTokens, prompt: Sequence[int], offered: OfferedTools

@@ -52,7 +52,7 @@ class IncrementalTokenizer:
         return self._marks is not None
 
     def __call__(self, text: str, salt: str = "") -> tuple[int, ...]:
-        """What is remembered for one salt is never found for another."""
+        """Tokenize a rendered text. Pieces remembered for one salt are never found for another."""
         whole = self._escapes.split(text)
         if self._marks is None:
             return tuple(chain.from_iterable(encode_rendered_all(self._tokenizer, whole)))
@@ -107,7 +107,7 @@ def _digest(salt: str, text: str) -> bytes:
 
 
 def _marks(tokenizer: TokenizerWrapper, samples: Sequence[str]) -> re.Pattern[str] | None:
-    """Of the special tokens in these texts, those that the tokenizer finds wherever they stand. None: no such."""
+    """Match the special tokens in these texts that the tokenizer finds at any place. None: there are none."""
     fast = fast_tokenizer(tokenizer)
     if fast is None or fast.encode_special_tokens:
         return None

@@ -41,7 +41,7 @@ def arguments_as_text(arguments: Any) -> str:
 
 @dataclass(frozen=True)
 class MessageShape:
-    """What a template wants otherwise than OpenAI's messages have it."""
+    """Differences between the messages that a template reads and those of OpenAI."""
 
     arguments: ShapeArguments = arguments_as_object
     short_ids: bool = False  # it refuses ids of calls that are not nine letters or digits (Mistral's)

@@ -43,10 +43,9 @@ LEAD_IDS = 16
 
 @dataclass(frozen=True)
 class TurnFrame:
-    """What a template writes around the assistant's turns. `header`: before each; empty: that is not known.
-    `endings`: of those that end a reply, as text. `added`: the tokens that no neighbour changes. `unescape`: makes
-    rendered text what the messages have (special_escapes.py).
-    """
+    """Texts that a template writes around the assistant's turns. `header`: before each turn; empty: it is not known.
+    `endings`: the texts of tokens that end a reply. `added`: tokens that no neighbour changes. `unescape`: turns
+    rendered text into that of the messages (special_escapes.py)."""
 
     header: str
     endings: tuple[str, ...]
@@ -181,7 +180,7 @@ def _region(
 
 
 def _only(places: Mapping[str, Sequence[int]], mark: str) -> int:
-    """Where it stands; -1: nowhere."""
+    """Return the only place of a mark. -1: it has none, or several."""
     found = places.get(mark, ())
     if len(found) > 1:
         raise Misplaced
@@ -215,8 +214,8 @@ def _behind_header(text: str, mark_at: int, turn: _Turn, frame: TurnFrame, floor
 
 
 def _refuse_neighbour(message: str, replaced: str) -> None:
-    """Where a template writes turns without a header or an ending of their own, the next one found is another's: what
-    lies between would be lost."""
+    """Refuse a region that reaches into another turn: where a template writes a turn without a header or an ending, the
+    next one found belongs to another turn, and the text between would be lost."""
     if len(message.strip()) >= MIN_NEIGHBOUR_CHARS and message.strip() in replaced:
         raise Misplaced
 
@@ -224,7 +223,7 @@ def _refuse_neighbour(message: str, replaced: str) -> None:
 def _before_thinking(
     text: str, thought_at: int, turn: _Turn, frame: TurnFrame, floor: int, tokenizer: TokenizerWrapper
 ) -> int:
-    """Where the sampled ids begin: the tag that opens thinking is theirs, or was the prompt's."""
+    """Return where the sampled ids begin: the tag that opens thinking belongs to them or to the prompt."""
     behind = _behind_header(text, thought_at, turn, frame, floor)
     if turn.reply.opened:
         return thought_at

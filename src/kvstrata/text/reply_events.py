@@ -56,7 +56,8 @@ class ReplyParser(Protocol):
         ...
 
     def finish(self, *, cut_off: bool = False) -> list[ReplyEvent]:
-        """What was held back. `cut_off`: by its length or a stop string, so an open call is only a part of one."""
+        """Return the events that were held back. `cut_off`: the reply ended by its length or a stop string, so an open
+        call is only a part of one."""
         ...
 
 

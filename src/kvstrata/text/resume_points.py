@@ -43,8 +43,8 @@ def _first_name(tools: Sequence[Mapping[str, Any]] | None) -> str:
 
 
 class TokenPositions:
-    """Where a text's characters are among the ids of a prompt. `markers`: the tokenizer's special tokens by id; they
-    part a text, so what stands between two of them has the same ids wherever it stands."""
+    """Positions of a text's characters among the ids of a prompt. `markers`: the tokenizer's special tokens by id. They
+    cut a text, so the text between two of them has the same ids at any place."""
 
     def __init__(self, encode: Callable[[str], tuple[int, ...]], markers: Mapping[int, str]) -> None:
         self._encode = encode  # of rendered text
@@ -71,7 +71,8 @@ class TokenPositions:
         return next((id for id in reversed(self._encode(text)) if id in self._markers), None)
 
     def _marker_position(self, text: str, ids: tuple[int, ...], marker: int | None, at: int) -> int | None:
-        """Of the last one before a character. None: text and ids do not have the same number of them."""
+        """Return the position of the last marker before a character. None: text and ids have different numbers of
+        markers."""
         if marker is None:
             return None
         name = self._markers[marker]

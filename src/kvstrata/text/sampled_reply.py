@@ -50,7 +50,7 @@ class ReplyContent:
 
     @property
     def digest(self) -> bytes:
-        """Of what is said and called. Ids of calls are not part of it: some clients rename them."""
+        """Hash text and calls. Ids of calls are left out, because some clients rename them."""
         return _digest([self.content, [[call.name, call.arguments] for call in self.calls]])
 
     @property
@@ -76,8 +76,8 @@ def content_of_reply(events: Iterable[ReplyEvent]) -> ReplyContent:
 
 
 def content_of_message(message: Message) -> ReplyContent:
-    """Of an assistant's message as clients send it, in OpenAI's words. What is of no known shape is said of no reply of
-    ours; that it is refused is seen to elsewhere."""
+    """Return the content of an assistant's message in OpenAI's form, as clients send it. A message of another shape
+    matches no reply; other code refuses it."""
     content, calls = message.get("content"), message.get("tool_calls")
     made = [_call_of(call) for call in calls] if isinstance(calls, list) else []
     thinking = message.get("reasoning_content")
@@ -145,7 +145,7 @@ class SampledReply:
 
 @dataclass(frozen=True)
 class ReplyAnalyzer:
-    """Of one model's replies."""
+    """Find the parts of a model's replies among their ids."""
 
     tokenizer: TokenizerWrapper
     tags: ThinkingTags | None
@@ -218,7 +218,8 @@ def _skip(raw: bytes, place: int, letters: bytes) -> int:
 def _harmony_parts(
     tokenizer: TokenizerWrapper, marks: HarmonyTokens, ids: Sequence[int]
 ) -> tuple[int | None, int | None]:
-    """Where the first message that is no analysis begins behind its role, and where its text does if it is the last."""
+    """Return where the first message that is no analysis begins after its role, and where its text begins if it is the
+    last one."""
     role = encode_rendered(tokenizer, "assistant")
     visible_from = text_from = None
     begin = 0  # of a message, behind its role

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Stopped:
-    """What one piece of text has led to."""
+    """Outcome of one piece of text."""
 
     text: str  # safe to show
     stop: str = ""  # the stop string that was found; empty: none yet
@@ -48,7 +48,7 @@ class StopMatcher:
         return self._show(text)
 
     def finish(self) -> str:
-        """What was held back, when the text ends without a stop string. What is added after it begins anew."""
+        """Return the text held back, when the text ends without a stop string. Later text begins anew."""
         held, self._held = self._held, ""
         for progress in self._progress:
             progress.matched = 0

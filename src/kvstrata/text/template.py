@@ -182,7 +182,7 @@ class ChatTemplate:
         template_kwargs: dict[str, Any] | None,
         prompt: tuple[int, ...],
     ) -> int:
-        """Where the system and tools block ends in a prompt that `render` gave; 0: it is not known."""
+        """Return where the system and tools block ends in a rendered prompt. 0: it is not known."""
         text_of = partial(self._escaped_text, tools=self._shown_tools(tools), template_kwargs=template_kwargs)
         text = text_of(self._chat(messages, tools), reply=True)
         return self._system_end(self._openings(messages, tools), text, prompt, text_of)
@@ -267,7 +267,7 @@ class ChatTemplate:
         return common_prefix_len(self._encode(shared), ids)
 
     def _before_reply(self, chat: list[Message], text: str, text_of: Callable[..., str]) -> str:
-        """What comes before the generation prompt; empty: the template cannot do without."""
+        """Return the text before the generation prompt. Empty: the template cannot render without one."""
         try:
             before = text_of(chat, reply=False)
         except InvalidRequest:
@@ -285,7 +285,7 @@ class ChatTemplate:
         return len(shorter) if ids[: len(shorter)] == shorter else 0
 
     def _next_chats(self, messages: list[Message], tools: Tools | None) -> list[list[Message]]:
-        """Those that can be shown."""
+        """Return the likely next chats that the template can render."""
         shown = []
         for messages_then in next_chats(messages, tools):
             try:

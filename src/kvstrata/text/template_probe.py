@@ -86,7 +86,8 @@ def shows_tools(render: Render) -> bool:
 
 @dataclass(frozen=True)
 class ShownHistory:
-    """What of a call in the history comes through. A template that refuses them all speaks for itself."""
+    """Parts of a call in the history that the template shows. A template that refuses all calls reports its own
+    error."""
 
     calls: bool
     results: bool
@@ -102,8 +103,8 @@ def shown_of_history(render: Render, shape: MessageShape) -> ShownHistory:
 
 
 def reply_header(text_of: Callable[..., str]) -> str:
-    """What the template writes before the assistant's turns, as a prompt ends and in the history alike; empty: nothing
-    that can be told apart from what comes before."""
+    """Return the text that the template writes before the assistant's turns, both at the end of a prompt and in the
+    history. Empty: it cannot be told apart from the text before it."""
     try:
         before, prompt = (text_of([_USER], reply=reply) for reply in (False, True))
         history = text_of([_USER, {"role": "assistant", "content": _REPLY}, _USER], reply=False)
@@ -165,7 +166,7 @@ def _rendered(render: Render, chat: list[Message], tools: list[dict[str, Any]] |
 
 @dataclass(frozen=True)
 class SystemTurns:
-    """Where a template takes system messages and shows them where they stand."""
+    """Places where a template accepts system messages and shows them."""
 
     first: bool
     second: bool  # one right after the first
@@ -230,7 +231,7 @@ def find_call_text(template: ChatTemplate, start: str, end: str) -> CallText | N
 
 
 def _arguments(text: str) -> tuple[int, int]:
-    """Where the arguments stand, and how long they are; 0: nowhere as JSON."""
+    """Return place and length of the arguments. Length 0: they do not appear as JSON."""
     decoder = json.JSONDecoder()
     key = text.rfind(f'"{next(iter(PROBE_ARGUMENTS))}"')
     place = text.rfind("{", 0, key) if key >= 0 else -1
@@ -242,13 +243,13 @@ def _arguments(text: str) -> tuple[int, int]:
 
 
 def _json_start(text: str, place: int) -> int:
-    """Where the object begins that the arguments are in."""
+    """Return where the object begins that contains the arguments."""
     begin = text.rfind("{", 0, place)
     return begin if begin >= 0 and PROBE_NAME in text[begin:place] else -1
 
 
 def _after(rest: str, before: str, end: str) -> str:
-    """What closes what was opened, and the mark at the end. What follows ends the turn."""
+    """Return the text that closes the call, with its end mark. The text after it ends the turn."""
     closers = _CLOSERS.match(rest)
     closing = closers[0] if closers else ""
     mark = _MARK.match(rest, len(closing)) if end == "" else None
@@ -260,7 +261,7 @@ def _after(rest: str, before: str, end: str) -> str:
 
 
 def _mates(before: str) -> set[str]:
-    """What may close the mark at the beginning."""
+    """Return the marks that may close the opening one."""
     found = _MARK.match(before)
     if not found:
         return {"<|call|>"}

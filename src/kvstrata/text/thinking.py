@@ -227,6 +227,6 @@ def _known_efforts(template: ChatTemplate) -> tuple[str, ...]:
 
 
 def _nearest(effort: str, known: Sequence[str]) -> str:
-    """Of two that are as near the higher one."""
+    """Return the nearest known effort; of two equally near the higher one."""
     place = _EFFORTS.index(effort)
     return min(known, key=lambda one: (abs(_EFFORTS.index(one) - place), -_EFFORTS.index(one)))

@@ -82,7 +82,7 @@ def longest_token_chars(tokenizer: TokenizerWrapper) -> int:
 
 
 def token_text(tokenizer: TokenizerWrapper, id: int) -> str:
-    """One token as text, its space kept. A part of a character shows as U+FFFD: `token_bytes` is exact."""
+    """Return the text of a token, its space kept. A part of a character shows as U+FFFD; `token_bytes` is exact."""
     return token_bytes(tokenizer, id).decode("utf-8", "replace")
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from kvstrata.sizes import format_bytes
+
+_size = partial(format_bytes, digits=1, whole_from=100)  # as the page writes sizes
 
 # Every request moves these, or they rise and fall: figures, not events.
 QUIET = re.compile(
@@ -76,7 +79,7 @@ def retargeted(k: str, v: str, time_s: float) -> Happened:
 
 
 def _encoded(grown: str, freed_bytes: int) -> str:
-    to, freed = f", {grown}" if grown else "", f": {format_bytes(freed_bytes, 1)} freed" if freed_bytes > 0 else ""
+    to, freed = f", {grown}" if grown else "", f": {_size(freed_bytes)} freed" if freed_bytes > 0 else ""
     return to + freed
 
 
@@ -84,7 +87,7 @@ def _sentence(name: str, count: int, more: str = "") -> tuple[str, str]:
     for kind, pattern, sentence in COMPILED:
         if match := pattern.fullmatch(name):
             reason = match[1].replace("_", " ") if match.groups() else more
-            text = sentence.format(count=f"{count:,}", size=format_bytes(count, 1), reason=reason)
+            text = sentence.format(count=f"{count:,}", size=_size(count), reason=reason)
             return kind, _numbered(text[0].upper() + text[1:], count)
     return "counted", f"{name.replace('_', ' ').capitalize()}: {count:,} more."
 

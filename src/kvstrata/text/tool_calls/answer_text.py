@@ -58,7 +58,7 @@ Steps = Generator[None, None, Value]
 
 
 class NoCall(Exception):
-    """What is held is text."""
+    """The held text is no call."""
 
 
 class CallOver(Exception):
@@ -114,7 +114,7 @@ class AnswerText:
             self._held, self._held_from = [], self.pos
 
     def drop(self) -> str:
-        """What was held."""
+        """Return the held text without an event for it."""
         held = "".join(self._held or ()) + self.text[self._held_from : self.pos] if self._held is not None else ""
         self._held = None
         return held
@@ -129,7 +129,7 @@ class AnswerText:
             self.events.append(ReplyText(text))
 
     def begin_call(self, name: str, id: str = "") -> None:
-        """What is held belongs to the call's form. An id that came before in this reply names no call."""
+        """Begin a call: the held text was its opening. An id that this reply has used already is replaced."""
         self.drop()
         if not id or id in self._ids:
             id = uuid.uuid4().hex[:9]  # nine letters or digits, which every template takes back

@@ -36,7 +36,7 @@ _SIMPLE = frozenset("0123456789-+.eEtrufalsn")
 
 
 class JsonScanner:
-    """One object. `done`: it is whole. `failed`: it is none.
+    """Validate one object that arrives in pieces. `done`: it is complete. `failed`: it is not JSON.
 
     Control characters inside strings become their escapes: models write line breaks there, which JSON does not allow.
     """
@@ -51,7 +51,7 @@ class JsonScanner:
         self._state: Callable[[str], bool] = self._root
 
     def add(self, text: str, start: int = 0) -> tuple[int, str]:
-        """Where it stopped (after the object, or at the character that is wrong), and what it took, as JSON."""
+        """Return where it stopped (after the object, or at the wrong character), and the JSON that it accepted."""
         pieces: list[str] = []
         place = begin = start
         while place < len(text) and not self.done:
@@ -239,7 +239,7 @@ class JsonStringDecoder:
 
 @dataclass
 class _CallFields:
-    """What has come of one call."""
+    """Fields of one call that have arrived."""
 
     name: str = ""
     id: str = ""
@@ -328,7 +328,7 @@ def _is_schema(reading: AnswerText, name: str) -> Steps[bool]:
 
 
 def _late_fields(reading: AnswerText) -> Steps[None]:
-    """What may stand behind the arguments. An id comes too late there: the call has begun."""
+    """Read the fields after the arguments. An id is too late there, because the call has begun."""
     while (yield from space(reading)) == ",":
         reading.pos += 1
         if (yield from space(reading)) != '"':
@@ -339,7 +339,7 @@ def _late_fields(reading: AnswerText) -> Steps[None]:
 
 
 def _arguments(reading: AnswerText, fields: _CallFields) -> Steps[str]:
-    """What they are if the name is not yet known; otherwise they are handed on, and something comes back."""
+    """Return the arguments if the name is not known yet; otherwise stream them and return a text that is not empty."""
     held: list[str] = []
     if not fields.name:
         yield from _object_text(reading, held.append, lambda: None)

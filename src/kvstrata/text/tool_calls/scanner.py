@@ -1,4 +1,4 @@
-"""Where a call may begin in an answer, and the text held back meanwhile.
+"""Scan an answer for tool calls: places where one may begin, and the text held back meanwhile.
 
 A call may begin at the marks of the model's own format anywhere; in other formats at the start of a line or in a code
 fence of its own. Modules for single formats read the calls. Text is held back only while it can still be a call, and
@@ -32,7 +32,7 @@ _MAX_FENCE_WORD = 20
 
 
 class ToolCallScanner:
-    """One for each answer. Not for thinking: inside that nothing is a call."""
+    """Find the calls of one answer. Thinking contains no calls."""
 
     def __init__(self, offered: OfferedTools, native: NativeCallFormat | None = None) -> None:
         self._native = native or NativeCallFormat()
@@ -106,7 +106,7 @@ class ToolCallScanner:
         return True
 
     def _leave_calls(self) -> None:
-        """What is held is text."""
+        """Release the held text as text."""
         self._reading.release()
         self._reading.in_marks, self._reading.ends, self._reading.closers = False, (), []
         if self._call_fence:

@@ -167,7 +167,7 @@ def _qwen_value(text: str, kind: str) -> Any:
 
 
 def _number(text: str, kind: str) -> Any:
-    """What is no number stays the text that it is: the client sees it."""
+    """Return a number, or the text itself where it is none: the client sees it."""
     try:
         return int(text)
     except ValueError:
@@ -215,7 +215,7 @@ QWEN = TagFormat(("<parameter=", ">"), ("", "</parameter>"), ("</function>", "</
 
 
 def glm_tags(prefix: str, end: str) -> TagFormat:
-    """Its calls end with their mark."""
+    """Make GLM's tags. Its calls end with the end mark."""
     key, value = f"{prefix}arg_key>", f"{prefix}arg_value>"
     return TagFormat((f"<{key}", f"</{key}"), (f"<{value}", f"</{value}"), (end,), glm_writer)
 
