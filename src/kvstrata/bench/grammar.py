@@ -19,8 +19,8 @@ from kvstrata.bench.streams import Prompt, Streams, random_prompt
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.request import Request, Sampling
 from kvstrata.errors import KvstrataError
+from kvstrata.grammar.compiler import Grammar, GrammarCompiler
 from kvstrata.grammar.constraint import Constraint
-from kvstrata.grammar.grammars import Grammar, Grammars
 from kvstrata.models.loaded import LoadedModel
 
 PROMPT_TOKENS = 64
@@ -74,7 +74,7 @@ def measure(
     rounds: int = 7,
     progress: Progress = silent,
 ) -> list[GrammarCost]:
-    grammar = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids).compile(PEOPLE)
+    grammar = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids).compile(PEOPLE)
     rng = random.Random(0)
     return [
         _compare(

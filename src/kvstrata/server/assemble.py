@@ -25,7 +25,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.events.address import options_of
 from kvstrata.events.feed import GRAIN, ListenerThread
 from kvstrata.events.open import bind_events, start_publisher
-from kvstrata.grammar.grammars import Grammars
+from kvstrata.grammar.compiler import GrammarCompiler
 from kvstrata.kv.precision_plan import choose_codecs
 from kvstrata.metrics import Metrics
 from kvstrata.models.cpu_options import CpuOptions
@@ -109,7 +109,7 @@ def start_service(
         template=template,
         form=ReplyForm(loaded.tokenizer, template, harmony_marks(loaded.tokenizer)),
         thinking=ThinkingSwitch(template),
-        grammars=Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids),
+        grammars=GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids),
         name=settings.served_name or loaded.name,
         names=names,
         paths=paths,

@@ -10,7 +10,7 @@ from anyio import CapacityLimiter
 from fastapi import Request
 
 from kvstrata.engine.engine import Engine
-from kvstrata.grammar.grammars import Grammars
+from kvstrata.grammar.compiler import GrammarCompiler
 from kvstrata.metrics import Metrics
 from kvstrata.models.generation import SamplingDefaults
 from kvstrata.models.loaded import LoadedModel
@@ -48,7 +48,7 @@ class Service:
     template: ChatTemplate
     form: ReplyForm  # how replies are taken apart
     thinking: ThinkingSwitch
-    grammars: Grammars
+    grammars: GrammarCompiler
     name: str  # what answers call the model
     names: frozenset[str]  # what requests may call it, beside claude-*
     paths: frozenset[str]  # where it was loaded from: requests may name these too, and no answer does
