@@ -30,7 +30,7 @@ from kvstrata.text.template import ChatTemplate
 from kvstrata.text.thinking_switch import ThinkingSwitch
 
 if TYPE_CHECKING:
-    from kvstrata.events.publisher import Publisher
+    from kvstrata.events.publisher import EventPublisher
 
 # Of a list in a body, however short the context is.
 MIN_ITEMS = 1 << 14
@@ -64,7 +64,7 @@ class Service:
     hosts: frozenset[str] = frozenset()  # names that it may be called by where there are no keys
     keep_alive_s: float = 10.0  # longest silence on a stream
     bounds: Bounds = field(default_factory=Bounds)  # of connections and what comes on them
-    publisher: Publisher | None = None  # of KV events
+    publisher: EventPublisher | None = None  # of KV events
     at_end: tuple[Callable[[], None], ...] = ()  # called when the engine has stopped
     started: int = 0  # seconds since the epoch
     door: Door = field(default_factory=Door)
