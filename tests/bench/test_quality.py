@@ -20,7 +20,7 @@ from kvstrata.cli.bench import app
 from kvstrata.codecs.registry import parse
 from kvstrata.errors import ConfigError
 from kvstrata.kv.precision_plan import make_plan
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.text.tokens import encode_text
 from tests.tiny import VOCAB, tiny_loaded
 

@@ -21,7 +21,7 @@ from kvstrata.fleet.prompts import Prompts
 from kvstrata.fleet.replicas import ReplicaLost
 from kvstrata.fleet.routing import Report, Router
 from kvstrata.fleet.summary import Summary, unpacked
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.server.app import behind_front
 from kvstrata.server.assemble import guarded, start_service
 from kvstrata.server.conversation.prompt import Renderer

@@ -15,7 +15,7 @@ import pytest
 
 from kvstrata.backend import device
 from kvstrata.config import load
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.server.assemble import start_service
 from kvstrata.server.journal.journal import Journal
 from kvstrata.server.listen import bind, url_of

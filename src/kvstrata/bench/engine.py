@@ -19,7 +19,7 @@ from mlx_lm.generate import BatchGenerator
 from kvstrata.bench.driver import Figure, Progress, in_turns, lay_out, median_ratio, silent
 from kvstrata.bench.streams import Prompt, Reply, Streams, greedy, random_prompt
 from kvstrata.engine.engine import Engine
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 
 Run = Sequence[Reply]
 

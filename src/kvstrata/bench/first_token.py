@@ -24,7 +24,7 @@ from kvstrata.codecs.registry import parse
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.metrics import Metrics
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.tiers.disk.filesystem import Filesystem
 from kvstrata.tiers.options import DiskOptions
 

@@ -21,7 +21,7 @@ from kvstrata.engine.request import Request, Sampling
 from kvstrata.errors import KvstrataError
 from kvstrata.grammar.compiler import Grammar, GrammarCompiler
 from kvstrata.grammar.constraint import Constraint
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 
 PROMPT_TOKENS = 64
 WARM_UP_TOKENS = 4

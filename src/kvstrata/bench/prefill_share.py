@@ -20,7 +20,7 @@ from kvstrata.engine.engine import Engine
 from kvstrata.errors import KvstrataError
 from kvstrata.kv.layout import arrays_in
 from kvstrata.metrics import Metrics
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
 STREAM_PROMPT_TOKENS = 64

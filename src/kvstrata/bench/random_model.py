@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from kvstrata.bench.peers.subject import copy_tokenizer
 from kvstrata.errors import ConfigError
 from kvstrata.kv.layout import arrays_in
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 
 # Qwen3-0.6B's config.json (Apache-2.0), as far as mlx-lm reads it.
 QWEN3_0_6B: dict[str, Any] = {

@@ -21,7 +21,7 @@ from kvstrata.engine.engine import Engine
 from kvstrata.engine.executor import EngineCore
 from kvstrata.kv.layout import arrays_in
 from kvstrata.metrics import Metrics
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.prefix_cache.requantize import ChangeProgress, ChangeResult, PrecisionChange
 
 STEADY_TOKENS = 12  # of each stream, before anything is changed

@@ -18,7 +18,7 @@ from kvstrata.bench.streams import Streams, greedy
 from kvstrata.config import load as load_settings
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.request import Sampling
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.server.assemble import start_service
 from kvstrata.server.listen import bind, url_of
 from kvstrata.server.run import Server

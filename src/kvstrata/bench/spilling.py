@@ -24,7 +24,7 @@ from kvstrata.engine.engine import Engine
 from kvstrata.engine.executor import EngineCore
 from kvstrata.errors import KvstrataError
 from kvstrata.metrics import Metrics
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.tiers.options import DiskOptions
 

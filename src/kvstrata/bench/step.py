@@ -30,7 +30,7 @@ from kvstrata.bench.limits import Products, copy_gb_s, products
 from kvstrata.bench.streams import Streams, answer, greedy, random_prompt
 from kvstrata.engine.engine import Engine
 from kvstrata.errors import KvstrataError
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 
 LOOK_S = 0.002  # more often, and the looking shows in the figures
 PREFILL_TOKENS, PREFILLS = 512, 3

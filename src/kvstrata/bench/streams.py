@@ -13,7 +13,7 @@ from itertools import pairwise
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.request import Event, Failed, Finished, Request, Sampling, TextDelta, TokenUsage
 from kvstrata.errors import KvstrataError
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 
 Prompt = tuple[int, ...]
 

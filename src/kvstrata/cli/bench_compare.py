@@ -98,11 +98,11 @@ def random_model(
 ) -> None:
     """Write a model of Qwen3-0.6B's shape, or a hybrid, with random bf16 weights: where no checkpoint can be had."""
     from kvstrata.bench.random_model import HYBRID, QWEN3_0_6B, write_random_model
-    from kvstrata.models.default import get_default
+    from kvstrata.models.default_model import ensure_default_model
 
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty. Name a new folder.")
-    config = write_random_model(folder, tokenizer or get_default(), HYBRID if hybrid else QWEN3_0_6B)
+    config = write_random_model(folder, tokenizer or ensure_default_model(), HYBRID if hybrid else QWEN3_0_6B)
     layers, tokens = config["num_hidden_layers"], config["vocab_size"]
     typer.echo(f"{folder} has {layers} layers of random weights and a vocabulary of {tokens:,} tokens.")
 

@@ -33,7 +33,7 @@ def cpu(
     """Decode, prefill and memory on a CPU: ours beside llama.cpp (make peers), same file, same token ids."""
     from kvstrata.bench.cpu import SAMPLE, Load, Subject, measure, table
     from kvstrata.bench.cpu_process import find_peer
-    from kvstrata.models.default import get_default_gguf
+    from kvstrata.models.default_model import ensure_default_gguf
 
     load = Load(
         weights=cpu_weights,
@@ -44,7 +44,7 @@ def cpu(
         text_tokens=text_tokens,
         text=(text or SAMPLE).read_text(),
     )
-    subject = Subject(get_default_gguf(), None) if model is None else Subject(model, str(model.absolute()))
+    subject = Subject(ensure_default_gguf(), None) if model is None else Subject(model, str(model.absolute()))
     peer = find_peer()
     if peer.missing:
         typer.echo(f"{peer.missing}. Ours alone:", err=True)

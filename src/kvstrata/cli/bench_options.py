@@ -11,7 +11,7 @@ import typer
 from kvstrata.bench.driver import Figure
 
 if TYPE_CHECKING:
-    from kvstrata.models.loaded import LoadedModel
+    from kvstrata.models.load import LoadedModel
 
 Figures = TypeVar("Figures", bound=Figure | Sequence[Figure])
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvstrata.bench.quality import Protocol, Quality
     from kvstrata.bench.watch import Watch
     from kvstrata.kv.precision_plan import PrecisionPlan
-    from kvstrata.models.loaded import LoadedModel
+    from kvstrata.models.load import LoadedModel
 
 SAMPLE = Path(__file__).parents[1] / "bench" / "sample.txt"
 

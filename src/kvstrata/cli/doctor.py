@@ -163,8 +163,8 @@ def examine() -> Report:
     from kvstrata.backend import device
     from kvstrata.backend.speed import mlx_gflops, numpy_gflops
     from kvstrata.bench.selftest import typical_choices
-    from kvstrata.models.cpu_form import weights_here
-    from kvstrata.models.default import default_is_whole
+    from kvstrata.models.default_model import has_default_model
+    from kvstrata.models.placement import describe_cpu_weights
 
     here = device()
     return Report(
@@ -175,12 +175,12 @@ def examine() -> Report:
         memory_available_bytes=min(free_memory_bytes(), here.memory_bytes),
         cache_folder=cache_root(),
         disk_free_bytes=_disk_free(cache_root()),
-        default_model=default_is_whole(),
+        default_model=has_default_model(),
         versions={"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         heap=heap(),
         open_files=open_files(),
         kernels=tuple(asdict(choice) for choice in typical_choices("float32" if here.backend == "cpu" else "bfloat16")),
-        weights=weights_here() if here.backend == "cpu" else "",
+        weights=describe_cpu_weights() if here.backend == "cpu" else "",
     )
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvstrata.backend import Device
     from kvstrata.cli.starting import Starting
     from kvstrata.config import Settings
-    from kvstrata.models.loaded import LoadedModel
+    from kvstrata.models.load import LoadedModel
     from kvstrata.server.run import Server
     from kvstrata.server.service import Service
 

@@ -32,7 +32,7 @@ from kvstrata.kv.layout import Layout
 from kvstrata.kv.packing import count_labels
 from kvstrata.kv.precision_plan import edges_of, make_plan
 from kvstrata.metrics import Metrics
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.models.probe import probe
 from kvstrata.prefix_cache.config import CacheLimits
 from kvstrata.prefix_cache.entry_table import CacheListener

@@ -52,7 +52,7 @@ from kvstrata.kv.layout import LayerSpec, Layout
 from kvstrata.kv.precision_plan import CodecPair
 from kvstrata.kv.recurrent_layer import RecurrentLayer
 from kvstrata.kv.sequence_cache import Prefix, SequenceCache
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.prefix_cache.ladder import STEP_BITS
 
 # Any module may change the memory of a pass.

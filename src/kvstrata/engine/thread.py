@@ -25,7 +25,7 @@ from kvstrata.engine.request import EngineState, FinishReason
 from kvstrata.engine.sequence import ENGINE_FAILED, Sequence
 from kvstrata.errors import Unavailable
 from kvstrata.metrics import Metrics
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 
 log = logging.getLogger(__name__)
 

@@ -28,9 +28,8 @@ from kvstrata.grammar.compiler import GrammarCompiler
 from kvstrata.kv.precision_plan import choose_codecs
 from kvstrata.metrics import Metrics
 from kvstrata.models.cpu_options import CpuOptions
-from kvstrata.models.generation import SamplingDefaults
-from kvstrata.models.load import load
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.generation_config import SamplingDefaults
+from kvstrata.models.load import LoadedModel, load
 from kvstrata.prefix_cache.ladder import parse_lengths
 from kvstrata.server.auth import ApiKey, RequireKey
 from kvstrata.server.conversation.hygiene import Hygiene

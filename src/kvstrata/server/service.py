@@ -12,8 +12,8 @@ from fastapi import Request
 from kvstrata.engine.engine import Engine
 from kvstrata.grammar.compiler import GrammarCompiler
 from kvstrata.metrics import Metrics
-from kvstrata.models.generation import SamplingDefaults
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.generation_config import SamplingDefaults
+from kvstrata.models.load import LoadedModel
 from kvstrata.server.auth import ApiKey
 from kvstrata.server.bridge import Door
 from kvstrata.server.carriers import Carrier
