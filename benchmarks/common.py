@@ -17,7 +17,7 @@ import typer
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.request import Event, Failed, Finished, Request, Sampling, TextDelta, TokenUsage
 from kvstrata.errors import KvstrataError
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 
 Prompt = tuple[int, ...]
 

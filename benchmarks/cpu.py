@@ -30,7 +30,7 @@ from benchmarks.cpu_worker import Peer, Process, SideFailed, find_peer, our_comm
 from kvstrata.bench.driver import MIB, Figure, Progress, in_turns, lay_out, median_ratio, silent
 from kvstrata.cli.bench_options import Json, numbers, say, show
 from kvstrata.models.cpu_options import CpuWeights
-from kvstrata.models.default import get_default_gguf
+from kvstrata.models.default_model import ensure_default_gguf
 from kvstrata.platform.device import usable_cores
 
 LLAMA = "llama.cpp"
@@ -346,7 +346,7 @@ def main(
         text_tokens=text_tokens,
         text=(text or SAMPLE).read_text(),
     )
-    subject = Subject(get_default_gguf(), None) if model is None else Subject(model, str(model.absolute()))
+    subject = Subject(ensure_default_gguf(), None) if model is None else Subject(model, str(model.absolute()))
     peer = find_peer()
     if peer.missing:
         typer.echo(f"{peer.missing}. Ours alone:", err=True)

@@ -34,8 +34,7 @@ from kvstrata.engine.sampling import Sampler
 from kvstrata.errors import KvstrataError
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.models.cpu_options import CpuOptions
-from kvstrata.models.load import load
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel, load
 from kvstrata.models.probe import probe
 from kvstrata.text.tokenizer import encode_prompt
 

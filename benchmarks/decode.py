@@ -26,7 +26,7 @@ from kvstrata.kv.full_layer import FullLayer
 from kvstrata.kv.precision_plan import make_plan
 from kvstrata.kv.raw_window import RawWindow
 from kvstrata.kv.sequence_cache import SequenceCache
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.models.probe import probe
 
 PRECISIONS = ("raw", "planes:8", "planes:4")

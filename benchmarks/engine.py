@@ -36,7 +36,7 @@ from kvstrata.cli.bench_options import Json, Model, numbers, say, show
 from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.engine import Engine
 from kvstrata.metrics import Metrics
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 
 Run = Sequence[Reply]
 

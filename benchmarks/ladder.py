@@ -28,8 +28,7 @@ from kvstrata.engine.profiling import PassShape, max_chunk, remembered_scratch
 from kvstrata.engine.runner import ModelRunner
 from kvstrata.kv.layout import Layout, arrays_in
 from kvstrata.metrics import Metrics
-from kvstrata.models.load import load
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel, load
 from kvstrata.models.probe import probe
 from kvstrata.platform.device import device
 

@@ -18,9 +18,8 @@ from benchmarks.common import command_line, run_app
 from kvstrata.bench.peers.subject import copy_tokenizer
 from kvstrata.errors import ConfigError
 from kvstrata.kv.layout import arrays_in
-from kvstrata.models.default import get_default
-from kvstrata.models.load import load
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.default_model import ensure_default_model
+from kvstrata.models.load import LoadedModel, load
 
 # Qwen3-0.6B's config.json (Apache-2.0), as far as mlx-lm reads it.
 QWEN3_0_6B: dict[str, Any] = {
@@ -148,7 +147,7 @@ def main(
     """Write a model of Qwen3-0.6B's shape, or a hybrid, with random bf16 weights: where no checkpoint can be had."""
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty. Name a new folder.")
-    config = write_random_model(folder, tokenizer or get_default(), HYBRID if hybrid else QWEN3_0_6B)
+    config = write_random_model(folder, tokenizer or ensure_default_model(), HYBRID if hybrid else QWEN3_0_6B)
     layers, tokens = config["num_hidden_layers"], config["vocab_size"]
     typer.echo(f"{folder} has {layers} layers of random weights and a vocabulary of {tokens:,} tokens.")
 

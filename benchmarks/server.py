@@ -20,8 +20,7 @@ from kvstrata.cli.bench_options import Json, Model, show
 from kvstrata.config import load as load_settings
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.request import Sampling
-from kvstrata.models.load import load
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel, load
 from kvstrata.platform.device import device
 from kvstrata.platform.network import bind, url_of
 from kvstrata.server.assemble import start_service

@@ -40,7 +40,7 @@ from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.engine import Engine
 from kvstrata.errors import KvstrataError
 from kvstrata.metrics import Metrics
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.platform.device import usable_cores
 
 COPY_BYTES = 256 * MIB  # more than caches hold

@@ -33,8 +33,7 @@ from kvstrata.engine.executor import EngineCore
 from kvstrata.errors import KvstrataError
 from kvstrata.kv.layout import arrays_in
 from kvstrata.metrics import Metrics
-from kvstrata.models.load import load
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel, load
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.requantize import ChangeProgress, ChangeResult, PrecisionChange
 from kvstrata.tiers.options import DiskOptions

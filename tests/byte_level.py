@@ -9,8 +9,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvstrata.grammar.grammars import Grammars
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.grammar.compiler import GrammarCompiler
+from kvstrata.models.load import LoadedModel
 from tests.tiny import tiny_loaded, tiny_module
 
 SPECIAL = ("<s>", "</s>", "<|im_end|>", "<think>", "</think>", "[TOOL_CALLS]")
@@ -73,11 +73,11 @@ def byte_model(architecture: str = "llama") -> LoadedModel:
     )
 
 
-def new_grammars() -> Grammars:
+def new_grammars() -> GrammarCompiler:
     loaded = byte_model()
-    return Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids)
+    return GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids)
 
 
 @functools.cache
-def byte_grammars() -> Grammars:
+def byte_grammars() -> GrammarCompiler:
     return new_grammars()

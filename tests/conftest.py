@@ -20,8 +20,7 @@ import mlx.core as mx
 from kvstrata.attention.cpu import step as cpu_step
 from kvstrata.codecs import backends
 from kvstrata.engine import build
-from kvstrata.models.load import load
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel, load
 from kvstrata.platform.device import METAL_ARRAYS
 from kvstrata.prefix_cache import jobs
 

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvstrata import prefix_cache
-from kvstrata.grammar.grammars import Grammar
-from kvstrata.grammar.masks import Masks
-from kvstrata.grammar.matcher import Matcher
+from kvstrata.grammar.compiler import Grammar
+from kvstrata.grammar.matcher import Matcher, TokenMasks
 from kvstrata.prefix_cache.jobs import FailureLog
 from kvstrata.tiers.disk.chains import DiskChains
 from kvstrata.tiers.disk.tier import DiskTier
@@ -100,4 +99,4 @@ def _parts() -> Iterator[type]:
         for _, of in inspect.getmembers(module, inspect.isclass):
             if of.__module__ == module.__name__ and of is not FailureLog and not is_dataclass(of):
                 yield of
-    yield from (DiskTier, DiskChains, RemoteTier, RemoteChains, Matcher, Masks, Grammar)
+    yield from (DiskTier, DiskChains, RemoteTier, RemoteChains, Matcher, TokenMasks, Grammar)

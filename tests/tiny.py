@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from kvstrata.kv.layout import Layout, arrays_in
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.models.probe import probe
 
 VOCAB = 97

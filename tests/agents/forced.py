@@ -26,7 +26,7 @@ from kvstrata.engine import sequence
 from kvstrata.engine.request import Sampling
 from kvstrata.engine.sampling import Sampler
 from kvstrata.kv.layout import arrays_in
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.text.tokenizer import encode_rendered
 from tests.server.conftest import Served, running
 from tests.tiny import tiny_config, tiny_module

@@ -18,7 +18,7 @@ from kvstrata.bench.plots import plot_quality
 from kvstrata.bench.watch import Watch
 from kvstrata.cli.bench import app
 from kvstrata.errors import ConfigError
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.text.tokenizer import encode_prompt
 from tests.tiny import VOCAB, tiny_loaded
 

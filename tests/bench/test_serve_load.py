@@ -22,7 +22,7 @@ from kvstrata.bench.trace import load_trace
 from kvstrata.bench.words import count, text
 from kvstrata.cli.bench import app
 from kvstrata.errors import KvstrataError
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from tests.byte_level import byte_model
 from tests.server.conftest import running
 from tests.text.chat_templates import LLAMA

@@ -18,7 +18,7 @@ from kvstrata.attention import gated_delta
 from kvstrata.bench.peers.subject import copy_tokenizer
 from kvstrata.errors import ConfigError
 from kvstrata.kv.layout import arrays_in
-from kvstrata.models.default import get_default
+from kvstrata.models.default_model import ensure_default_model
 from kvstrata.models.load import load
 
 pytestmark = pytest.mark.slow
@@ -32,7 +32,7 @@ SMALL_HYBRID = HYBRID | {"num_hidden_layers": 4, "hidden_size": 64, "intermediat
 def test_kvstrata_and_mlx_lm_load_it_and_agree(
     tmp_path: Path, shape: dict[str, Any], tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = write_random_model(tmp_path / "random", get_default(), shape)
+    config = write_random_model(tmp_path / "random", ensure_default_model(), shape)
     assert config["vocab_size"] == 49152
     ours = load(str(tmp_path / "random"))
     theirs, tokenizer, *_ = mlx_lm.load(str(tmp_path / "random"))
@@ -65,8 +65,8 @@ def test_the_vocabulary_is_that_of_the_tokenizer(tmp_path: Path) -> None:
     """Also where the model sees pictures, too; and where it cannot be told, nothing is written."""
     theirs = tmp_path / "theirs"
     theirs.mkdir()
-    copy_tokenizer(get_default(), theirs)
-    config = json.loads((get_default() / "config.json").read_text())
+    copy_tokenizer(ensure_default_model(), theirs)
+    config = json.loads((ensure_default_model() / "config.json").read_text())
     (theirs / "config.json").write_text(json.dumps({"text_config": {"vocab_size": config["vocab_size"]}}))
     assert write_random_model(tmp_path / "made", theirs, SMALL)["vocab_size"] == config["vocab_size"]
     (theirs / "config.json").write_text("{}")

@@ -18,7 +18,7 @@ from kvstrata.engine.request import Event, Failed, Finished, PrefillProgress, Re
 from kvstrata.engine.sequence import Sequence
 from kvstrata.kv.layout import Layout
 from kvstrata.metrics import Metrics
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.tier_client import TierClient
 from kvstrata.tiers.interface import NoTier, Tier

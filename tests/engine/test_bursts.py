@@ -19,7 +19,7 @@ from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.request import Finished, Request
 from kvstrata.engine.sequence import Sequence
 from kvstrata.kv.packing import count_labels
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.prefix_cache.keys import as_ids, chain
 from kvstrata.prefix_cache.reclaim import MOST_OVER
 from kvstrata.tiers.disk.filesystem import Filesystem

@@ -26,7 +26,7 @@ from kvstrata.engine.speeds import TokenRate
 from kvstrata.kv.layout import arrays_in
 from kvstrata.kv.precision_estimate import LOWER
 from kvstrata.metrics import Metrics
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.prefix_cache.matching import Explanation
 from kvstrata.prefix_cache.requantize import ChangeResult, PrecisionChange
 from kvstrata.tiers.disk.filesystem import Filesystem

@@ -28,7 +28,7 @@ from kvstrata.engine.thread import TierEvent
 from kvstrata.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, NeverFits, QueueFull, Unavailable
 from kvstrata.kv import buffers
 from kvstrata.metrics import Metrics
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.platform.mlx_streams import MlxStreams
 from tests.tiny import tiny_loaded, tiny_module
 

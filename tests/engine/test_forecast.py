@@ -20,9 +20,8 @@ from kvstrata.engine.memory_plan import Forecast, Scratch, advise, expected_scra
 from kvstrata.engine.request import Request
 from kvstrata.kv.layout import arrays_in
 from kvstrata.metrics import Metrics
-from kvstrata.models.load import load
-from kvstrata.models.loaded import LoadedModel
-from kvstrata.models.outline import Outline, outline, outline_layers
+from kvstrata.models.load import LoadedModel, load
+from kvstrata.models.outline import ModelOutline, outline, outline_layers
 from kvstrata.platform.device import mlx_backend
 from kvstrata.tiers.options import DiskOptions
 from tests.engine.drive import GREEDY, Drive
@@ -62,11 +61,11 @@ def started(loaded: LoadedModel, storage: KvConfig, disk: DiskOptions | None = N
         engine.stop()
 
 
-def outline_of(architecture: str) -> Outline:
+def outline_of(architecture: str) -> ModelOutline:
     """Return the outline of a test model, without a folder."""
     layout, logits = outline_layers(tiny_module(architecture), is_mla=architecture.startswith("deepseek"))
     loaded = tiny_loaded(architecture)
-    return Outline(
+    return ModelOutline(
         name=loaded.name,
         backend=BACKEND,
         layout=layout,

@@ -17,10 +17,9 @@ from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.request import Failed, Request, Sampling
 from kvstrata.engine.sampling import SampledTokens
+from kvstrata.grammar.compiler import Grammar, GrammarCompiler
 from kvstrata.grammar.constraint import Constraint
-from kvstrata.grammar.grammars import Grammar, Grammars
-from kvstrata.grammar.masks import Masks
-from kvstrata.grammar.matcher import Matcher
+from kvstrata.grammar.matcher import Matcher, TokenMasks
 from kvstrata.metrics import Metrics
 from tests.byte_level import byte_grammars, byte_model, byte_tokenizer, id_of, ids_of
 from tests.engine.drive import Client, Drive
@@ -260,7 +259,7 @@ def test_failed_grammar_caches_no_token_beyond_its_reply(architecture: str, is_k
 
 
 @pytest.mark.parametrize(
-    ("of", "operation", "calls"), [(Matcher, "consume", [3]), (Masks, "fill", [2, 3]), (Grammar, "matcher", [1])]
+    ("of", "operation", "calls"), [(Matcher, "consume", [3]), (TokenMasks, "fill", [2, 3]), (Grammar, "matcher", [1])]
 )
 def test_exception_in_a_grammar_fails_its_own_request_only(
     of: type, operation: str, calls: list[int], monkeypatch: pytest.MonkeyPatch
@@ -291,7 +290,7 @@ def test_batch_without_grammars_makes_no_masks(monkeypatch: pytest.MonkeyPatch) 
         return sample(logits, samplers, allowed)
 
     monkeypatch.setattr(runner_module, "sample", watched)
-    monkeypatch.setattr(Masks, "fill", lambda *_: pytest.fail("no row has a grammar"))
+    monkeypatch.setattr(TokenMasks, "fill", lambda *_: pytest.fail("no row has a grammar"))
     drive = Drive(byte_model())
     clients = [submit(drive, seed, None) for seed in range(3)]
     drive.run()
@@ -303,10 +302,10 @@ def test_batch_without_grammars_makes_no_masks(monkeypatch: pytest.MonkeyPatch) 
 def test_constrained_pass_is_started_before_the_pending_step_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device computes the pass while the host makes the masks."""
     done: list[str] = []
-    forward, read, fill = runner_module.ModelRunner._forward, SampledTokens.read, Masks.fill
+    forward, read, fill = runner_module.ModelRunner._forward, SampledTokens.read, TokenMasks.fill
     monkeypatch.setattr(runner_module.ModelRunner, "_forward", lambda *a: (done.append("forward"), forward(*a))[1])
     monkeypatch.setattr(SampledTokens, "read", lambda *a: (done.append("read"), read(*a))[1])
-    monkeypatch.setattr(Masks, "fill", lambda *a: (done.append("mask"), fill(*a))[1])
+    monkeypatch.setattr(TokenMasks, "fill", lambda *a: (done.append("mask"), fill(*a))[1])
     drive = Drive(byte_model())
     submit(drive, 1, ENDLESS)
     submit(drive, 2, None)
@@ -320,7 +319,7 @@ def test_constrained_pass_is_started_before_the_pending_step_is_read(monkeypatch
 
 
 def test_submit_refuses_a_grammar_of_another_model() -> None:
-    other = Grammars(byte_tokenizer(), byte_model().vocab_size + 1, byte_model().eos_ids)
+    other = GrammarCompiler(byte_tokenizer(), byte_model().vocab_size + 1, byte_model().eos_ids)
     engine = Engine(byte_model(), EngineLimits(), Metrics())
     engine.start()
     try:

@@ -18,7 +18,7 @@ from kvstrata.engine.request import Event, Failed, Finished, Request
 from kvstrata.errors import NeverFits
 from kvstrata.kv.layout import LayerSpec, Layout, arrays_in
 from kvstrata.metrics import Metrics
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from tests.engine.drive import GREEDY, Client, Drive
 from tests.engine.test_loop import prompt
 from tests.engine.test_requantize import settle

@@ -20,7 +20,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.kv.buffers import without_cache
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.span import prefix_of
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.prefix_cache.entries import Lease
 from kvstrata.prefix_cache.keys import Tokens
 from kvstrata.prefix_cache.matching import checkpoint_of, ranges_of

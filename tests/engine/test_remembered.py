@@ -13,7 +13,7 @@ from kvstrata.engine import profiling
 from kvstrata.engine.memory_plan import Scratch
 from kvstrata.engine.profiling import PassShape, measure_scratch
 from kvstrata.engine.runner import ModelRunner
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.models.probe import probe
 from tests.tiny import VOCAB, tiny_loaded
 

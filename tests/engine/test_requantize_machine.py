@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstrata.codecs.registry import parse
 from kvstrata.engine.config import EngineLimits, KvConfig
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.prefix_cache.requantize import PrecisionChange
 from tests.engine.drive import Client, Drive, do_one_step
 from tests.engine.test_loop import prompt

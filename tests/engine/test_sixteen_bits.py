@@ -23,7 +23,7 @@ from kvstrata.kv.gather import num_arrays
 from kvstrata.kv.packing import count_labels
 from kvstrata.kv.sequence_cache import Prefix, SequenceCache
 from kvstrata.kv.span import SpanRange, prefix_of
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.models.probe import probe
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.prefix_cache.requantize import PrecisionChange

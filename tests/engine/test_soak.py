@@ -36,7 +36,7 @@ from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.request import Event, Request, Sampling, TextDelta
 from kvstrata.engine.speeds import TokenRate
 from kvstrata.metrics import Metrics
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.platform.memory import trim_heap
 from kvstrata.prefix_cache.requantize import PrecisionChange
 from kvstrata.tiers.options import DiskOptions

@@ -1,4 +1,4 @@
-"""The publisher without a server: what is told, by whom it is heard, and what those get who come late."""
+"""The publisher without a server: its messages, its subscribers, and replay for late ones."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ from hypothesis import strategies as st
 from kvstrata.errors import ConfigError
 from kvstrata.events import feed
 from kvstrata.events import publisher as publisher_module
-from kvstrata.events.address import Address, EventOptions, options_of, parse
-from kvstrata.events.blocks import AllBlocksCleared, BlockNumbers, BlockRemoved, BlockStored, Event, ReportedBlocks
+from kvstrata.events.blocks import (
+    AllBlocksCleared,
+    BlockNumbers,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    ReportedBlocks,
+    message_body,
+)
 from kvstrata.events.feed import GRAIN, ListenerThread
-from kvstrata.events.open import bind_events
-from kvstrata.events.publisher import Publisher
-from kvstrata.events.sockets import Sockets
-from kvstrata.events.wire import body
+from kvstrata.events.options import Address, EventOptions, bind_events, event_options, parse_address
+from kvstrata.events.publisher import EventPublisher, EventSockets
 from kvstrata.metrics import Metrics
 from kvstrata.prefix_cache.keys import TokenIds
 from tests.events.subscriber import Subscriber, subscribed
@@ -37,19 +42,19 @@ def ids_of(*numbers: int) -> TokenIds:
 
 
 @pytest.fixture
-def publisher() -> Iterator[Publisher]:
-    one = Publisher(Sockets(EventOptions(FREE, FREE, "")))
+def publisher() -> Iterator[EventPublisher]:
+    one = EventPublisher(EventSockets(EventOptions(FREE, FREE, "")))
     yield one
     one.close()
 
 
 @pytest.fixture
-def subscriber(publisher: Publisher) -> Iterator[Subscriber]:
+def subscriber(publisher: EventPublisher) -> Iterator[Subscriber]:
     with subscribed(publisher.publish_url, publisher.replay_url) as one:
         yield one
 
 
-def test_events_of_a_moment_come_in_one_message(publisher: Publisher, subscriber: Subscriber) -> None:
+def test_events_of_a_moment_come_in_one_message(publisher: EventPublisher, subscriber: Subscriber) -> None:
     subscriber.ask_missed(0)  # so that it is connected
     for number in range(0, 2000, 100):
         publisher.stored(ROOT, ids_of(number, number + 20), 0)
@@ -58,7 +63,7 @@ def test_events_of_a_moment_come_in_one_message(publisher: Publisher, subscriber
 
 
 def test_who_asks_for_what_is_not_kept_any_more_gets_all_that_holds(
-    publisher: Publisher, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch
+    publisher: EventPublisher, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publisher_module, "KEPT_MESSAGES", 2)
     publisher.stored(ROOT, ids_of(0, 100, 200), 0)
@@ -80,10 +85,12 @@ def test_who_asks_for_what_is_not_kept_any_more_gets_all_that_holds(
 
 def test_blocks_of_other_salts_have_other_numbers() -> None:
     numbers = BlockNumbers()
-    assert not {*numbers.of(ROOT, ids_of(0, 100))} & {*numbers.of(OTHER_ROOT, ids_of(0, 100))}
+    assert not {*numbers.numbers_of(ROOT, ids_of(0, 100))} & {*numbers.numbers_of(OTHER_ROOT, ids_of(0, 100))}
 
 
-def test_a_question_that_is_none_has_no_answer_and_costs_nothing(publisher: Publisher, subscriber: Subscriber) -> None:
+def test_a_malformed_replay_request_gets_no_reply_and_costs_nothing(
+    publisher: EventPublisher, subscriber: Subscriber
+) -> None:
     import zmq
 
     publisher.stored(ROOT, ids_of(0), 0)
@@ -97,7 +104,7 @@ def test_a_question_that_is_none_has_no_answer_and_costs_nothing(publisher: Publ
 
 
 def test_what_was_given_up_is_told_when_it_is_asked_for_again(
-    publisher: Publisher, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch
+    publisher: EventPublisher, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metrics = Metrics()
     monkeypatch.setattr(feed, "MAX_WAITING_BYTES", 100)
@@ -113,7 +120,7 @@ def test_what_was_given_up_is_told_when_it_is_asked_for_again(
 
 
 def test_closing_twice_and_telling_after_the_end_do_nothing() -> None:
-    one = Publisher(Sockets(EventOptions(FREE, FREE, "")))
+    one = EventPublisher(EventSockets(EventOptions(FREE, FREE, "")))
     one.stored(ROOT, ids_of(0), 0)
     one.close()
     one.close()
@@ -129,13 +136,13 @@ def test_all_that_holds_told_again_is_what_the_events_left(steps: list[tuple[boo
     by_events: dict[int, int | None] = {}
     for is_stored, path in steps:
         ids = ids_of(*(100 * number for number in path))
-        of_path = numbers.of(ROOT, ids)
+        of_path = numbers.numbers_of(ROOT, ids)
         if is_stored:
-            follow(by_events, blocks.stored(of_path, ids))
+            follow(by_events, blocks.add_blocks(of_path, ids))
         elif not {*of_path[-1:]} & {*by_events.values()}:  # a leaf: only those go
-            follow(by_events, blocks.removed(of_path, (len(path) - 1) * GRAIN))
+            follow(by_events, blocks.remove_blocks(of_path, (len(path) - 1) * GRAIN))
     again: dict[int, int | None] = {1: None}
-    for event in blocks.told_again():
+    for event in blocks.replay_all():
         follow(again, event)
     assert again == by_events
     assert len(blocks) == len(again)
@@ -157,7 +164,7 @@ def follow(known: dict[int, int | None], event: Event | None) -> None:
 
 def test_the_form_on_the_wire_is_that_of_vllm() -> None:
     events = [AllBlocksCleared(), BlockStored([7, 1 << 63], None, list(range(32))), BlockRemoved([7])]
-    assert msgpack.unpackb(body(1.5, events)) == [
+    assert msgpack.unpackb(message_body(1.5, events)) == [
         1.5,
         [
             ["AllBlocksCleared"],
@@ -173,25 +180,25 @@ def test_the_form_on_the_wire_is_that_of_vllm() -> None:
     [("tcp://127.0.0.1:5557", "127.0.0.1", 5557), ("tcp://[::1]:0", "::1", 0), ("tcp://*:1", "*", 1)],
 )
 def test_addresses(text: str, host: str, port: int) -> None:
-    assert parse(text, "--kv-events") == Address(host, port)
-    assert parse(text, "--kv-events").url == text
+    assert parse_address(text, "--kv-events") == Address(host, port)
+    assert parse_address(text, "--kv-events").url == text
 
 
 @pytest.mark.parametrize("text", ["", "127.0.0.1:5557", "tcp://127.0.0.1", "tcp://:5", "tcp://h:70000", "ipc:///tmp/x"])
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--kv-events: .* Write it like tcp://127"):
-        parse(text, "--kv-events")
+        parse_address(text, "--kv-events")
 
 
 @pytest.mark.parametrize(
     "address", ["tcp://0.0.0.0:5557", "tcp://*:5557", "tcp://10.0.0.1:5557", "tcp://somewhere:5557"]
 )
 def test_others_can_reach_events_only_where_there_is_a_key(address: str) -> None:
-    assert options_of(address, None, "", has_keys=True).replay.port == 5558
+    assert event_options(address, None, "", has_keys=True).replay.port == 5558
     with pytest.raises(ConfigError, match=r"--kv-events tcp.* has no key: events carry"):
-        options_of(address, None, "", has_keys=False)
+        event_options(address, None, "", has_keys=False)
     with pytest.raises(ConfigError, match=r"--kv-events-replay tcp.* has no key: events carry"):
-        options_of("tcp://127.0.0.1:5557", address, "", has_keys=False)
+        event_options("tcp://127.0.0.1:5557", address, "", has_keys=False)
 
 
 def test_an_address_in_use_ends_the_start_before_a_model_is_loaded() -> None:

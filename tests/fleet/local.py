@@ -20,7 +20,7 @@ from kvstrata.fleet.prompts import Prompts
 from kvstrata.fleet.replicas import ReplicaLost
 from kvstrata.fleet.routing import Report, Router
 from kvstrata.fleet.summary import Summary, unpacked
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.platform.device import device
 from kvstrata.server.app import behind_front
 from kvstrata.server.assemble import guarded, start_service

@@ -14,8 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvstrata.models.load import load
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel, load
 from tests.fleet.local import LocalFleet, front_of, local_fleet, serving
 from tests.models.conftest import write_model
 from tests.server.browser import HOW_TO_GET, browsing, find_browser

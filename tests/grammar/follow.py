@@ -1,4 +1,4 @@
-"""Whether a grammar takes a text, token by token as a reply would bring it, each one checked against the mask."""
+"""Checks whether a grammar accepts a text, token by token as in a reply, each one against the mask."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvstrata.grammar.constraint import Constraint
-from kvstrata.grammar.masks import Masks
-from kvstrata.grammar.matcher import Matcher
+from kvstrata.grammar.matcher import Matcher, TokenMasks
 from tests.byte_level import byte_grammars, byte_model, ids_of
 
 
 def allowed_ids(matcher: Matcher) -> set[int]:
     vocab_size = byte_model().vocab_size
-    allowed = Masks().fill([matcher], vocab_size)
+    allowed = TokenMasks().fill([matcher], vocab_size)
     assert not allowed.failures
     if allowed.tokens is None:
         return set(range(vocab_size))

@@ -16,7 +16,7 @@ from kvstrata.kv.precision_plan import make_plan
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.span import Span, SpanRange, prefix_of
 from kvstrata.kv.transcode import transcode_checkpoints, transcode_layer
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.models.probe import probe
 from kvstrata.text.tokenizer import encode_prompt
 from tests.allocated import active_bytes

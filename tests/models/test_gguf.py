@@ -19,12 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.models.cpu_options import CpuOptions
-from kvstrata.models.find import find
+from kvstrata.models.find import find_model
 from kvstrata.models.gguf import tokenizers
 from kvstrata.models.gguf.architectures import config_of, llama3_divisors
-from kvstrata.models.gguf.blocks import BLOCKS, GROUP, affine, plain
 from kvstrata.models.gguf.container import BadGguf, Gguf, GgufTensor, read
 from kvstrata.models.gguf.convert import convert
+from kvstrata.models.gguf.tensor_types import BLOCKS, GROUP, affine, plain
 from kvstrata.models.load import load
 from tests.models.gguf_files import VOCAB, write_gguf
 from tests.tiny import tiny_config, tiny_module
@@ -112,15 +112,15 @@ def test_a_converted_model_says_what_the_model_says(architecture: str, cache_hom
 def test_a_file_is_converted_once_and_again_when_it_changes(tmp_path: Path) -> None:
     model, config = a_model("llama")
     path = write_gguf(tmp_path / "tiny.gguf", "llama", model, config)
-    first = find(str(path)).folder
+    first = find_model(str(path)).folder
     written = (first / "config.json").stat().st_mtime_ns
-    assert find(str(path)).folder == first
+    assert find_model(str(path)).folder == first
     assert (first / "config.json").stat().st_mtime_ns == written
     (first / "config.json").unlink()
-    assert find(str(path)).folder == first
+    assert find_model(str(path)).folder == first
     assert (first / "config.json").is_file()
     write_gguf(path, "llama", model, {**config, "rope_theta": 500.0})
-    other = find(str(path)).folder
+    other = find_model(str(path)).folder
     assert other != first
     assert json.loads((other / "config.json").read_text())["rope_theta"] == 500.0
 
@@ -188,7 +188,7 @@ def test_what_is_not_known_is_refused_before_anything_is_written(cache_home: Pat
     def says(**changes: Any) -> str:
         path = write_gguf(tmp_path / "odd.gguf", "llama", model, config, **changes)
         with pytest.raises(BadGguf) as failed:
-            find(str(path))
+            find_model(str(path))
         return str(failed.value)
 
     assert "architecture 'mamba'" in says(**{"general.architecture": "mamba"})

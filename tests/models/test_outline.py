@@ -16,7 +16,7 @@ from kvstrata.platform.device import mlx_backend
 from tests.models.conftest import QUANTIZATION, quantized_module, write_model
 from tests.models.gguf_files import write_gguf
 from tests.models.test_gguf import a_model
-from tests.models.test_room import KV, LAYERS, NUM_VALUES, eight_b  # noqa: F401
+from tests.models.test_placement import KV, LAYERS, NUM_VALUES, eight_b  # noqa: F401
 from tests.tiny import tiny_config, tiny_module
 
 BACKEND = mlx_backend()

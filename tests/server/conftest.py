@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from kvstrata.config import load
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.platform.device import device
 from kvstrata.platform.network import bind, url_of
 from kvstrata.server.assemble import start_service

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from tests.server.conftest import Served, running
 from tests.server.played import letters, play
 from tests.text.chat_templates import LLAMA

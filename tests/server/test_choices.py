@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 
 from kvstrata.engine.request import FinishReason, TokenLogprob, TokenUsage
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.server.conversation.wire import Ended, json_bytes
 from kvstrata.server.openai.wires import ChatChoice
 from kvstrata.server.service import Service

@@ -11,8 +11,7 @@ import pytest
 
 from kvstrata.codecs import backends
 from kvstrata.models.cpu_options import CpuOptions
-from kvstrata.models.load import load
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel, load
 from tests.engine.test_disk import make_computing_slow
 from tests.models.conftest import QUANTIZATION, quantized_module, write_model
 from tests.server.conftest import Served, running

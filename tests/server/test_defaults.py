@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvstrata.engine.request import Sampling
-from kvstrata.models.generation import SamplingDefaults
+from kvstrata.models.generation_config import SamplingDefaults
 from kvstrata.server.openai.ask import read_chat, read_completion
 from tests.server.conftest import Served, running
 from tests.tiny import VOCAB, tiny_loaded

@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.text.tokenizer import encode_rendered
 from tests.server.conftest import Served, running
 from tests.server.played import play_ids as played_ids

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.text.template import ChatTemplate
 from tests.agents.forced import BEGIN, TEMPLATE, Forced, Form, Prompt, call_text, forced_tokenizer, model_with, serving
 

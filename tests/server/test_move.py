@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from kvstrata.cli import app
 from kvstrata.engine.cache_api import as_ids
 from kvstrata.errors import KvstrataError
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.server.sessions.names import Name
 from tests.server.conftest import Served, running
 from tests.tiny import VOCAB, tiny_loaded, tiny_module

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from kvstrata.cli.doctor import doctor
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from tests.server.conftest import Served, running
 
 DASHBOARD_NAMES = [

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from kvstrata.config import Settings, env_name, flag_name
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from tests.models.conftest import write_model
 from tests.server.conftest import Served
 from tests.server.raw import answer, head

@@ -19,7 +19,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from tests.agents.forced import BEGIN, CHATML, END, Prompt, call_text, from_files, model_with, serving
 from tests.server.conftest import Served
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerFast
 
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.text.detokenizer import control_names, special_names
 from kvstrata.text.special_escapes import SpecialTokenEscapes
 from kvstrata.text.template import ChatTemplate

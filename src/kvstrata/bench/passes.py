@@ -20,7 +20,7 @@ from kvstrata.bench.encoding_cache import EncodingLayer
 from kvstrata.errors import ConfigError
 from kvstrata.kv.layout import LayerSpec, Layout, arrays_in
 from kvstrata.kv.precision_plan import PrecisionPlan
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.models.probe import probe
 
 MODES = ("prefill", "decode")

@@ -27,7 +27,7 @@ from kvstrata.bench.watch import UNWATCHED, Watch
 from kvstrata.codecs.registry import parse
 from kvstrata.errors import ConfigError
 from kvstrata.kv.precision_plan import PrecisionPlan, make_plan, raw_plan
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 
 Pair = tuple[str, str]
 

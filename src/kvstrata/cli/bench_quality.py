@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvstrata.bench.passes import Text
     from kvstrata.bench.quality import Quality
     from kvstrata.bench.watch import Watch
-    from kvstrata.models.loaded import LoadedModel
+    from kvstrata.models.load import LoadedModel
 
 SAMPLE = Path(__file__).parents[1] / "bench" / "sample.txt"
 

@@ -164,8 +164,8 @@ def _write_report(file: Path, report: Report, findings: list[Finding]) -> list[F
 def examine() -> Report:
     from kvstrata.cli.selftest import typical_choices
     from kvstrata.cli.speed import mlx_gflops, numpy_gflops
-    from kvstrata.models.cpu_form import weights_here
-    from kvstrata.models.default import default_is_whole
+    from kvstrata.models.default_model import has_default_model
+    from kvstrata.models.placement import describe_cpu_weights
     from kvstrata.platform.device import device
 
     here = device()
@@ -177,12 +177,12 @@ def examine() -> Report:
         memory_available_bytes=min(free_memory_bytes(), here.memory_bytes),
         cache_folder=cache_root(),
         disk_free_bytes=_disk_free(cache_root()),
-        default_model=default_is_whole(),
+        default_model=has_default_model(),
         versions={"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         heap=heap(),
         open_files=open_files(),
         kernels=tuple(asdict(choice) for choice in typical_choices("float32" if here.backend == "cpu" else "bfloat16")),
-        weights=weights_here() if here.backend == "cpu" else "",
+        weights=describe_cpu_weights() if here.backend == "cpu" else "",
     )
 
 

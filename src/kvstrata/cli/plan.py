@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from kvstrata.engine.memory_plan import Forecast, PrecisionForecast
-    from kvstrata.models.outline import Outline
+    from kvstrata.models.outline import ModelOutline
     from kvstrata.platform.device import MlxBackend
 
 Backend = Literal["metal", "cuda", "cpu"]
@@ -113,7 +113,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Shown:
-    outline: Outline
+    outline: ModelOutline
     forecast: Forecast
     advice: PrecisionForecast | None
     tokens: int  # of a conversation that the advice is for
@@ -162,7 +162,7 @@ def _command(asked: Asked, row: PrecisionForecast | None, tokens: int) -> str:
     return line
 
 
-def _notes(found: Outline, result: Forecast) -> list[str]:
+def _notes(found: ModelOutline, result: Forecast) -> list[str]:
     notes = [
         "What passes take is expected here and measured when a server starts: `memory` of GET /props has the figures.",
     ]

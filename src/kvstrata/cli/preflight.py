@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 def check_paths(settings: Settings) -> None:
     """Raise ModelError or ConfigError where the model, its adapter or the cache folder cannot be used."""
-    from kvstrata.models.find import check_named
+    from kvstrata.models.find import check_model_name
 
-    check_named(settings.model)
+    check_model_name(settings.model)
     if settings.adapter is not None and not settings.adapter.expanduser().is_dir():
         raise ModelError(f"There is no adapter folder {settings.adapter}. Check --adapter, or leave it out")
     if settings.disk_cache_dir is None or settings.hot_cache_only:

@@ -36,28 +36,28 @@ def pull(
 
 
 def _renewed(name: str | None) -> str:
-    from kvstrata.models.files import check_folder
-    from kvstrata.models.hub import HubModel, fetch
+    from kvstrata.models.find import HubModel, fetch_hub_model
+    from kvstrata.models.folder import check_folder
 
     if name is None:
         raise ModelError("--renew is for a model of the hub, and none is named: the default model never changes")
-    folder = fetch(HubModel.parse(name), renew=True)
+    folder = fetch_hub_model(HubModel.parse(name), renew=True)
     check_folder(folder)
     return str(folder)
 
 
 def _folder(model: str | None) -> str:
     # The default model's path needs no mlx-lm when it is already there, so `make serve` does not pay for it twice.
-    from kvstrata.models import default
+    from kvstrata.models import default_model
     from kvstrata.platform.device import missing_backend
 
-    if model is None or model == default.NAME:
-        if not default.default_is_whole() and (told := missing_backend()) is not None:
+    if model is None or model == default_model.NAME:
+        if not default_model.has_default_model() and (told := missing_backend()) is not None:
             raise ModelError(told)  # before the download: without MLX nothing can be converted
-        return str(default.get_default())
-    from kvstrata.models.files import check_folder
-    from kvstrata.models.find import find
+        return str(default_model.ensure_default_model())
+    from kvstrata.models.find import find_model
+    from kvstrata.models.folder import check_folder
 
-    found = find(model)
+    found = find_model(model)
     check_folder(found.folder)
     return str(found.folder)

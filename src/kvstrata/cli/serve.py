@@ -16,7 +16,7 @@ from kvstrata.cli.flags import given, with_settings
 if TYPE_CHECKING:
     from kvstrata.cli.starting import Starting
     from kvstrata.config import Settings
-    from kvstrata.models.loaded import LoadedModel
+    from kvstrata.models.load import LoadedModel
     from kvstrata.platform.device import Device
     from kvstrata.server.run import Server
     from kvstrata.server.service import Service

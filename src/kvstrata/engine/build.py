@@ -29,7 +29,7 @@ from kvstrata.kv.layout import Layout
 from kvstrata.kv.packing import count_labels
 from kvstrata.kv.precision_plan import edges_of, make_plan
 from kvstrata.metrics import Metrics
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.models.probe import probe
 from kvstrata.platform.device import device, max_arrays
 from kvstrata.platform.logging import begin

@@ -21,7 +21,7 @@ from kvstrata.kv.checkpoints import Checkpoint
 from kvstrata.kv.layout import Layout
 from kvstrata.kv.mlx_prompt_files import TensorTable, looks_like_tensors, read_table
 from kvstrata.kv.packing import block_bytes
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.prefix_cache.jobs import Steps
 from kvstrata.prefix_cache.keys import Identity, TokenIds, chain
 from kvstrata.prefix_cache.prefetch import TierOffer

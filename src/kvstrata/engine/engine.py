@@ -28,7 +28,7 @@ from kvstrata.errors import ContextTooLong, InvalidRequest, QueueFull, RequestEr
 from kvstrata.kv.checkpoints import needs_checkpoints
 from kvstrata.kv.decode_step import explain
 from kvstrata.metrics import Metrics
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.prefix_cache.entry_table import CacheListener
 from kvstrata.prefix_cache.keys import Identity, owner_of
 from kvstrata.tiers.disk.filesystem import Filesystem

@@ -21,7 +21,7 @@ from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.errors import ConfigError
 from kvstrata.kv.layout import LayerSpec, Layout
 from kvstrata.kv.precision_plan import PrecisionPlan, bits_of, make_plan, raw_plan
-from kvstrata.models.outline import Outline
+from kvstrata.models.outline import ModelOutline
 from kvstrata.platform.device import MlxBackend
 from kvstrata.tiers.block import BLOCK_TOKENS
 
@@ -182,7 +182,7 @@ def _max_allocator_cache_bytes(backend: MlxBackend) -> int:
     return MAX_ALLOCATOR_CACHE_BYTES_CUDA if backend == "cuda" else MAX_ALLOCATOR_CACHE_BYTES
 
 
-def expected_scratch(outline: Outline, *, rows: int) -> Scratch:
+def expected_scratch(outline: ModelOutline, *, rows: int) -> Scratch:
     """Estimate the scratch of a model that is not loaded. `rows`: most requests in one batch."""
     layout, is_cpu = outline.layout, outline.backend == "cpu"
     chunk = MAX_CHUNK_CPU if is_cpu else MAX_CHUNK_GPU
@@ -202,7 +202,7 @@ def expected_scratch(outline: Outline, *, rows: int) -> Scratch:
     return Scratch(tuple(lines))
 
 
-def _score_bytes(outline: Outline) -> float:
+def _score_bytes(outline: ModelOutline) -> float:
     """Return the bytes of the scores between one query token and one key token, in all heads."""
     is_recurrent = any(spec.kind == "recurrent" for spec in outline.layout.flat())
     is_plain = outline.layout.batching == "per_sequence" or is_recurrent
@@ -258,7 +258,7 @@ class Forecast:
 
 
 def forecast(
-    outline: Outline,
+    outline: ModelOutline,
     limit_bytes: int,
     *,
     disk_bytes: int | None = None,
@@ -312,7 +312,7 @@ def _fits(precision: PrecisionForecast, tokens: int, conversations: int) -> bool
 
 
 def _precision_forecast(
-    outline: Outline,
+    outline: ModelOutline,
     config: KvConfig,
     plan: PrecisionPlan,
     kv_bytes: int,
@@ -357,7 +357,7 @@ def _checkpoint_bytes(layout: Layout, plan: PrecisionPlan, tokens: int) -> int:
     return math.ceil(total)
 
 
-def _max_request_tokens(outline: Outline, config: KvConfig, kv_bytes: int, *, live: bool) -> int:
+def _max_request_tokens(outline: ModelOutline, config: KvConfig, kv_bytes: int, *, live: bool) -> int:
     """Return the longest request that a server would admit, by the KV formats that the server uses."""
     layout = outline.layout
     budget = Budget(kv_bytes, layout.fixed_bytes, layout.token_bytes)
@@ -370,7 +370,7 @@ def _max_request_tokens(outline: Outline, config: KvConfig, kv_bytes: int, *, li
     return max(0, min(outline.context_tokens, budget.most_tokens(make_formats(layout, running, chunk)[0])))
 
 
-def _expected_plan(outline: Outline, limit_bytes: int, scratch: Scratch, config: KvConfig) -> MemoryPlan:
+def _expected_plan(outline: ModelOutline, limit_bytes: int, scratch: Scratch, config: KvConfig) -> MemoryPlan:
     return plan_memory(
         limit_bytes,
         outline.weight_bytes,

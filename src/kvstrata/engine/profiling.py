@@ -48,7 +48,7 @@ from kvstrata.kv.layout import LayerSpec, Layout
 from kvstrata.kv.precision_plan import CodecPair
 from kvstrata.kv.recurrent_layer import RecurrentLayer
 from kvstrata.kv.sequence_cache import Prefix, SequenceCache
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.platform.device import device
 from kvstrata.platform.files import read_notes, write_notes
 from kvstrata.platform.memory import limits_restored

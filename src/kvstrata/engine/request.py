@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvstrata.grammar.grammars import Grammar
+from kvstrata.grammar.compiler import Grammar
 from kvstrata.prefix_cache.conversations import PromptDivergence
 from kvstrata.prefix_cache.keys import TokenIds
 from kvstrata.sizes import Size

@@ -19,8 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvstrata.engine.sampling import SampledTokens, Sampler, sample
-from kvstrata.grammar.masks import Allowed, Masks
-from kvstrata.grammar.matcher import Matcher, shortened
+from kvstrata.grammar.matcher import AllowedTokens, Matcher, TokenMasks, shortened
 from kvstrata.kv.batch_cache import BatchCache
 from kvstrata.kv.decode_step import CompiledStep
 from kvstrata.kv.layout import Layout, arrays_in
@@ -64,7 +63,7 @@ class ModelRunner:
         self._layout = layout
         self._batch: BatchCache | None = None
         self._compiled = CompiledStep(model) if layout.compiles else None
-        self._masks = Masks()
+        self._masks = TokenMasks()
 
     @property
     def layout(self) -> Layout:
@@ -116,7 +115,7 @@ class ModelRunner:
         tokens = step_inputs(rows, pending)
         logits = self._forward_mixed(rows, tokens, chunks) if chunks else self._forward(rows, tokens)
         written = [chunk.cache.arrays() for chunk in chunks]
-        allowed = Allowed()
+        allowed = AllowedTokens()
         if any(row.matcher is not None for row in rows):
             mx.async_eval(logits, self._state_arrays(rows), written)
             allowed = self._allowed_tokens(rows, pending, vocab_size=logits.shape[-1])
@@ -127,7 +126,7 @@ class ModelRunner:
         failures = {rows[index].id: reason for index, reason in allowed.failures.items()}
         return PendingStep(tuple(row.id for row in rows), sampled, began_s, num_prompt_tokens, failures)
 
-    def _allowed_tokens(self, rows: Sequence[BatchRow], pending: PendingStep | None, vocab_size: int) -> Allowed:
+    def _allowed_tokens(self, rows: Sequence[BatchRow], pending: PendingStep | None, vocab_size: int) -> AllowedTokens:
         """Return the tokens that the grammars allow next. Waits for the pending step where a grammar needs it."""
         needs_pending = any(row.matcher is not None and not row.tokens for row in rows)
         tokens = dict(zip(pending.ids, pending.sampled.read(), strict=True)) if pending and needs_pending else {}
@@ -144,9 +143,9 @@ class ModelRunner:
                 log.exception("A grammar failed")
                 failures[index] = shortened(repr(error))
         allowed = self._fill_masks(matchers, vocab_size)
-        return Allowed(allowed.tokens, {**failures, **allowed.failures})
+        return AllowedTokens(allowed.tokens, {**failures, **allowed.failures})
 
-    def _fill_masks(self, matchers: Sequence[Matcher | None], vocab_size: int) -> Allowed:
+    def _fill_masks(self, matchers: Sequence[Matcher | None], vocab_size: int) -> AllowedTokens:
         """Fill the masks of all rows in one call. Where it raises, fill row by row, and fail the rows that raise."""
         try:
             return self._masks.fill(matchers, vocab_size)
@@ -164,7 +163,7 @@ class ModelRunner:
                     failures[index] = single.failures[0]
                 if single.tokens is not None:
                     tokens[index] = single.tokens[0]
-        return Allowed(tokens, failures)
+        return AllowedTokens(tokens, failures)
 
     @property
     def plans_steps(self) -> bool:

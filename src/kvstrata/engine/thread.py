@@ -22,7 +22,7 @@ from kvstrata.engine.request import EngineState, FinishReason
 from kvstrata.engine.sequence import ENGINE_FAILED, Sequence
 from kvstrata.errors import Unavailable
 from kvstrata.metrics import Metrics
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.platform.memory import limits_restored, trim_heap
 from kvstrata.platform.mlx_streams import streams
 

@@ -1,4 +1,4 @@
-"""What memory holds, published for routers in the form that vLLM has made known: KV events over ZMQ.
+"""KV events over ZMQ for routers, in vLLM's form: which tokens entered and left memory.
 
-Knows which tokens came and went, and how that is said on the wire. Does not know who listens or how they route.
+Does not know the subscribers or how they route.
 """

@@ -19,7 +19,6 @@ log = logging.getLogger(__name__)
 
 # Listeners hear of tokens when a run of this many is complete.
 GRAIN = 16
-
 MAX_WAITING_BYTES = 256 << 20
 
 

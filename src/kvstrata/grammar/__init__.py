@@ -1,4 +1,4 @@
-"""What a reply may be: constraints, compiled for a model's tokenizer by llguidance, and followed token by token.
+"""Constrained decoding: constraints compiled by llguidance for a model's tokenizer, and matched token by token.
 
-Knows tokenizers. Does not know requests, HTTP or how tokens are drawn.
+Knows tokenizers. Does not know requests, HTTP or sampling.
 """

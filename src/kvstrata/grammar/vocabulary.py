@@ -1,7 +1,7 @@
-"""A model's tokens as llguidance sees them. Made on first use, which takes seconds; safe to call from any thread.
+"""Vocabulary: a model's tokens as llguidance sees them. Built on first use, which takes seconds; thread-safe.
 
-llguidance takes added tokens that are special, or written <like this>, for marks: no text of a grammar matches them,
-only their ids do. Other added tokens are text to it.
+No text of a grammar matches an added token that is special or written <like this>; only its id does. Other added
+tokens are text to llguidance.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BLANKS = re.compile("[\\s\u2581]*")  # sentencepiece writes a space like this
 
 class Vocabulary:
     def __init__(self, tokenizer: TokenizerWrapper, vocab_size: int, eos_ids: Iterable[int]) -> None:
-        """`vocab_size`: number of logits, those that stand for no token included."""
+        """`vocab_size`: number of logits, padding included."""
         self._tokenizer = tokenizer
         self.vocab_size = vocab_size
         self._eos_ids = sorted(eos_ids)
@@ -37,14 +37,14 @@ class Vocabulary:
         self._native: LLTokenizer | None = None
 
     def native(self) -> LLTokenizer:
-        """Raises InvalidRequest where llguidance does not know this kind of tokenizer."""
+        """Return llguidance's tokenizer. Raises InvalidRequest when llguidance does not support this tokenizer."""
         with self._lock:
             if self._native is None:
                 self._native = self._make()
             return self._native
 
     def pieces(self, text: str) -> list[str | int]:
-        """A text taken apart into plain text and the ids of added tokens, as the tokenizer reads it."""
+        """Split a text into plain text and the ids of added tokens, as the tokenizer does."""
         found: list[str | int] = []
         at = 0
         for match in self._added.finditer(text):
@@ -88,7 +88,7 @@ def _not_available(why: str) -> InvalidRequest:
 
 
 def _spec(fast: Tokenizer) -> str:
-    """tokenizer.json, without settings that would pad or cut texts."""
+    """Return tokenizer.json without padding and truncation."""
     if fast.padding is None and fast.truncation is None:
         return fast.to_str()
     return json.dumps({**json.loads(fast.to_str()), "padding": None, "truncation": None})

@@ -1,4 +1,4 @@
-"""What a user may set about weights on a CPU. Plain values: read before MLX is imported."""
+"""Options of weights on a CPU. Plain values, apart from `placement`: settings are read before MLX is imported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CpuWeights = Literal["auto", "8", "4", "raw"]
 
 @dataclass(frozen=True)
 class CpuOptions:
-    """Without effect on a GPU."""
+    """Form of weights and of activations on a CPU. Without effect on a GPU."""
 
     weights: CpuWeights = "auto"
     activations: Activations = 16

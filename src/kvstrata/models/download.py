@@ -1,30 +1,43 @@
-"""One file over HTTP, whose checksum is known: resumed where it was cut off, and never used before it is whole.
+"""Download of one file of a package index: found, resumed and checked, with its progress on stderr.
 
-Knows ranges and checksums. Does not know what is in the file.
+Knows the simple API (JSON and HTML), pip's and uv's variables and pip's configuration files; pip itself is not needed.
+A file is published only when it is whole and its checksum is right.
 """
 
 from __future__ import annotations
 
+import configparser
 import fcntl
 import hashlib
+import json
 import os
-from collections.abc import Callable
-from contextlib import suppress
+import ssl
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
+from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 
 if TYPE_CHECKING:
     import httpx
 
+PUBLIC_INDEX = "https://pypi.org/simple"
+ACCEPT = "application/vnd.pypi.simple.v1+json, text/html;q=0.5"
+TIMEOUT_S = 30.0
+MAX_PAGE_BYTES = 16 << 20
+SECTIONS = ("global", "download", "install")  # of pip's configuration files
 PIECE_BYTES = 1 << 20
-NOTHING_THERE = 416  # behind what was asked for
-MAX_TRIES = 3  # of one call; what has arrived stays for the next one
+NOTHING_THERE = 416  # HTTP status: the range begins after the end
+MAX_TRIES = 3  # of one call; received bytes stay for the next call
 
 Advance = Callable[[int], None]
 
 
 class WrongChecksum(Exception):
-    """What arrived is another file. Nothing of it is kept."""
+    """Raised when the received file has another checksum. It is not kept."""
 
     def __init__(self, sha256: str) -> None:
         super().__init__(sha256)
@@ -34,8 +47,9 @@ class WrongChecksum(Exception):
 def download(
     client: httpx.Client, url: str, target: Path, part: Path, sha256: str, size_bytes: int, advance: Advance
 ) -> None:
-    """Publishes `target` by rename once all of it has arrived and is right. What has arrived so far rests in `part`,
-    which must be on the same file system. Nothing is kept behind `size_bytes`, however much a server sends. Raises
+    """Download a file and publish it as `target` by rename once it is whole and its checksum is right.
+
+    Received bytes stay in `part`, which must be on the same file system, and at most `size_bytes` are kept. Raises
     httpx.HTTPError, OSError and WrongChecksum."""
     part.parent.mkdir(parents=True, exist_ok=True)
     with part.open("a+b") as file:
@@ -60,7 +74,7 @@ def _is_ours(file: IO[bytes], part: Path) -> bool:
 
 
 class _Part:
-    """What has arrived, and its checksum so far."""
+    """Received part of a file, and its checksum so far."""
 
     def __init__(self, file: IO[bytes], size_bytes: int, advance: Advance) -> None:
         self._file = file
@@ -77,7 +91,7 @@ class _Part:
         return self._digest.hexdigest()
 
     def add(self, piece: bytes) -> None:
-        """Raises WrongChecksum for more than the whole file has."""
+        """Append received bytes. Raises WrongChecksum for more bytes than the whole file has."""
         if self.num_bytes + len(piece) > self._size_bytes:
             found = self.sha256
             self.restart()
@@ -129,7 +143,7 @@ def _receive_all(client: httpx.Client, url: str, part: _Part) -> None:
 
 
 def _receive(client: httpx.Client, url: str, part: _Part) -> None:
-    """Appends what is missing; all of it, where the server knows no ranges."""
+    """Append the missing bytes, or all bytes when the server supports no ranges."""
     have = part.num_bytes
     # As it is: a checksum is of the file, not of how it travels.
     headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={have}-"} if have else {})}
@@ -141,3 +155,146 @@ def _receive(client: httpx.Client, url: str, part: _Part) -> None:
             part.restart()
         for piece in response.iter_raw():
             part.add(piece)
+
+
+if TYPE_CHECKING:
+    import httpx
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Sources of packages, in the order in which they are asked."""
+
+    folders: tuple[Path, ...] = ()  # of files as they are: pip's find-links
+    indexes: tuple[str, ...] = (PUBLIC_INDEX,)
+    certificates: str | None = None  # a file of authorities; None: the usual ones
+
+    def client(self) -> httpx.Client:
+        """Return an HTTP client. Its proxies come from the environment."""
+        import httpx
+
+        verify = ssl.create_default_context(cafile=self.certificates) if self.certificates else True
+        return httpx.Client(verify=verify, follow_redirects=True, timeout=TIMEOUT_S)
+
+
+def sources(environment: Mapping[str, str] = os.environ) -> Sources:
+    """Return the sources that pip and uv are configured to use."""
+    configured = _pip_configuration(environment)
+
+    def told(*names: str, option: str = "") -> list[str]:
+        values = [environment[name] for name in names if environment.get(name)]
+        return (values or [configured.get(option, "")])[0].split()
+
+    certificates = told("PIP_CERT", "REQUESTS_CA_BUNDLE", option="cert")
+    indexes: list[str] = []
+    if told("PIP_NO_INDEX", option="no-index")[:1] in ([], ["0"], ["false"]):
+        indexes += told("PIP_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL", option="index-url") or [PUBLIC_INDEX]
+        indexes += told("PIP_EXTRA_INDEX_URL", "UV_INDEX", "UV_EXTRA_INDEX_URL", option="extra-index-url")
+    # uv may put a name before an address.
+    urls = [url.partition("=")[2] if "=" in url.partition("://")[0] else url for url in indexes]
+    links = [Path(text).expanduser() for text in told("PIP_FIND_LINKS", "UV_FIND_LINKS", option="find-links")]
+    return Sources(
+        tuple(folder for folder in links if folder.is_dir()),
+        tuple(dict.fromkeys(url for url in urls if url.startswith(("http://", "https://")))),
+        " ".join(certificates) or None,
+    )
+
+
+def find_file(client: httpx.Client, index: str, project: str, filename: str) -> str | None:
+    """Return the URL of a file; None: this index does not have it.
+
+    Raises httpx.HTTPError, and ValueError for a page that is not a list of files."""
+    with client.stream("GET", f"{index.rstrip('/')}/{project}/", headers={"Accept": ACCEPT}) as page:
+        if page.status_code == 404:
+            return None
+        page.raise_for_status()
+        content = _bounded(page)
+    is_json = "json" in page.headers.get("content-type", "")
+    addresses = _of_json(json.loads(content)) if is_json else _of_html(content.decode(errors="replace"))
+    for address in addresses:
+        url = urldefrag(urljoin(str(page.url), address)).url
+        if unquote(urlsplit(url).path).rpartition("/")[2] == filename:
+            return url
+    return None
+
+
+def _bounded(page: httpx.Response) -> bytes:
+    content = bytearray()
+    for piece in page.iter_bytes():
+        content += piece
+        if len(content) > MAX_PAGE_BYTES:
+            raise ValueError("the page is too large for a list of files")
+    return bytes(content)
+
+
+def _of_json(page: object) -> Iterator[str]:
+    files = page.get("files") if isinstance(page, dict) else None
+    if not isinstance(files, list):
+        raise ValueError("the page has no list of files")
+    return (str(file["url"]) for file in files if isinstance(file, dict) and "url" in file)
+
+
+def _of_html(page: str) -> Iterator[str]:
+    links = _Links()
+    links.feed(page)
+    return iter(links.found)
+
+
+class _Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "a":
+            self.found += [value for name, value in attrs if name == "href" and value]
+
+
+def _pip_configuration(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return pip's options. Later files and later sections win."""
+    options: dict[str, str] = {}
+    for path in _pip_files(environment):
+        parser = configparser.RawConfigParser()
+        try:
+            parser.read(path, encoding="utf-8")
+        except (configparser.Error, OSError, UnicodeDecodeError):
+            continue  # pip will tell its user
+        for section in SECTIONS:
+            if parser.has_section(section):
+                options |= {name.replace("_", "-"): value for name, value in parser.items(section)}
+    return options
+
+
+def _pip_files(environment: Mapping[str, str]) -> list[Path]:
+    from platformdirs import user_config_path
+
+    named = environment.get("PIP_CONFIG_FILE")
+    if named == os.devnull:
+        return []
+    home = Path.home() / ".pip"
+    folders = [Path("/etc"), home, user_config_path("pip", appauthor=False), Path(sys.prefix)]
+    return [*(folder / "pip.conf" for folder in folders), *([Path(named)] if named else [])]
+
+
+def say(line: str) -> None:
+    """Print a line on stderr: stdout is for results."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def on_terminal() -> bool:
+    return sys.stderr.isatty()
+
+
+@contextmanager
+def bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show progress: a bar on a terminal, one line otherwise. Yields a function that adds to the amount done."""
+    if not on_terminal():
+        say(f"{title} ...")
+        yield lambda _amount: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda amount: progress.advance(task, amount)

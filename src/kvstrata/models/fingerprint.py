@@ -1,4 +1,4 @@
-"""The identity of a model: blake3 over the content of everything that decides what a prompt's KV is.
+"""Fingerprint of a model: blake3 over the content of everything that determines the KV of a prompt.
 
 Weights, tokenizer, chat template, config, adapter. Names and paths do not count, so a moved model stays the same and
 other weights under an old name do not.
@@ -26,7 +26,7 @@ Digests = dict[str, str]
 
 
 def fingerprint(folder: Path, adapter: Path | None = None, form: str = "") -> str:
-    """`form`: what was made of the weights, where that changes what is computed."""
+    """Return the fingerprint. `form`: the form of the weights, where that changes results."""
     remembered = _remembered()
     digests = dict(remembered)
     identity = blake3(b"kvstrata model 1")

@@ -1,13 +1,13 @@
-"""Loads a model for serving: finds its folder, checks it, lets mlx-lm build it, and says what it is.
+"""Loads a model for serving: finds its folder, checks it, and lets mlx-lm build it.
 
-Knows mlx-lm's loader and the hub. Code that comes with a model is never run. On a CPU weights stay packed or become
-float32 (cpu_form.py); on Metal and CUDA dtype and quantization stay as they are.
+Code that comes with a model is never run. On a CPU weights stay packed or become float32 (`placement`); on Metal and
+CUDA dtype and quantization stay as they are.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,21 +16,44 @@ from mlx.utils import tree_flatten
 
 from kvstrata.errors import ModelError
 from kvstrata.kv.layout import arrays_in
-from kvstrata.models.cpu_form import choose_form
 from kvstrata.models.cpu_options import DEFAULT, CpuOptions
-from kvstrata.models.files import check_folder, read_json
-from kvstrata.models.find import find
+from kvstrata.models.find import find_model
 from kvstrata.models.fingerprint import fingerprint
-from kvstrata.models.generation import read_sampling_defaults
-from kvstrata.models.loaded import LoadedModel
-from kvstrata.models.room import check_room, room_bytes
+from kvstrata.models.folder import check_folder, read_json
+from kvstrata.models.generation_config import SamplingDefaults, read_sampling_defaults
+from kvstrata.models.placement import allowed_weight_bytes, check_memory, choose_form
 from kvstrata.packed.form import CpuForm
 from kvstrata.platform.files import raise_open_files
 from kvstrata.platform.logging import begin
 
 if TYPE_CHECKING:
-    import mlx.nn as nn
     from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """Model that is ready to run."""
+
+    name: str  # what /v1/models shows: the hub's id, or the folder's name
+    path: Path  # the model folder
+    module: nn.Module  # mlx-lm's model
+    tokenizer: TokenizerWrapper
+    config: dict[str, Any]  # config.json
+    context_tokens: int
+    vocab_size: int  # number of logits
+    eos_ids: frozenset[int]
+    weight_bytes: int  # allocated, after load
+    dtype: str  # what the model computes in: "float32", "bfloat16"
+    fingerprint: str  # blake3 over the content of weights, tokenizer, template, config and adapter, and over their form
+    weights: str = ""  # the form that they are in, where it is not that of the files: for people to read
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # what its makers recommend
+
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +69,11 @@ def load(
     memory_limit_bytes: int | None = None,
     cpu: CpuOptions = DEFAULT,
 ) -> LoadedModel:
-    """A folder, a hub id, or None for the default model. Raises ModelError, before the weights are read where they
-    would take more than the limit or than what is free."""
+    """Load a folder, a hub id, or the default model (None).
+
+    Raises ModelError, before weights are read when they would take more than the limit or the free memory."""
     begin("model files", "Looking for the model's files")
-    found = find(name_or_path)
+    found = find_model(name_or_path)
     folder = found.folder
     check_folder(folder)
     raise_open_files()  # each file of the weights stays open until it is read
@@ -86,8 +110,8 @@ def load(
 
 
 def load_tokenizer(name_or_path: str | None) -> TokenizerWrapper:
-    """Of the model that `load` would find, and no more of it. Raises ModelError."""
-    folder = find(name_or_path).folder
+    """Load only the tokenizer of the model that `load` would find. Raises ModelError."""
+    folder = find_model(name_or_path).folder
     check_folder(folder)
     return _tokenizer(folder, read_json(folder / "config.json"))
 
@@ -95,11 +119,11 @@ def load_tokenizer(name_or_path: str | None) -> TokenizerWrapper:
 def _loaded(
     folder: Path, adapter: Path | None, limit_bytes: int | None, cpu: CpuOptions
 ) -> tuple[nn.Module, dict[str, Any], CpuForm | None]:
-    """The module with its weights in memory, its config, and on a CPU the form that they have."""
+    """Return the module with its weights in memory, its config, and the form of the weights on a CPU."""
     begin("weights", f"Reading the weights of {folder.name}")
     module, config = build_lazily(folder)
-    form = choose_form(module, cpu, room_bytes(limit_bytes)) if mx.default_device() == mx.cpu else None
-    check_room(module, folder, limit_bytes, form)
+    form = choose_form(module, cpu, allowed_weight_bytes(limit_bytes)) if mx.default_device() == mx.cpu else None
+    check_memory(module, folder, limit_bytes, form)
     if adapter is not None:
         _add_adapter(module, adapter)
     identity = ""
@@ -112,7 +136,7 @@ def _loaded(
 
 
 def context_tokens(config: dict[str, Any]) -> int:
-    """Multimodal configs keep it one level down."""
+    """Return the context length. Multimodal configs keep it in `text_config`."""
     for part in (config, config.get("text_config") or {}):
         for key in CONTEXT_KEYS:
             if isinstance(part.get(key), int) and part[key] > 0:
@@ -121,7 +145,7 @@ def context_tokens(config: dict[str, Any]) -> int:
 
 
 def build_lazily(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """The model and its config. Of its weights only the headers are read."""
+    """Return the model and its config. Only the headers of the weights are read."""
     from mlx_lm.utils import load_model
 
     try:
@@ -156,7 +180,7 @@ def _add_adapter(module: nn.Module, adapter: Path) -> None:
 
 
 def _place(module: nn.Module, folder: Path, form: CpuForm | None, identity: str) -> None:
-    """Brings the weights into memory, in the form that the device computes best."""
+    """Read the weights into memory, in the form that the device computes best."""
     try:
         if form is not None:
             from kvstrata.packed.place import place
@@ -182,20 +206,20 @@ def _tokenizer(folder: Path, config: dict[str, Any]) -> TokenizerWrapper:
 
 
 def _num_logits(module: nn.Module) -> int:
-    """From the shape of a forward pass that is never evaluated: configs are not always right about it."""
+    """Return the number of logits from a forward pass that is not evaluated: configs are not always right."""
     from mlx_lm.models.cache import make_prompt_cache
 
     return module(mx.array([[0]]), cache=make_prompt_cache(module)).shape[-1]
 
 
 def _arrays(module: nn.Module) -> list[mx.array]:
-    """Each once, also where two modules share one."""
+    """Return each array once, also when two modules share it."""
     parameters = cast("list[tuple[str, mx.array]]", tree_flatten(module.parameters()))
     return list({id(array): array for _, array in parameters}.values())
 
 
 def _dtype(module: nn.Module) -> str:
-    """The floating dtype that most values have."""
+    """Return the floating dtype of most values."""
     sizes: dict[mx.Dtype, int] = {}
     for array in _arrays(module):
         if mx.issubdtype(array.dtype, mx.floating):

@@ -1,4 +1,4 @@
-"""What a model is and what it will take, from its headers and config alone: no weight is read, nothing is computed.
+"""Outline of a model: its layers and memory, from headers and config alone. No weight is read, nothing is computed.
 
 mlx-lm builds the model over arrays that are not read yet, and a short prompt is run through it that is never evaluated:
 shapes and dtypes of the caches are known all the same. So what is told here is what `probe` will measure.
@@ -20,12 +20,11 @@ from kvstrata.codecs import backends
 from kvstrata.errors import ModelError
 from kvstrata.kv.layout import LayerSpec, Layout, measure_layers, read_layer_specs
 from kvstrata.kv.sequence_cache import SequenceCache
-from kvstrata.models.cpu_form import choose_form
 from kvstrata.models.cpu_options import DEFAULT, CpuOptions
-from kvstrata.models.files import check_folder, weight_files
-from kvstrata.models.find import Found, find_here
+from kvstrata.models.find import FoundModel, find_local_model
+from kvstrata.models.folder import check_folder, weight_files
 from kvstrata.models.load import build_lazily, context_tokens
-from kvstrata.models.room import placed_bytes
+from kvstrata.models.placement import choose_form, weight_bytes_in_memory
 from kvstrata.packed.form import CpuForm
 from kvstrata.platform.device import MlxBackend
 from kvstrata.platform.files import raise_open_files
@@ -38,7 +37,9 @@ CAPACITY = 16
 
 
 @dataclass(frozen=True)
-class Outline:
+class ModelOutline:
+    """Sizes and layers of a model for one back-end."""
+
     name: str
     backend: MlxBackend  # that it is told for
     layout: Layout
@@ -54,19 +55,20 @@ class Outline:
 
 def outline(
     name_or_path: str | None, backend: MlxBackend, *, limit_bytes: int | None = None, cpu: CpuOptions = DEFAULT
-) -> Outline:
-    """Of what is on this machine. Raises ModelError, also for what would have to be downloaded first. `limit_bytes`: of
-    memory, which decides how many bits plain weights get on a CPU."""
+) -> ModelOutline:
+    """Return the outline of a model on this machine. Raises ModelError, also when it is not downloaded yet.
+
+    `limit_bytes`: of memory, which decides how many bits plain weights get on a CPU."""
     with _folder_here(name_or_path) as found:
         raise_open_files()
         module, config = build_lazily(found.folder)
         form = _form(module, backend, cpu, limit_bytes)
-        weight_bytes = placed_bytes(module, form)
+        weight_bytes = weight_bytes_in_memory(module, form)
         widest = _widest(module)
         if backend == "cpu":
             module.set_dtype(mx.float32)
         layout, logits = outline_layers(module, is_mla="kv_lora_rank" in _text_config(config))
-        return Outline(
+        return ModelOutline(
             name=found.name,
             backend=backend,
             layout=layout,
@@ -82,8 +84,9 @@ def outline(
 
 
 def outline_layers(module: Any, *, is_mla: bool = False) -> tuple[Layout, mx.array]:
-    """Its layers with what they cost, and logits that were not computed. `is_mla`: it computes on what it fetches from
-    a cache, so every sequence will get passes of its own."""
+    """Return the layers with their cost, and logits that are not evaluated.
+
+    `is_mla`: the model computes on fetched arrays of a cache, so every sequence gets passes of its own."""
     install()
     layout = Layout(read_layer_specs(module), batching="per_sequence")
     try:
@@ -103,29 +106,29 @@ def _run(module: Any, layout: Layout) -> tuple[tuple[LayerSpec, ...], mx.array]:
 
 
 @contextmanager
-def _folder_here(name_or_path: str | None) -> Iterator[Found]:
-    """A GGUF file that was not converted gets a folder of holes for as long as it is looked at."""
-    found = find_here(name_or_path)
+def _folder_here(name_or_path: str | None) -> Iterator[FoundModel]:
+    """Yield the model's folder. A GGUF file that is not converted gets a temporary folder without weights."""
+    found = find_local_model(name_or_path)
     if found.folder.suffix != ".gguf":
         check_folder(found.folder)
         yield found
         return
     from kvstrata.models.gguf.container import read
-    from kvstrata.models.gguf.outline import write_outline
+    from kvstrata.models.gguf.convert import write_outline
 
     with TemporaryDirectory(prefix="kvstrata-plan-") as name:
         try:
             write_outline(read(found.folder), Path(name))
         except OSError as error:
             raise ModelError(f"The outline of {found.folder} could not be written: {error}. Set TMPDIR") from error
-        yield Found(found.name, Path(name))
+        yield FoundModel(found.name, Path(name))
 
 
 def _form(module: nn.Module, backend: MlxBackend, cpu: CpuOptions, limit_bytes: int | None) -> CpuForm | None:
     if backend != "cpu":
         return None
-    room_bytes = limit_bytes if limit_bytes is not None else 1 << 62
-    return choose_form(module, cpu, room_bytes)
+    allowed_bytes = limit_bytes if limit_bytes is not None else 1 << 62
+    return choose_form(module, cpu, allowed_bytes)
 
 
 def _dtype(layout: Layout, logits: mx.array) -> str:
@@ -142,5 +145,5 @@ def _widest(module: nn.Module) -> int:
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Multimodal configs keep it one level down."""
+    """Return the config of the text model. Multimodal configs keep it in `text_config`."""
     return {**config, **(config.get("text_config") or {})}

@@ -24,9 +24,8 @@ from kvstrata.kv.decode_step import CompiledStep, can_compile
 from kvstrata.kv.layout import LayerSpec, Layout, arrays_in, measure_layers, read_layer_specs
 from kvstrata.kv.mixed_pass import MixedPass, can_mix
 from kvstrata.kv.sequence_cache import SequenceCache
-from kvstrata.models.experts import mend_products
-from kvstrata.models.heads import trim_rows
-from kvstrata.models.rope_rotation import with_rotations
+from kvstrata.models.patches import mend_products, trim_rows
+from kvstrata.models.rope_probe import with_rotations
 from kvstrata.packed import operations
 from kvstrata.packed.form import exact_activations
 
@@ -38,7 +37,6 @@ Cut = Callable[[Sequence[int]], list[list[int]]]  # a prompt into passes
 _PROMPTS = ((1, 2, 3, 4, 5), (6, 7, 8))
 _NUM_STEPS = 2
 _CAPACITY = 16
-
 # Of the logits' spread. A path that reads other tokens is off by about all of it.
 _SAME = 1e-3
 _SAME_ROUNDED = 0.05  # for 16-bit models, and for GPUs, which round float32 products
@@ -48,6 +46,7 @@ _NOISE = 3.0
 
 
 def probe(model: Any, max_kv_size: int | None = None) -> Layout:
+    """Return the layout of a model, found by running it."""
     with exact_activations(model):
         return with_rotations(model, _probe(model, max_kv_size))
 
@@ -90,7 +89,7 @@ def _probe(model: Any, max_kv_size: int | None) -> Layout:
 
 
 class _Bound:
-    """How far logits may be from those of sequences alone."""
+    """Bound on the distance of logits from those of sequences alone."""
 
     def __init__(self, model: Any, layout: Layout, expected: Sequence[mx.array]) -> None:
         self._model = model
@@ -99,7 +98,7 @@ class _Bound:
         self._spread = max(_number(mx.concatenate(list(expected)).std()), 1e-30)
 
     def distance(self, logits: Sequence[mx.array]) -> float:
-        """Of the sequence that is further away, as a share of the logits' spread."""
+        """Return the larger distance of the two sequences, as a share of the logits' spread."""
         pairs = zip(self._expected, logits, strict=True)
         return max(_number(mx.sqrt(mx.mean((x - y) ** 2))) for x, y in pairs) / self._spread
 

@@ -20,16 +20,14 @@ from kvstrata.config import Settings
 from kvstrata.engine.config import CacheListener, EngineLimits, KvConfig, half_of_places
 from kvstrata.engine.engine import Engine
 from kvstrata.errors import ConfigError
-from kvstrata.events.address import options_of
 from kvstrata.events.feed import GRAIN, ListenerThread
-from kvstrata.events.open import bind_events, start_publisher
-from kvstrata.grammar.grammars import Grammars
+from kvstrata.events.options import bind_events, event_options, start_publisher
+from kvstrata.grammar.compiler import GrammarCompiler
 from kvstrata.kv.precision_plan import choose_codecs
 from kvstrata.metrics import Metrics
 from kvstrata.models.cpu_options import CpuOptions
-from kvstrata.models.generation import SamplingDefaults
-from kvstrata.models.load import load
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.generation_config import SamplingDefaults
+from kvstrata.models.load import LoadedModel, load
 from kvstrata.platform.device import Device
 from kvstrata.platform.logging import begin
 from kvstrata.prefix_cache.ladder import parse_lengths
@@ -55,8 +53,7 @@ from kvstrata.tiers.remote.sealing import keys_for
 from kvstrata.tiers.remote.url import parse_url
 
 if TYPE_CHECKING:
-    from kvstrata.events.publisher import Publisher
-    from kvstrata.events.sockets import Sockets
+    from kvstrata.events.publisher import EventPublisher, EventSockets
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +69,7 @@ def start_service(
     settings: Settings,
     loaded: LoadedModel,
     machine: Device,
-    sockets: Sockets | None = None,
+    sockets: EventSockets | None = None,
     *,
     listeners: Sequence[CacheListener] = (),
 ) -> Service:
@@ -109,7 +106,7 @@ def start_service(
         template=template,
         form=ReplyFormat(loaded.tokenizer, template, harmony_tokens(loaded.tokenizer)),
         thinking=ThinkingSwitch(template),
-        grammars=Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids),
+        grammars=GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids),
         name=settings.served_name or loaded.name,
         names=names,
         paths=paths,
@@ -154,19 +151,19 @@ def load_model(settings: Settings, machine: Device) -> LoadedModel:
     return load(settings.model, adapter=settings.adapter, memory_limit_bytes=limit_bytes, cpu=cpu)
 
 
-def bind_sockets(settings: Settings) -> Sockets | None:
+def bind_sockets(settings: Settings) -> EventSockets | None:
     """Of --kv-events. Raises ConfigError."""
     if settings.kv_events is None:
         if settings.kv_events_replay is not None:
             raise ConfigError("--kv-events-replay is for --kv-events, and none is given. Give one, or leave both.")
         return None
-    asked = options_of(
+    asked = event_options(
         settings.kv_events, settings.kv_events_replay, settings.kv_events_topic, has_keys=bool(settings.keys)
     )
     return bind_events(asked)
 
 
-def _endings(watching: ListenerThread | None, publisher: Publisher | None) -> tuple[Callable[[], None], ...]:
+def _endings(watching: ListenerThread | None, publisher: EventPublisher | None) -> tuple[Callable[[], None], ...]:
     """What is told is published."""
     return tuple(one.close for one in (watching, publisher) if one is not None)
 

@@ -10,10 +10,10 @@ from anyio import CapacityLimiter
 from fastapi import Request
 
 from kvstrata.engine.engine import Engine
-from kvstrata.grammar.grammars import Grammars
+from kvstrata.grammar.compiler import GrammarCompiler
 from kvstrata.metrics import Metrics
-from kvstrata.models.generation import SamplingDefaults
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.generation_config import SamplingDefaults
+from kvstrata.models.load import LoadedModel
 from kvstrata.server.auth import ApiKey
 from kvstrata.server.bridge import Door
 from kvstrata.server.carriers import Carrier
@@ -30,7 +30,7 @@ from kvstrata.text.template import ChatTemplate
 from kvstrata.text.thinking import ThinkingSwitch
 
 if TYPE_CHECKING:
-    from kvstrata.events.publisher import Publisher
+    from kvstrata.events.publisher import EventPublisher
 
 # Of a list in a body, however short the context is.
 MIN_ITEMS = 1 << 14
@@ -48,7 +48,7 @@ class Service:
     template: ChatTemplate
     form: ReplyFormat  # how replies are taken apart
     thinking: ThinkingSwitch
-    grammars: Grammars
+    grammars: GrammarCompiler
     name: str  # what answers call the model
     names: frozenset[str]  # what requests may call it, beside claude-*
     paths: frozenset[str]  # where it was loaded from: requests may name these too, and no answer does
@@ -64,7 +64,7 @@ class Service:
     hosts: frozenset[str] = frozenset()  # names that it may be called by where there are no keys
     keep_alive_s: float = 10.0  # longest silence on a stream
     bounds: Bounds = field(default_factory=Bounds)  # of connections and what comes on them
-    publisher: Publisher | None = None  # of KV events
+    publisher: EventPublisher | None = None  # of KV events
     at_end: tuple[Callable[[], None], ...] = ()  # called when the engine has stopped
     started: int = 0  # seconds since the epoch
     door: Door = field(default_factory=Door)

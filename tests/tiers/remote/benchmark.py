@@ -25,8 +25,7 @@ from kvstrata.engine.engine import Engine
 from kvstrata.engine.request import Event, Finished, Request, TextDelta
 from kvstrata.kv.layout import arrays_in
 from kvstrata.metrics import Metrics
-from kvstrata.models.load import load
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel, load
 from kvstrata.tiers.options import RemoteOptions
 from kvstrata.tiers.remote.url import parse_url
 from tests.engine.drive import GREEDY

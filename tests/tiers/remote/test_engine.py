@@ -22,7 +22,7 @@ from kvstrata.engine.request import Request
 from kvstrata.errors import ConfigError
 from kvstrata.kv.layout import arrays_in
 from kvstrata.metrics import Metrics
-from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.load import LoadedModel
 from kvstrata.tiers.interface import SharedTier
 from kvstrata.tiers.lookups import Walk
 from kvstrata.tiers.remote import health

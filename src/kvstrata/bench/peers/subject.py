@@ -11,7 +11,7 @@ from typing import Any
 
 from kvstrata.bench.peers.base import Model
 from kvstrata.errors import ConfigError, ModelError
-from kvstrata.models.made import MARKER
+from kvstrata.models.folder import MARKER
 from kvstrata.platform.files import cache_root
 
 
@@ -27,11 +27,11 @@ def subject(named: Path | None, gguf: Path | None, *, on_cpu: bool) -> Model:
 
 
 def _found(named: Path | None, gguf: Path | None) -> tuple[Path, str | None, Path | None]:
-    from kvstrata.models.default import get_default, get_default_gguf
-    from kvstrata.models.gguf.folder import folder_of
+    from kvstrata.models.default_model import ensure_default_gguf, ensure_default_model
+    from kvstrata.models.gguf.convert import folder_of
 
     if named is None:
-        return get_default(), None, gguf or get_default_gguf()
+        return ensure_default_model(), None, gguf or ensure_default_gguf()
     if named.is_file():
         return folder_of(named), str(named.absolute()), gguf or named.absolute()
     if not (named / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""Architectures: what llama.cpp calls their weights and settings, and what mlx-lm calls them."""
+"""Architectures: llama.cpp's names of weights and settings, and mlx-lm's names of the same."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ FREQUENCIES = "rope_freqs.weight"
 class Architecture:
     mlx: str  # mlx-lm's name of it
     layer: Mapping[str, str]
-    config: Callable[[Settings], Config] = lambda _: {}
+    config: Callable[[GgufSettings], Config] = lambda _: {}
     changes: Mapping[str, Change] = field(default_factory=dict)  # by the last part of llama.cpp's name, without its end
 
 
-class Settings:
+class GgufSettings:
     """Metadata under an architecture's own name."""
 
     def __init__(self, gguf: Gguf) -> None:
@@ -78,7 +78,7 @@ def _less_one(array: mx.array, _config: Config) -> mx.array:
     return (array.astype(mx.float32) - 1).astype(array.dtype)
 
 
-def _gemma3(settings: Settings) -> Config:
+def _gemma3(settings: GgufSettings) -> Config:
     head_dim, layers = settings.head_dim, settings.need("block_count")
     # The largest of them divides by the size of its heads in the stream, not by their own.
     scalar = settings.need("embedding_length") // settings.need("attention.head_count") if layers == 62 else head_dim
@@ -129,7 +129,9 @@ def architecture_of(gguf: Gguf) -> Architecture:
 
 
 def name_of(architecture: Architecture, name: str) -> tuple[str, str]:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj, weight. KeyError for a tensor that it has no name for."""
+    """Return mlx-lm's module and kind: blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj, weight.
+
+    Raises KeyError for an unknown tensor."""
     module, _, kind = name.rpartition(".")
     if not module.startswith("blk."):
         return OUTER[module], kind
@@ -151,7 +153,7 @@ def config_of(gguf: Gguf) -> Config:
 
 
 def _config_of(gguf: Gguf) -> Config:
-    architecture, settings = architecture_of(gguf), Settings(gguf)
+    architecture, settings = architecture_of(gguf), GgufSettings(gguf)
     heads = settings.need("attention.head_count")
     config = {
         "model_type": architecture.mlx,
@@ -183,7 +185,7 @@ def _vocab_size(gguf: Gguf) -> int:
     return embedding.shape[0]
 
 
-def _rope_scaling(gguf: Gguf, settings: Settings, config: Config) -> Config | None:
+def _rope_scaling(gguf: Gguf, settings: GgufSettings, config: Config) -> Config | None:
     kind, factor = settings.get("rope.scaling.type"), settings.get("rope.scaling.factor")
     if FREQUENCIES in gguf.tensors:
         return _llama3_scaling(gguf, config)
@@ -215,7 +217,7 @@ def _llama3_scaling(gguf: Gguf, config: Config) -> Config:
 
 
 def llama3_divisors(scaling: Config, theta: float, num_pairs: int) -> np.ndarray:
-    """By how much each frequency is lower: not at all where waves are short, by `factor` where they are long."""
+    """Return the divisor of each frequency: 1 where waves are short, `factor` where they are long."""
     waves = 2 * np.pi * theta ** (np.arange(num_pairs) / num_pairs)
     low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
     smooth = np.clip((scaling["original_max_position_embeddings"] / waves - low) / (high - low), 0, 1)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvstrata.errors import ModelError
-from kvstrata.models.gguf.blocks import BLOCKS
+from kvstrata.models.gguf.tensor_types import BLOCKS
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -26,7 +26,6 @@ DEFAULT_ALIGNMENT = 32
 # Beyond these a count is nonsense, and a list of that length would fill the memory.
 MAX_ENTRIES = 1 << 20
 MAX_DIMS = 4
-
 _NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -60,7 +59,7 @@ class Gguf:
 
 
 def read(path: Path) -> Gguf:
-    """The file, and those that belong to it where it is the first of several."""
+    """Read a file, and the files that belong to it when the model is split."""
     first, *others = [_read_one(part) for part in parts_of(path)]
     tensors = dict(first.tensors)
     for other in others:
@@ -72,7 +71,7 @@ def read(path: Path) -> Gguf:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """All files of a split model, in order; any of them may be given."""
+    """Return all files of a split model in order. `path` may be any of them."""
     found = _SPLIT.fullmatch(path.name)
     if found is None:
         return [path]

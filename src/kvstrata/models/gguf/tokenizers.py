@@ -117,7 +117,7 @@ def _sentence_pieces(gguf: Gguf) -> Tokenizer:
 
 
 def _merges(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """All pairs of tokens that make a token, the best first."""
+    """Return all pairs of tokens that make a token, the best first."""
     found: list[tuple[float, int, int, tuple[str, str]]] = []
     for token, index in vocabulary.items():
         for cut in range(1, len(token)):
@@ -140,7 +140,7 @@ def _add_tokens(tokenizer: Tokenizer, gguf: Gguf) -> None:
 
 
 def ids_of(gguf: Gguf) -> dict[str, Any]:
-    """For config.json: where a text begins, and all ids that end one."""
+    """Return special ids for config.json: the first of a text, and all that end one."""
     metadata = gguf.metadata
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     ids = {

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from kvstrata.errors import InvalidRequest, QueueFull
-from kvstrata.grammar.calls import CallForm, calls_grammar
+from kvstrata.grammar.compiler import Grammar
 from kvstrata.grammar.constraint import Constraint
-from kvstrata.grammar.grammars import Grammar
+from kvstrata.grammar.tool_grammar import CallForm, tool_call_grammar
 from kvstrata.server.conversation.chat import Chat, Tool
 from kvstrata.server.service import Service
 
@@ -65,7 +65,7 @@ def _told(service: Service, tools: Sequence[Tool], salt: str, *, several: bool) 
 
 def _calls(service: Service, forms: Sequence[CallForm], param: str, **options: Any) -> Constraint:
     try:
-        return calls_grammar(forms, service.grammars.pieces, **options)
+        return tool_call_grammar(forms, service.grammars.pieces, **options)
     except ValueError as error:
         raise InvalidRequest(f"{param}: cannot be used: {error}.", param=param) from error
 

@@ -15,7 +15,7 @@ from starlette.types import Scope
 from kvstrata.engine.cache_api import as_ids
 from kvstrata.engine.request import Request, Sampling
 from kvstrata.errors import InvalidRequest, ModelNotFound
-from kvstrata.grammar.grammars import Grammar
+from kvstrata.grammar.compiler import Grammar
 from kvstrata.server.auth import salt_of
 from kvstrata.server.conversation.chat import Chat, Wanted
 from kvstrata.server.conversation.constraints import grammar_of

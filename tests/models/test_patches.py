@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvstrata.models.experts import mend_products, mended
+from kvstrata.models.patches import mend_products, mended
 
 STOCK = mx.gather_mm
 

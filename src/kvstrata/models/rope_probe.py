@@ -1,9 +1,9 @@
-"""How each layer's keys turn from token to token: taken from the model's RoPE modules, and tried on the model.
+"""Probe of each layer's RoPE rotation: taken from the model's RoPE modules, and tried on the model.
 
 A token alone attends to itself, so what a layer computes for it does not depend on its position, but for RoPE. The
-same token is run at several positions, each time over empty caches that say where it is. A layer turns like a module if
-its key at each position is its key at position 0, turned as the module turns. So it does not matter where a model keeps
-its modules, which layers use them, or on which dims. Where nothing fits, keys are stored with plain means.
+same token is run at several positions, each time over empty caches that say where it is. A layer rotates like a
+module if its key at each position is its key at position 0, rotated by the module. So it does not matter where a model
+keeps its modules, which layers use them, or on which dims. Where nothing fits, keys are stored with plain means.
 """
 
 from __future__ import annotations
@@ -25,18 +25,16 @@ log = logging.getLogger(__name__)
 # Short ones show which dims turn, long ones how fast.
 POSITIONS = (1, 7, 50, 255)
 TOKEN = 3
-
 # Of the length of a key. Another turn is off by about all of it; 16-bit keys are rounded.
 _SAME = 1e-3
 _SAME_ROUNDED = 0.02
 # Of a unit vector that a module turns in float32.
 _SAME_UNIT = 1e-3
-
 _NOT_FOUND = "its keys turn like no RoPE module of the model"
 
 
 def with_rotations(model: Any, layout: Layout) -> Layout:
-    """The layout with what was found out about each layer."""
+    """Return the layout with the rotation of each layer."""
     if all(spec.kind in ("foreign", "recurrent") for spec in layout.flat()):
         return layout
     try:
@@ -56,7 +54,7 @@ def with_rotations(model: Any, layout: Layout) -> Layout:
 
 
 class _Alone:
-    """A cache that is empty, and says that it is not. Keeps the token that comes."""
+    """Empty cache that reports an offset. Keeps the token that it gets."""
 
     def __init__(self, offset: int) -> None:
         self.offset = offset
@@ -69,14 +67,14 @@ class _Alone:
         return keys, values
 
     def make_mask(self, *_: Any, **__: Any) -> None:
-        """The token sees all that there is: itself."""
+        """Return no mask: the token sees only itself."""
 
     def maybe_trim_front(self) -> None:
-        """What chunked caches do."""
+        """Do nothing: models with chunked caches call it."""
 
 
 def _keys_at(model: Any, layout: Layout, position: int) -> list[tuple[mx.array, mx.array] | None]:
-    """What each flat layer stores for the token, in float32: K and V."""
+    """Return K and V that each flat layer caches for the token, in float32."""
     alone: list[Any] = []
 
     def cache_of(spec: LayerSpec, own: Any) -> Any:
@@ -147,7 +145,7 @@ def _unknown(spec: LayerSpec, reason: str) -> LayerSpec:
 
 
 def _turns_of(model: Any) -> Iterator[RopeRotation]:
-    """Of all its RoPE modules, those that turn unit vectors as they say."""
+    """Return the rotations of RoPE modules that rotate unit vectors as their attributes say."""
     for module in model.modules():
         frequencies = _frequencies(module)
         if frequencies is None:
@@ -160,7 +158,7 @@ def _turns_of(model: Any) -> Iterator[RopeRotation]:
 
 
 def _frequencies(module: Any) -> np.ndarray | None:
-    """By its attributes: periods, or a base and how many dims. None for modules that are no RoPE."""
+    """Return the frequencies of a RoPE module from its attributes; None for other modules."""
     periods, base = getattr(module, "_freqs", None), getattr(module, "base", None)
     if isinstance(periods, mx.array) and periods.ndim == 1:
         return 1.0 / np.asarray(periods.astype(mx.float32)).astype(np.float64)

@@ -12,7 +12,7 @@ import pytest
 
 from kvstrata.kv.layout import LayerSpec, Layout
 from kvstrata.models.probe import probe
-from kvstrata.models.rope_rotation import POSITIONS, turned, with_rotations
+from kvstrata.models.rope_probe import POSITIONS, turned, with_rotations
 from tests.tiny import ARCHITECTURES, tiny_module
 
 COMMON = {
@@ -29,10 +29,15 @@ COMMON = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
 }
+
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
 COHERE = {"logit_scale": 1.0, "attention_bias": False, "layer_norm_bias": False, "use_qk_norm": False}
+
 LATENT = {"q_lora_rank": None, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+
 MLA_YARN = {**YARN, "beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 0.7}
 
 # First dim, pairs, and whether a pair are neighbours; of each layer, None for those without RoPE.

@@ -1,4 +1,4 @@
-"""Types of GGUF tensors, and what becomes of each: MLX's affine format with groups of 32, or a plain array.
+"""Types of GGUF tensors, and their conversion to MLX's affine format with groups of 32 or to a plain array.
 
     Q4_0 Q4_1 Q5_0 Q5_1 Q8_0    the same codes; one scale and one bias for 32 values, as they are
     Q4_K Q5_K                   the same codes; scale and bias are products (16 bits times 6), rounded to float16
@@ -37,7 +37,7 @@ class GgufBlockType:
 
 
 class Affine(NamedTuple):
-    """As MLX has it: rows of packed words, of scales and of biases."""
+    """MLX's affine format: rows of packed words, of scales and of biases."""
 
     weight: mx.array
     scales: mx.array
@@ -138,11 +138,12 @@ BLOCKS = {
     14: GgufBlockType("Q6_K", SUPER, 210, _q6_k),
     30: GgufBlockType("BF16", 1, 2),
 }
+
 _BY_NAME = {block.name: block for block in BLOCKS.values()}
 
 
 def codes_of(kind: str, octets: np.ndarray) -> Codes | None:
-    """None for types that are not packed."""
+    """Return the codes of a tensor; None for types that are not packed."""
     block = _BY_NAME[kind]
     return None if block.unpack is None else block.unpack(octets.reshape(-1, block.num_bytes))
 
@@ -169,7 +170,7 @@ def _packed(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def plain(kind: str, octets: np.ndarray, shape: tuple[int, ...]) -> mx.array:
-    """What is not packed, in 16 bits."""
+    """Return a tensor that is not packed, in 16 bits."""
     if kind == "BF16":
         return mx.array(octets.view("<u2").reshape(shape)).view(mx.bfloat16)
     numbers = octets.view("<f4" if kind == "F32" else "<f2").reshape(shape)

@@ -1,25 +1,85 @@
-"""What a model takes, told before its weights are read. The large one is a file of holes: only its header exists."""
+"""Placement of weights: the form that they take on a CPU, and models that do not fit."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import logging
 import math
 import struct
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
 from kvstrata.errors import ModelError
 from kvstrata.kv.layout import arrays_in
-from kvstrata.models import room
+from kvstrata.models import placement
 from kvstrata.models.cpu_options import DEFAULT, CpuOptions
+from kvstrata.models.fingerprint import fingerprint
 from kvstrata.models.load import load
-from kvstrata.models.room import placed_bytes
+from kvstrata.models.placement import choose_form, describe_cpu_weights, weight_bytes_in_memory
 from kvstrata.packed.form import DENSE, CpuForm
+from kvstrata.packed.place import placed_bytes
 from tests.models.conftest import QUANTIZATION, quantized_module, write_model, write_tokenizer
+from tests.packed.models import EXACT, ROUNDED, quantized_model
 from tests.tiny import tiny_config, tiny_module
+
+
+def test_choose_form_follows_dtype_and_options() -> None:
+    quantized, sixteen, plain = quantized_model("llama"), tiny_module("llama"), tiny_module("llama")
+    sixteen.set_dtype(mx.bfloat16)
+    plenty = 1 << 40
+    assert choose_form(quantized, CpuOptions(), plenty) == ROUNDED
+    assert choose_form(plain, CpuOptions(), plenty) == DENSE
+    assert choose_form(sixteen, CpuOptions(), plenty).plain_bits == 8
+    assert choose_form(sixteen, CpuOptions("4"), plenty).plain_bits == 4
+    assert choose_form(sixteen, CpuOptions("raw"), plenty) == DENSE
+    assert choose_form(quantized, CpuOptions(activations=8), plenty).activations == 8
+
+
+def test_choose_form_keeps_plain_layers_of_quantized_models() -> None:
+    """Such as routers: they are few, have 16 bits, and were left plain on purpose."""
+    model = tiny_module("qwen3_moe")
+    nn.quantize(model, group_size=32, bits=4, class_predicate=_fits)
+    model.set_dtype(mx.bfloat16)
+    assert choose_form(model, CpuOptions(), 1 << 40) == ROUNDED
+
+
+def _fits(name: str, module: Any) -> bool:
+    return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0 and not name.endswith("mlp.gate")
+
+
+def test_choose_form_takes_four_bits_when_eight_do_not_fit(caplog: pytest.LogCaptureFixture) -> None:
+    sixteen = tiny_module("llama")
+    sixteen.set_dtype(mx.bfloat16)
+    eight, four = (placed_bytes(sixteen, CpuForm(packs=True, plain_bits=bits, activations=16)) for bits in (8, 4))
+    assert four < eight
+    logging.getLogger("kvstrata").propagate = True
+    assert choose_form(sixteen, CpuOptions(), four).plain_bits == 4
+    assert "quantized to 4" in caplog.text
+    # Neither fits: the memory check refuses the model, with the size of the preferred form.
+    assert choose_form(sixteen, CpuOptions(), 0).plain_bits == 8
+
+
+def test_choose_form_without_numba_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    model = quantized_model("llama")
+    assert choose_form(model, CpuOptions(), 1 << 40) == DENSE
+    assert describe_cpu_weights().startswith("become float32")
+    with pytest.raises(ModelError, match=r"kvstrata\[cpu\]"):
+        choose_form(model, CpuOptions("8"), 1 << 40)
+
+
+def test_fingerprint_differs_by_form(tmp_path: Path) -> None:
+    """Blocks on disk of another form must not be hits."""
+    (tmp_path / "config.json").write_text("{}")
+    forms = [DENSE, EXACT, ROUNDED, *(CpuForm(packs=True, plain_bits=bits, activations=16) for bits in (8, 4))]
+    assert len({fingerprint(tmp_path, form=form.identity) for form in forms}) == len(forms)
+    assert fingerprint(tmp_path, form=DENSE.identity) == fingerprint(tmp_path)
+
 
 on_cpu = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="weights become float32 on the CPU back-end only")
 
@@ -28,6 +88,7 @@ CODED = CpuForm(packs=True, plain_bits=None, activations=16)
 GIB = 1 << 30
 # Of 8B parameters, as mlx-lm writes them in 4 bits.
 HIDDEN, INNER, VOCAB, KV, LAYERS, GROUP = 4096, 14336, 128_256, 1024, 32, 64
+
 EIGHT_B = {
     **tiny_config("llama"),
     "hidden_size": HIDDEN,
@@ -39,6 +100,7 @@ EIGHT_B = {
     "vocab_size": VOCAB,
     "quantization": {"group_size": GROUP, "bits": 4},
 }
+
 NUM_VALUES = 2 * VOCAB * HIDDEN + LAYERS * HIDDEN * (2 * HIDDEN + 2 * KV + 3 * INNER)
 
 
@@ -87,7 +149,7 @@ def eight_b(tmp_path: Path) -> Path:
 def test_a_model_that_would_get_the_process_killed_is_refused_with_both_numbers(
     eight_b: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "free_memory_bytes", lambda: 12 * GIB)
+    monkeypatch.setattr(placement, "free_memory_bytes", lambda: 12 * GIB)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     with pytest.raises(
@@ -101,7 +163,7 @@ def test_a_model_that_would_get_the_process_killed_is_refused_with_both_numbers(
 def test_a_model_beyond_the_memory_limit_is_refused_with_both_numbers(
     eight_b: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "free_memory_bytes", lambda: 100 * GIB)
+    monkeypatch.setattr(placement, "free_memory_bytes", lambda: 100 * GIB)
     with pytest.raises(ModelError, match=r"take 29\.\d+GiB .* the memory limit is 20GiB. Raise --memory-limit"):
         load(str(eight_b), memory_limit_bytes=20 * GIB, cpu=RAW)
 
@@ -112,7 +174,7 @@ def test_what_is_told_beforehand_is_every_value_in_float32(eight_b: Path) -> Non
 
     module, _ = load_model(eight_b, lazy=True)
     norms = (2 * LAYERS + 1) * HIDDEN
-    assert placed_bytes(module, DENSE) == 4 * (NUM_VALUES + norms)
+    assert weight_bytes_in_memory(module, DENSE) == 4 * (NUM_VALUES + norms)
 
 
 @on_cpu
@@ -122,8 +184,8 @@ def test_packed_weights_take_what_the_file_takes(eight_b: Path, monkeypatch: pyt
     module, _ = load_model(eight_b, lazy=True)
     norms = (2 * LAYERS + 1) * HIDDEN
     # 4 bits, and a scale and a bias of 16 for each group.
-    assert placed_bytes(module, CODED) == NUM_VALUES * (4 + 2 * 16 / GROUP) / 8 + 4 * norms
-    monkeypatch.setattr(room, "free_memory_bytes", lambda: 3 * GIB)
+    assert weight_bytes_in_memory(module, CODED) == NUM_VALUES * (4 + 2 * 16 / GROUP) / 8 + 4 * norms
+    monkeypatch.setattr(placement, "free_memory_bytes", lambda: 3 * GIB)
     with pytest.raises(ModelError, match=r"take 4\.\d+GiB .*packed.* 3GiB are free"):
         load(str(eight_b))
 
@@ -136,7 +198,7 @@ def test_what_is_told_beforehand_is_what_is_allocated(tmp_path: Path, architectu
     folder = write_model(tmp_path / architecture, quantized_module(architecture), config)
     module, _ = load_model(folder, lazy=True)
     for form, options in ((DENSE, RAW), (CODED, DEFAULT)) if mx.default_device() == mx.cpu else ((None, DEFAULT),):
-        assert placed_bytes(module, form) == load(str(folder), cpu=options).weight_bytes
+        assert weight_bytes_in_memory(module, form) == load(str(folder), cpu=options).weight_bytes
 
 
 def test_weights_of_16_bits_are_told_as_they_will_be(tmp_path: Path) -> None:
@@ -149,4 +211,6 @@ def test_weights_of_16_bits_are_told_as_they_will_be(tmp_path: Path) -> None:
     eight = CpuForm(packs=True, plain_bits=8, activations=16)
     for form, options in ((DENSE, RAW), (eight, DEFAULT)) if mx.default_device() == mx.cpu else ((None, DEFAULT),):
         loaded = load(str(folder), cpu=options)
-        assert placed_bytes(module, form) == sum(array.nbytes for array in arrays_in(loaded.module.parameters()))
+        assert weight_bytes_in_memory(module, form) == sum(
+            array.nbytes for array in arrays_in(loaded.module.parameters())
+        )

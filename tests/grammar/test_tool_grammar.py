@@ -1,15 +1,16 @@
-"""The grammar of tool calls: forms as templates write them, marks as the ids of their tokens."""
+"""Grammars of tool calls, and schemas that allow no further properties."""
 
 from __future__ import annotations
 
 import itertools
 import json
+from typing import Any
 
 import pytest
 
 from kvstrata.errors import InvalidRequest
-from kvstrata.grammar.calls import CallForm, calls_grammar
 from kvstrata.grammar.constraint import Constraint
+from kvstrata.grammar.tool_grammar import CallForm, close_schema, tool_call_grammar
 from tests.byte_level import byte_grammars, id_of, ids_of
 from tests.grammar.follow import takes, takes_ids
 
@@ -19,6 +20,7 @@ CITY = {
     "required": ["city"],
     "additionalProperties": False,
 }
+
 NONE = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -42,7 +44,7 @@ def written(form: CallForm, arguments: object) -> str:
 
 
 def grammar(tools: list[CallForm], *, several: bool = False, or_text: bool = False) -> Constraint:
-    return calls_grammar(tools, byte_grammars().pieces, several=several, or_text=or_text)
+    return tool_call_grammar(tools, byte_grammars().pieces, several=several, or_text=or_text)
 
 
 @pytest.mark.parametrize(("form", "several", "or_text"), list(itertools.product(FORMS, [False, True], [False, True])))
@@ -147,8 +149,41 @@ def test_many_tools_compile_and_too_many_are_refused() -> None:
 def test_a_call_or_a_text_that_matches_a_pattern(form: str) -> None:
     tool = FORMS[form]("now", NONE)
     pattern = Constraint.regex('[ab]{3}/"\n\\d')
-    constraint = calls_grammar([tool], byte_grammars().pieces, several=False, otherwise=pattern)
+    constraint = tool_call_grammar([tool], byte_grammars().pieces, several=False, otherwise=pattern)
     assert takes(constraint, written(tool, {}))
     assert takes(constraint, 'aba/"\n7')
     assert not takes(constraint, 'abc/"\n7')
     assert not takes(constraint, "aba")
+
+
+A = {"type": "object", "properties": {"a": {"type": "string"}}}
+CLOSED_A = {**A, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "wanted"),
+    [
+        (A, CLOSED_A),
+        ({"type": "object"}, {"type": "object"}),
+        ({**A, "additionalProperties": True}, {**A, "additionalProperties": True}),
+        ({**A, "patternProperties": {"^x": {}}}, {**A, "patternProperties": {"^x": {}}}),
+        ({"properties": {"in": A}}, {"properties": {"in": CLOSED_A}, "additionalProperties": False}),
+        ({"properties": {"properties": A}}, {"properties": {"properties": CLOSED_A}, "additionalProperties": False}),
+        ({"type": "array", "items": A}, {"type": "array", "items": CLOSED_A}),
+        ({"anyOf": [A, {"type": "null"}]}, {"anyOf": [CLOSED_A, {"type": "null"}]}),
+        ({**A, "anyOf": [{"properties": {"b": {}}}]}, {**A, "anyOf": [{"properties": {"b": {}}}]}),
+        ({"allOf": [A, A]}, {"allOf": [A, A]}),
+        ({"$ref": "#/$defs/a", "$defs": {"a": A}}, {"$ref": "#/$defs/a", "$defs": {"a": CLOSED_A}}),
+        (True, True),
+    ],
+)
+def test_what_is_closed(schema: Any, wanted: Any) -> None:
+    assert close_schema(schema) == wanted
+
+
+def test_nothing_of_the_client_changes_and_depth_is_bounded() -> None:
+    deep: Any = A
+    for _ in range(3000):
+        deep = {"type": "array", "items": deep}
+    assert close_schema(deep)["items"]["type"] == "array"
+    assert "additionalProperties" not in A

@@ -1,4 +1,4 @@
-"""What a model's makers recommend for sampling: generation_config.json. Knows the file, not the engine."""
+"""Sampling defaults of a model: generation_config.json. Knows the file, not the engine."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 FILE_NAME = "generation_config.json"
+
 # Least and most of each that can be sampled with; top_p 0 and a penalty of 0 cannot.
 RANGES = {
     "temperature": (0.0, math.inf),
@@ -25,7 +26,7 @@ RANGES = {
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """For requests that leave them out. None: the model says nothing of it."""
+    """Defaults for requests that leave them out. None: the model has no default."""
 
     temperature: float | None = None  # 0 is greedy
     top_p: float | None = None
@@ -34,13 +35,13 @@ class SamplingDefaults:
     repetition_penalty: float | None = None
 
     def given(self) -> dict[str, float]:
-        """Those that the model says something of."""
+        """Return the defaults that the model has."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
 
 def read_sampling_defaults(folder: Path) -> SamplingDefaults:
-    """Nothing where there is no file. A file that makes no sense costs a line in the log, not the start."""
+    """Return the defaults in a folder, empty without a file. A damaged file is logged and ignored."""
     path = folder / FILE_NAME
     try:
         config = json.loads(path.read_bytes())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata.models.generation import FILE_NAME, read_sampling_defaults
+from kvstrata.models.generation_config import FILE_NAME, read_sampling_defaults
 from kvstrata.models.load import load
 
 

@@ -19,13 +19,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PythonBackend
 
 from kvstrata.errors import InvalidRequest, QueueFull
-from kvstrata.grammar import grammars as module
-from kvstrata.grammar.apart import CompilePool, NoPlace
-from kvstrata.grammar.constraint import Constraint
-from kvstrata.grammar.grammars import Grammars
-from kvstrata.grammar.masks import Masks
-from kvstrata.grammar.matcher import MAX_REASON_CHARS
-from kvstrata.grammar.source import MAX_REGEX_BYTES
+from kvstrata.grammar import compiler as module
+from kvstrata.grammar.compiler import CompilePool, CompilersBusy, GrammarCompiler
+from kvstrata.grammar.constraint import MAX_REGEX_BYTES, Constraint
+from kvstrata.grammar.matcher import MAX_REASON_CHARS, TokenMasks
 from tests.byte_level import PADDED_LOGITS, byte_grammars, byte_model, byte_tokenizer, id_of, ids_of, new_grammars
 from tests.grammar.follow import allowed_ids, takes, takes_ids
 from tests.tiny import tiny_tokenizer
@@ -36,7 +33,6 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-
 
 LONG = "a" * (MAX_REGEX_BYTES + 1)
 
@@ -120,14 +116,14 @@ def test_logits_that_stand_for_no_token_are_never_allowed() -> None:
 
 def test_a_tokenizer_may_have_more_tokens_than_the_model_has_logits() -> None:
     few = id_of("{") + 1  # no token past the brace: none for two letters
-    grammars = Grammars(byte_tokenizer(), few, [0])
+    grammars = GrammarCompiler(byte_tokenizer(), few, [0])
     matcher = grammars.compile(Constraint.regex("[{]+é")).matcher()
-    allowed = Masks().fill([matcher], few)
+    allowed = TokenMasks().fill([matcher], few)
     assert allowed.tokens is not None
     assert allowed.tokens.shape == (1, few)
     assert allowed.tokens[0, id_of("{")]
     # Then comes what it has no token for.
-    only = Masks().fill([grammars.compile(Constraint.regex("é")).matcher()], few)
+    only = TokenMasks().fill([grammars.compile(Constraint.regex("é")).matcher()], few)
     assert "no token" in only.failures[0]
     assert only.tokens is not None
     assert only.tokens.all()
@@ -160,7 +156,7 @@ def test_a_token_that_is_not_allowed_is_an_error_of_that_row_alone() -> None:
     grammar = byte_grammars().compile(Constraint.regex("[0-9]+"))
     bad, good = grammar.matcher(), grammar.matcher()
     bad.consume(0, id_of("x"))
-    allowed = Masks().fill([good, None, bad], byte_model().vocab_size)
+    allowed = TokenMasks().fill([good, None, bad], byte_model().vocab_size)
     assert list(allowed.failures) == [2]
     assert "doesn't satisfy the grammar" in allowed.failures[2]
     assert allowed.tokens is not None
@@ -274,7 +270,7 @@ def test_a_long_chain_of_references_ends_no_process() -> None:
     """On a thread's usual stack it does: in a process of its own, so that the others would live to tell."""
     script = (
         "from tests.byte_level import byte_grammars\n"
-        "from tests.grammar.test_grammars import chain\n"
+        "from tests.grammar.test_compiler import chain\n"
         "from kvstrata.errors import InvalidRequest\n"
         "from kvstrata.grammar.constraint import Constraint\n"
         "try:\n"
@@ -312,7 +308,7 @@ def test_work_apart_has_a_large_stack_and_others_their_own() -> None:
 def test_where_no_place_is_free_a_request_is_told_to_come_again(pool: CompilePool) -> None:
     """Where it may wait for a place, and where as many wait already: at once."""
     loaded = byte_model()
-    grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids, pool)
+    grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids, pool)
     begun, done = threading.Event(), threading.Event()
     busy = threading.Thread(target=pool.run, args=(lambda: (begun.set(), done.wait(30)), 30))
     busy.start()
@@ -327,7 +323,7 @@ def test_where_no_place_is_free_a_request_is_told_to_come_again(pool: CompilePoo
 
 def test_a_new_schema_that_comes_many_times_at_once_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, native = byte_model(), module._native
-    grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids, CompilePool(1, 9, place_limit_s=60))
+    grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids, CompilePool(1, 9, place_limit_s=60))
     compiled: list[str] = []
 
     def counted(tokens: Any, source: str) -> Any:
@@ -345,7 +341,7 @@ def test_work_that_was_given_up_keeps_its_place() -> None:
     pool, done = CompilePool(1, 4, place_limit_s=0.01), threading.Event()
     with pytest.raises(TimeoutError):
         pool.run(done.wait, 0.01)
-    with pytest.raises(NoPlace):
+    with pytest.raises(CompilersBusy):
         pool.run(done.wait, 0.01)
     done.set()
     assert CompilePool(1, 4).run(lambda: 1, 30) == 1
@@ -392,7 +388,7 @@ def test_many_threads_compile_and_follow_at_once() -> None:
 
 def test_nothing_is_made_before_it_is_asked_for() -> None:
     began_s = time.thread_time()
-    grammars = Grammars(tiny_tokenizer(), 97, [3])
+    grammars = GrammarCompiler(tiny_tokenizer(), 97, [3])
     assert time.thread_time() - began_s < 0.1
     with pytest.raises(InvalidRequest, match="llguidance does not take its tokenizer"):
         grammars.compile(Constraint.json_object())
@@ -400,7 +396,7 @@ def test_nothing_is_made_before_it_is_asked_for() -> None:
 
 def test_a_model_without_an_end_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="no end-of-sequence token"):
-        Grammars(byte_tokenizer(), byte_model().vocab_size, []).compile(Constraint.json_object())
+        GrammarCompiler(byte_tokenizer(), byte_model().vocab_size, []).compile(Constraint.json_object())
 
 
 def test_a_slow_tokenizer_is_refused_when_it_is_asked_for() -> None:
@@ -421,7 +417,7 @@ def test_a_slow_tokenizer_is_refused_when_it_is_asked_for() -> None:
         def _convert_id_to_token(self, index: int) -> str:
             return "abc"[index]
 
-    grammars = Grammars(TokenizerWrapper(Slow(eos_token="c")), 3, [2])  # pyright: ignore[reportArgumentType]
+    grammars = GrammarCompiler(TokenizerWrapper(Slow(eos_token="c")), 3, [2])  # pyright: ignore[reportArgumentType]
     with pytest.raises(InvalidRequest, match="not a fast one"):
         grammars.compile(Constraint.json_object(), param="response_format")
     assert grammars.pieces("abc") == ["abc"]
@@ -432,7 +428,7 @@ def test_a_tokenizer_that_pads_and_cuts_still_works() -> None:
     backend = padding._tokenizer.backend_tokenizer
     backend.enable_truncation(4)
     backend.enable_padding(length=4)
-    grammars = Grammars(padding, byte_model().vocab_size, byte_model().eos_ids)
+    grammars = GrammarCompiler(padding, byte_model().vocab_size, byte_model().eos_ids)
     matcher = grammars.compile(Constraint.choice(["a longer text"])).matcher()
     ids = ids_of("a longer text")
     assert matcher.native.try_consume_tokens(ids) == len(ids)

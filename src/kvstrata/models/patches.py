@@ -1,9 +1,15 @@
-"""The products of mixture-of-experts models, tried on this machine and mended where MLX gets them wrong.
+"""Replacements of functions of mlx-lm and MLX: row trimming, and expert products.
+
+mlx-lm's models are an inner model that gives hidden states and an outer one that puts the output layer on top. Row
+trimming makes the inner model hand on only the tokens that a `PassCaches` keeps, so that the output layer runs for
+sampled tokens and not for those of a prompt. Where a model is built in another way, logits of all rows are computed:
+slower, and as right.
 
 mlx-lm sorts the rows of a long pass by expert, and tells MLX so. On CUDA, MLX 0.32.4 then reads rows from the wrong
 place if their singleton axis was inserted (`x[:, None, :]`), which adding the experts' biases can pass on; Metal had
-the same (https://github.com/ml-explore/mlx/pull/3960). No error is raised: the reply is wrong. The product of
-quantized experts (`gather_qmm`) is right there, as far as was seen (docs/gpu.md).
+the same (https://github.com/ml-explore/mlx/pull/3960). No error is raised: the reply is wrong. So the product is tried
+on this machine and replaced where it is wrong. The product of quantized experts (`gather_qmm`) is right there, as far
+as was seen (docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -15,8 +21,36 @@ from functools import cache
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from kvstrata.codecs.backends import relative_error
+from kvstrata.kv.mixed_pass import PassCaches
+
+
+def trim_rows(model: Any) -> bool:
+    """Trim rows in a loaded model. False: it has no known inner model."""
+    while isinstance(getattr(model, "language_model", None), nn.Module):
+        model = model.language_model
+    inner = getattr(model, "model", None)
+    if not isinstance(inner, nn.Module):
+        return False
+    inner.__class__ = _trimmed(type(inner))
+    return True
+
+
+@cache
+def _trimmed(inner: type[Any]) -> type[Any]:
+    if getattr(inner, "trims_rows", False):
+        return inner
+
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        out = inner.__call__(self, *args, **options)
+        passed = next((value for value in (*args, *options.values()) if isinstance(value, PassCaches)), None)
+        return passed.keep(out) if passed is not None and isinstance(out, mx.array) else out
+
+    # The name stays the same for messages, and for models that check it.
+    return type(inner.__name__, (inner,), {"__call__": call, "trims_rows": True})
+
 
 Product = Callable[..., mx.array]
 
@@ -29,12 +63,12 @@ logger = logging.getLogger(__name__)
 
 @cache
 def mend_products() -> None:
-    """Once in a process, before a model runs."""
+    """Replace wrong products of MLX, once in a process, before a model runs."""
     mx.gather_mm = mended(mx.gather_mm)
 
 
 def mended(product: Product) -> Product:
-    """The product itself where it is right, else the fastest form of it that is."""
+    """Return the product if it is right, else its fastest form that is right."""
     error = _error(product)
     if error < _TOLERANCE:
         return product

