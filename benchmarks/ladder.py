@@ -19,7 +19,7 @@ import typer
 
 from benchmarks.common import Prompt, Stream, Streams, command_line, greedy, random_prompt, run_app, running
 from kvstrata.backend import device
-from kvstrata.bench.driver import MIB, Figure, Progress, lay_out, silent
+from kvstrata.bench.figures import MIB, Figure, Progress, lay_out, silent
 from kvstrata.cli.bench_options import Json, Model, say, show
 from kvstrata.engine.budget import least_token_bytes, sealed_pairs
 from kvstrata.engine.config import EngineLimits, KvConfig

@@ -35,7 +35,7 @@ from benchmarks.common import MAX_BATCH, Streams, answer, command_line, greedy, 
 from benchmarks.random_model import RandomWeights, load_model
 from kvstrata.backend import usable_cores
 from kvstrata.backend.speed import mlx_gflops
-from kvstrata.bench.driver import MIB, Figure, Progress, lay_out, seconds, silent
+from kvstrata.bench.figures import MIB, Figure, Progress, lay_out, seconds, silent
 from kvstrata.cli.bench_options import Json, Model, numbers, say, show
 from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.engine import Engine
