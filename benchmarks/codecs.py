@@ -16,7 +16,7 @@ import mlx.core as mx
 import typer
 
 from benchmarks.common import Rounds, command_line, run_app
-from kvstrata.bench.driver import Figure, Progress, in_turns, lay_out, silent
+from kvstrata.bench.figures import Figure, Progress, in_turns, lay_out, silent
 from kvstrata.cli.bench_options import Json, say, show
 from kvstrata.codecs.registry import parse_for
 

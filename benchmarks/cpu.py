@@ -27,7 +27,7 @@ import typer
 import kvstrata.bench
 from benchmarks.common import Rounds, command_line, run_app
 from benchmarks.cpu_worker import Peer, Process, SideFailed, find_peer, our_command, running
-from kvstrata.bench.driver import MIB, Figure, Progress, in_turns, lay_out, median_ratio, silent
+from kvstrata.bench.figures import MIB, Figure, Progress, in_turns, lay_out, median_ratio, silent
 from kvstrata.cli.bench_options import Json, numbers, say, show
 from kvstrata.models.cpu_options import CpuWeights
 from kvstrata.models.default_model import ensure_default_gguf

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from benchmarks.common import Rounds, command_line, run_app
 from benchmarks.random_model import RandomWeights, load_model
-from kvstrata.bench.driver import MIB, Figure, Progress, in_turns, lay_out, median_ratio, silent
+from kvstrata.bench.figures import MIB, Figure, Progress, in_turns, lay_out, median_ratio, silent
 from kvstrata.cli.bench_options import Json, Model, say, show, words
 from kvstrata.codecs.registry import parse
 from kvstrata.errors import ModelError

@@ -26,7 +26,7 @@ import typer
 
 from benchmarks.common import Rounds, command_line, run_app
 from kvstrata.bench import trace as request_traces
-from kvstrata.bench.driver import (
+from kvstrata.bench.figures import (
     MIB,
     Figure,
     Progress,

@@ -31,7 +31,7 @@ from benchmarks.common import (
     running,
 )
 from benchmarks.random_model import RandomWeights, load_model
-from kvstrata.bench.driver import Figure, Progress, in_turns, lay_out, median_ratio, silent
+from kvstrata.bench.figures import Figure, Progress, in_turns, lay_out, median_ratio, silent
 from kvstrata.cli.bench_options import Json, Model, numbers, say, show
 from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.engine import Engine

@@ -18,7 +18,7 @@ import mlx.core as mx
 import typer
 
 from benchmarks.common import Prompt, Stream, Streams, command_line, greedy, random_prompt, run_app, running
-from kvstrata.bench.driver import MIB, Figure, Progress, lay_out, silent
+from kvstrata.bench.figures import MIB, Figure, Progress, lay_out, silent
 from kvstrata.cli.bench_options import Json, Model, say, show
 from kvstrata.engine.budget import least_token_bytes, sealed_pairs
 from kvstrata.engine.config import EngineLimits, KvConfig

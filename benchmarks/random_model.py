@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.common import command_line, run_app
-from kvstrata.bench.peers.subject import copy_tokenizer
+from kvstrata.bench.peers.models import copy_tokenizer
 from kvstrata.errors import ConfigError
 from kvstrata.kv.layout import arrays_in
 from kvstrata.models.default_model import ensure_default_model

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.common import MAX_BATCH, Rounds, Streams, command_line, greedy, run_app
-from kvstrata.bench.driver import Figure, in_turns, median_ratio, seconds
+from kvstrata.bench.figures import Figure, in_turns, median_ratio, seconds
 from kvstrata.cli.bench_options import Json, Model, show
 from kvstrata.config import load as load_settings
 from kvstrata.engine.engine import Engine

@@ -33,7 +33,7 @@ import typer
 
 from benchmarks.common import MAX_BATCH, Streams, answer, command_line, greedy, random_prompt, run_app, running
 from benchmarks.random_model import RandomWeights, load_model
-from kvstrata.bench.driver import MIB, Figure, Progress, lay_out, seconds, silent
+from kvstrata.bench.figures import MIB, Figure, Progress, lay_out, seconds, silent
 from kvstrata.cli.bench_options import Json, Model, numbers, say, show
 from kvstrata.cli.speed import mlx_gflops
 from kvstrata.engine.config import EngineLimits

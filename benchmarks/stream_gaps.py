@@ -23,7 +23,7 @@ import typer
 
 from benchmarks.common import Streams, answer, command_line, greedy, random_prompt, run_app, running
 from benchmarks.random_model import RandomWeights, load_model
-from kvstrata.bench.driver import MIB, Figure, Progress, lay_out, silent
+from kvstrata.bench.figures import MIB, Figure, Progress, lay_out, silent
 from kvstrata.cli.bench_options import Json, Model, say, show
 from kvstrata.codecs.registry import parse
 from kvstrata.engine.cache_api import CacheApi

@@ -14,15 +14,10 @@ from typer.testing import CliRunner
 
 from kvstrata.bench import chat_client
 from kvstrata.bench.compare import QUICK, Clock, Plan, Side, SideFigure, Standing, compare
-from kvstrata.bench.compare_scenario import Outcome, pause
-from kvstrata.bench.peers.base import Model, Peer, Start
-from kvstrata.bench.peers.llama_cpp import LlamaCppPython, LlamaServer
-from kvstrata.bench.peers.mlx_lm import MlxLm
-from kvstrata.bench.peers.ours import Kvstrata
-from kvstrata.bench.peers.process import Process, ServerFailed, free_port
-from kvstrata.bench.peers.vllm_mlx import VllmMlx
-from kvstrata.bench.report import markdown, verdicts
-from kvstrata.bench.report_plots import plot_report
+from kvstrata.bench.peers.base import Model, Peer, Process, ServerFailed, Start, free_port
+from kvstrata.bench.peers.servers import Kvstrata, LlamaCppPython, LlamaServer, MlxLm, VllmMlx
+from kvstrata.bench.report import markdown, plot_report, verdicts
+from kvstrata.bench.scenario_run import Outcome, pause
 from kvstrata.bench.scenarios import Lengths, Restart, scenarios
 from kvstrata.cli.bench import app
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvstrata.bench.driver import in_turns, lay_out
+from kvstrata.bench.figures import in_turns, lay_out
 from kvstrata.cli.bench import app
 
 WIKITEXT = Path(__file__).parents[3] / "shared" / "text" / "wikitext2_test_raw.txt"

@@ -13,9 +13,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from typer.testing import CliRunner
 
 from kvstrata.bench import quality
-from kvstrata.bench.passes import DECODE_TOKENS, Text
+from kvstrata.bench.load import Watch
 from kvstrata.bench.plots import plot_quality
-from kvstrata.bench.watch import Watch
+from kvstrata.bench.quality import DECODE_TOKENS, Text
 from kvstrata.cli.bench import app
 from kvstrata.errors import ConfigError
 from kvstrata.models.load import LoadedModel

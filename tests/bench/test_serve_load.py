@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from typer.testing import CliRunner
 
-from kvstrata.bench import serve_load
-from kvstrata.bench.chat_client import Answer, Door
-from kvstrata.bench.chats import LOADS, Ask, Shape, from_trace, prompt_tokens, user
-from kvstrata.bench.prefill_time import PrefillTime, fit
-from kvstrata.bench.serve_load import Asked, alone, spread, summarize, table
+from kvstrata.bench import load
+from kvstrata.bench.chat_client import Answer, Door, PrefillTime, fit
+from kvstrata.bench.load import Asked, alone, spread, summarize, table
 from kvstrata.bench.trace import load_trace
-from kvstrata.bench.words import count, text
+from kvstrata.bench.workloads import LOADS, Ask, Shape, count, from_trace, prompt_tokens, text, user
 from kvstrata.cli.bench import app
 from kvstrata.errors import KvstrataError
 from kvstrata.models.load import LoadedModel
@@ -131,7 +129,7 @@ def chatting() -> LoadedModel:
 
 
 def test_a_real_server_reports_and_shows_what_it_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve_load, "CALIBRATION_TOKENS", (8, 32, 64))
+    monkeypatch.setattr(load, "CALIBRATION_TOKENS", (8, 32, 64))
     flags = ["--chats", "2", "--turns", "3", "--system-tokens", "60", "--turn-tokens", "10", "--reply-tokens", "3"]
     with running(chatting()) as served:
         done = CliRunner().invoke(app, ["serve", served.url, *flags, "--seed", "5", "--json"])

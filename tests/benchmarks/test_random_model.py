@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from benchmarks import random_model
 from benchmarks.random_model import HYBRID, QWEN3_0_6B, write_random_model
 from kvstrata.attention import gated_delta
-from kvstrata.bench.peers.subject import copy_tokenizer
+from kvstrata.bench.peers.models import copy_tokenizer
 from kvstrata.errors import ConfigError
 from kvstrata.kv.layout import arrays_in
 from kvstrata.models.default_model import ensure_default_model

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from kvstrata.cli.bench_progress import watched
+from kvstrata.cli.bench_options import watched
 
 
 class Terminal(io.StringIO):

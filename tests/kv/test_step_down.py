@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvstrata.bench
-from kvstrata.bench.passes import kl_of, logprobs_of
+from kvstrata.bench.quality import kl_of, logprobs_of
 from kvstrata.codecs.registry import parse
 from kvstrata.kv.checkpoints import take_checkpoint
 from kvstrata.kv.precision_plan import make_plan

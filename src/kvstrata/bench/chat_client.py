@@ -1,20 +1,24 @@
-"""One chat completion over HTTP, and when its pieces came. Any server that speaks OpenAI's API.
+"""Client for one chat completion over HTTP with the times of its tokens, and computed tokens estimated from them.
 
-A request that fails gives an answer that says so: a load goes on, and failures are counted.
+Works with any server that has OpenAI's API. A request that fails returns an answer with the failure: a load continues,
+and failures are counted.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import httpx
+import numpy as np
 
-from kvstrata.bench.chats import Message
+from kvstrata.bench.workloads import Message
+from kvstrata.errors import KvstrataError
 
 FAILURES = (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError)
 
@@ -163,3 +167,54 @@ async def first_model(door: Door) -> str:
         response.raise_for_status()
         listed = response.json()["data"]
     return listed[0]["id"] if listed else "default_model"
+
+
+@dataclass(frozen=True)
+class PrefillTime:
+    """Time of the first token as a function of computed tokens, fitted to unseen prompts of several lengths.
+
+    A prompt of n tokens takes a + b n + c n^2, where c is attention over earlier tokens. A prompt of n tokens of which
+    m are computed behind n - m cached ones takes a + b m + c (n^2 - (n - m)^2), which is solved for m. Everything else
+    that a server does (waiting for others, reading a disk) counts as computed, so only requests that had the server
+    for themselves are judged.
+    """
+
+    fixed_s: float  # a
+    token_s: float  # b
+    pair_s: float  # c
+
+    def seconds(self, num_tokens: int, computed: float) -> float:
+        reused = num_tokens - computed
+        return self.fixed_s + self.token_s * computed + self.pair_s * (num_tokens**2 - reused**2)
+
+    def computed_tokens(self, num_tokens: int, took_s: float) -> int:
+        """Of a prompt of so many tokens, from 0 to all of them."""
+        left_s = took_s - self.fixed_s
+        if left_s <= 0:
+            return 0
+        if left_s >= self.seconds(num_tokens, num_tokens) - self.fixed_s:
+            return num_tokens
+        # c m^2 - (b + 2 c n) m + left = 0: the smaller root, in the form that a small c does not spoil.
+        slope = self.token_s + 2 * self.pair_s * num_tokens
+        return round(2 * left_s / (slope + math.sqrt(slope**2 - 4 * self.pair_s * left_s)))
+
+
+Sample = tuple[int, float]  # tokens of an unseen prompt, seconds to its first token
+
+
+def fit(samples: Sequence[Sample]) -> PrefillTime:
+    """Least squares of the relative error, with no part below zero."""
+    if len({length for length, _ in samples}) < 2:
+        raise KvstrataError("Prompts of two lengths at least are needed to tell computed tokens from time")
+    lengths = np.array([length for length, _ in samples], dtype=np.float64)
+    took = np.array([seconds for _, seconds in samples])
+    columns = np.stack([np.ones_like(lengths), lengths, lengths**2], axis=1) / took[:, None]
+    best, least = np.zeros(3), np.inf
+    # With three parts, trying every subset is the whole search for the best one without a negative.
+    for chosen in [c for size in (1, 2, 3) for c in combinations(range(3), size) if c != (0,)]:
+        found, _, rank, _ = np.linalg.lstsq(columns[:, chosen], np.ones_like(took), rcond=None)
+        error = float(((columns[:, chosen] @ found - 1) ** 2).sum())
+        if rank == len(chosen) and (found >= 0).all() and error < least - 1e-12:
+            best, least = np.zeros(3), error
+            best[list(chosen)] = found
+    return PrefillTime(*map(float, best))

@@ -18,15 +18,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvstrata.bench.chat_client import Door
-from kvstrata.bench.compare_scenario import Outcome, Run, tokens_of
-from kvstrata.bench.driver import Figure
-from kvstrata.bench.peers.base import ROOT, Model, Peer, Start
-from kvstrata.bench.peers.process import Process, ServerFailed, free_port
-from kvstrata.bench.prefill_time import PrefillTime
+from kvstrata.bench.chat_client import Door, PrefillTime
+from kvstrata.bench.figures import Figure
+from kvstrata.bench.load import UNWATCHED, Client, Watch, calibrate
+from kvstrata.bench.peers.base import ROOT, Model, Peer, Process, ServerFailed, Start, free_port
+from kvstrata.bench.scenario_run import Outcome, Run, tokens_of
 from kvstrata.bench.scenarios import Lengths, Scenario, scenarios
-from kvstrata.bench.serve_load import Client, calibrate
-from kvstrata.bench.watch import UNWATCHED, Watch
 from kvstrata.errors import KvstrataError
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvstrata.bench.driver import MIB, Figure, lay_out, seconds
+from kvstrata.bench.figures import MIB, Figure, lay_out, seconds
 from kvstrata.codecs.base import Codec, EncodedArray
 from kvstrata.codecs.registry import parse_for
 

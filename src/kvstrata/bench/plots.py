@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvstrata.bench.quality import Quality
+from kvstrata.bench.replay import POLICIES, Row
 from kvstrata.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvstrata.bench.quality import Quality
 
 COLOURS = {"planes": "#0b6e4f", "affine": "#b5651d"}
 
@@ -57,3 +60,33 @@ def _panel(axis: Any, panel: str, rows: Sequence[Quality]) -> None:
     axis.set_title(panel)
     axis.margins(x=0.25, y=0.15)
     axis.grid(True, which="major", alpha=0.3)
+
+
+POLICY_COLOURS = {"kvstrata": "#0b6e4f", "lru": "#b5651d", "optimal": "#888888"}
+
+
+def plot_replay(rows: Sequence[Row], path: Path) -> None:
+    pyplot = load_pyplot()
+    traces = list(dict.fromkeys(row.trace for row in rows))
+    bits = list(dict.fromkeys(row.bits for row in rows))
+    size = (4.2 * len(bits), 3.6 * len(traces))
+    figure, axes = pyplot.subplots(len(traces), len(bits), figsize=size, squeeze=False, sharey="row")
+    for trace, line in zip(traces, axes, strict=True):
+        for each, axis in zip(bits, line, strict=True):
+            _replay_panel(axis, [row for row in rows if (row.trace, row.bits) == (trace, each)])
+            axis.set_title(f"{trace}, {each} bits", fontsize=9)
+        line[0].set_ylabel("hit rate")
+    axes[0][0].legend(fontsize=8)
+    save(figure, path)
+
+
+def _replay_panel(axis, rows: Sequence[Row]) -> None:
+    for policy in POLICIES:
+        points = sorted((row.budget, row.hit_rate) for row in rows if row.policy == policy)
+        style = "--" if policy == "optimal" else "-"
+        shares, rates = [100 * share for share, _ in points], [rate for _, rate in points]
+        axis.plot(shares, rates, style, marker="o", markersize=3, color=POLICY_COLOURS[policy], label=policy)
+    axis.set_xscale("log")
+    axis.set_ylim(0, 1)
+    axis.set_xlabel("budget, % of all distinct blocks at 16 bits")
+    axis.grid(True, alpha=0.3)

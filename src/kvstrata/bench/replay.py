@@ -3,7 +3,7 @@
 One id of the trace is one token of the tree and stands for a block of 512. Three policies over the same requests:
 
 - `kvstrata`: index, history and eviction as the store uses them, trims included.
-- `lru`: leaves first, the one that was used longest ago (`bench/lru.py`).
+- `lru`: leaves first, the one that was used longest ago (`LruTree`).
 - `optimal`: knows the future. Belady's rule over blocks, with the choice not to keep a block at all: of what is there
   and what was asked, drop what is asked for again last. Blocks are of one size, so no policy can find more. Where all
   requests count it is a policy from the leaves itself: what comes before a block is always asked for at least as soon.
@@ -21,16 +21,18 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from kvstrata.bench.driver import Figure, Progress, lay_out, silent
-from kvstrata.bench.lru import LruTree
+from kvstrata.bench.figures import Figure, Progress, lay_out, silent
 from kvstrata.bench.trace import BLOCK_TOKENS, Asked, Trace
 from kvstrata.errors import ConfigError
-from kvstrata.prefix_cache.eviction_order import EvictionOrder, LeafValue, RequestHistory, UseRecords
+from kvstrata.prefix_cache.eviction_order import EvictionOrder, LeafValue, RequestHistory, TimeQueue, UseRecords
+from kvstrata.prefix_cache.keys import Tokens
 from kvstrata.prefix_cache.radix_tree import Node, RadixTree
 from kvstrata.prefix_cache.worth import PrefillCost, Reuse
 
 PolicyName = Literal["kvstrata", "lru", "optimal"]
+
 POLICIES: tuple[PolicyName, ...] = ("kvstrata", "lru", "optimal")
+
 ROOT = b"trace"
 FULL_BITS = 16
 
@@ -248,3 +250,42 @@ def _hits(trace: Trace, policy: PolicyName, num_blocks: int, count_from: int) ->
         return serve_knowing_the_future(trace, num_blocks, count_from)
     store = StrataStore(num_blocks) if policy == "kvstrata" else LruStore(num_blocks)
     return serve_all(trace, store, count_from)
+
+
+class LruTree:
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.tree: RadixTree[None] = RadixTree()
+        self._leaves: TimeQueue[Node[None]] = TimeQueue()
+        self._used_s: dict[Node[None], float] = {}
+
+    def asked(self, root_key: bytes, tokens: Tokens, now_s: float) -> int:
+        """Find, file, make room. Tells how many tokens were found."""
+        inserted = self.tree.insert(root_key, tokens, None)
+        if inserted.halves:
+            upper, lower = inserted.halves
+            self._used_s[upper] = self._used_s[lower]
+        for node in inserted.path:
+            self._used_s[node] = now_s
+            self._leaves.discard(node)
+        for node in (*inserted.path[-1:], *inserted.halves):
+            self._offer(node)
+        while self.tree.num_tokens > self.max_tokens:
+            self._evict(self.tree.num_tokens - self.max_tokens)
+        return inserted.num_matched
+
+    def _evict(self, num_over: int) -> None:
+        leaf = self._leaves.oldest()
+        assert leaf is not None
+        if num_over < leaf.num_tokens:
+            self.tree.trim(leaf, leaf.end - num_over)
+            return
+        self._leaves.discard(leaf)
+        self.tree.remove(leaf)
+        del self._used_s[leaf]
+        if leaf.parent is not None:
+            self._offer(leaf.parent)
+
+    def _offer(self, node: Node[None]) -> None:
+        if node.is_leaf:
+            self._leaves.put(node, self._used_s[node], node.start)

@@ -13,8 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvstrata.bench.chats import Ask, Message, Shape, agent, chat_asks, system, user
-from kvstrata.bench.words import text
+from kvstrata.bench.workloads import Ask, Message, Shape, agent, chat_asks, system, text, user
 
 Part = Literal["setup", "counted", "timed"]
 Metric = Literal["first token", "throughput", "pause"]

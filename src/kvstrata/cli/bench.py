@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvstrata.cli import bench_compare, bench_quality, bench_serve
-from kvstrata.cli.bench_options import Json, numbers, say, show, words
+from kvstrata.cli import bench_compare
+from kvstrata.cli.bench_options import Json, Model, numbers, say, show, watched, words
 
 if TYPE_CHECKING:
+    from kvstrata.bench.chat_client import Door
+    from kvstrata.bench.load import ServeFigures, Watch
+    from kvstrata.bench.quality import Quality, Text
     from kvstrata.bench.replay import PolicyName, Row
     from kvstrata.bench.trace import Trace
+    from kvstrata.bench.workloads import Lane
+    from kvstrata.models.load import LoadedModel
 
 app = typer.Typer(
     help="Measure this machine. Each figure stands beside its opponent's, measured in the same run.",
@@ -22,7 +32,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+SAMPLE = Path(__file__).parents[1] / "bench" / "sample.txt"
 KV_CACHE_CODECS = ("raw", "affine:8", "planes:8", "affine:4", "planes:4", "planes:2")
+
+Plot = Annotated[Path | None, typer.Option(help="Write a picture (PNG, SVG) here.", show_default="none")]
 
 
 @app.command("kv-cache")
@@ -60,7 +73,7 @@ def replay(
     ] = False,
     made_up: Annotated[int, typer.Option(min=0, help="Also replay so many made-up requests.")] = 0,
     policies: Annotated[str, typer.Option(help="Which of kvstrata, lru, optimal.")] = "kvstrata,lru,optimal",
-    plot: Annotated[Path | None, typer.Option(help="Write a picture (PNG, SVG) here.", show_default="none")] = None,
+    plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """How much of a trace's prompts would be found: kvstrata's policy, LRU, and the optimum that knows the future."""
@@ -77,7 +90,7 @@ def replay(
     if not rows:
         raise typer.BadParameter("Give a TRACE or --made-up 10000, and at least one of kvstrata, lru, optimal")
     if plot is not None:
-        from kvstrata.bench.replay_plot import plot_replay
+        from kvstrata.bench.plots import plot_replay
 
         plot_replay(rows, plot)
     show(rows, figure.table, as_json=as_json)
@@ -94,6 +107,170 @@ def _share(text: str, trace: Trace, token_bytes: int) -> float:
     return size.num_bytes / (trace.num_distinct * BLOCK_TOKENS * token_bytes)
 
 
-app.command()(bench_serve.serve)
+@app.command()
+def quality(
+    model: Model = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, dir_okay=False, help="Text; give it again for more.", show_default="a short one"),
+    ] = None,
+    pairs: Annotated[
+        str | None, typer.Option(help="Precisions of K and V, such as planes:8/planes:4,planes:4/planes:4.")
+    ] = None,
+    modes: Annotated[str | None, typer.Option(help="Which of prefill, decode.", show_default="both")] = None,
+    context: Annotated[str | None, typer.Option(help="Tokens of a window, with commas between.")] = None,
+    windows: Annotated[int | None, typer.Option(min=1, help="Windows of each text.", show_default="2")] = None,
+    full: Annotated[bool, typer.Option("--full", help="More windows, precisions and contexts; takes an hour.")] = False,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """What each precision does to what the model says: KL to full precision, same first choice, perplexity."""
+    from kvstrata.bench import quality as figure
+    from kvstrata.models.load import load
+
+    asked = _asked(pairs, modes, context, windows)
+    loaded = load(model)
+    texts = [_read(loaded, path) for path in text or [SAMPLE]]
+    protocol = replace(figure.full_protocol(loaded, texts) if full else figure.FIRST_LOOK, **asked)
+    num_passes = protocol.num_passes(len(texts))
+    rows = _shown(lambda watch: figure.measure(loaded, texts, protocol, watch), num_passes, as_json)
+    if plot is not None:
+        from kvstrata.bench.plots import plot_quality
+
+        plot_quality(rows, plot)
+    if as_json:
+        typer.echo(json.dumps([row.as_json() for row in rows]))
+
+
+def _shown(measure: Callable[[Watch], Iterator[Quality]], num_passes: int, as_json: bool) -> list[Quality]:
+    """The rows, each printed as soon as it is done; not where JSON is asked for."""
+    rows: list[Quality] = []
+    with watched(num_passes) as watch:
+        measured = measure(watch)
+        if as_json:
+            return list(measured)
+        print(QUALITY_HEAD, flush=True)
+        for row in measured:
+            rows.append(row)
+            print(_quality_line(row), flush=True)
+    return rows
+
+
+def _asked(pairs: str | None, modes: str | None, context: str | None, windows: int | None) -> dict[str, Any]:
+    """The fields of a protocol that were given. Refuses bad ones before a model is loaded."""
+    from kvstrata.bench.quality import MODES, parse_pairs
+
+    asked: dict[str, Any] = {}
+    if pairs is not None:
+        asked["pairs"] = parse_pairs(pairs)
+    if modes is not None:
+        asked["modes"] = tuple(word.strip() for word in modes.split(","))
+        if not set(asked["modes"]) <= set(MODES):
+            raise typer.BadParameter(f"--modes '{modes}' is not of {', '.join(MODES)}")
+    if context is not None:
+        asked["contexts"] = numbers(context, smallest=8)
+    if windows is not None:
+        asked["windows"] = windows
+    return asked
+
+
+def _read(loaded: LoadedModel, path: Path) -> Text:
+    from kvstrata.bench.quality import Text
+    from kvstrata.text.tokenizer import encode_prompt
+
+    return Text(path.stem, encode_prompt(loaded.tokenizer, path.read_text(encoding="utf-8")))
+
+
+QUALITY_HEAD = (
+    f"{'text':<18}{'mode':<9}{'context':>8}  {'K':<10}{'V':<10}{'bits':>6}{'KL mean':>10}{'median':>10}{'99.9 %':>10}"
+    f"{'same top-1':>12}{'of a window':>13}{'perplexity':>12}"
+)
+
+
+def _quality_line(row: Quality) -> str:
+    line = f"{row.text[:17]:<18}{row.mode:<9}{row.context:>8}  {row.k:<10}{row.v:<10}{row.bits_per_value:>6.2f}"
+    line += f"{row.kl_mean:>10.5f}{row.kl_median:>10.5f}{row.kl_p999:>10.4f}"
+    return line + f"{row.top1:>12.3f}{row.top1_min:>13.3f}{row.ppl:>12.2f}"
+
+
+LOADS = "multi-turn,shared-system,alternating,agents"
+CALIBRATION_REPEATS = 2
+
+
+@app.command()
+def serve(
+    url: Annotated[str, typer.Argument(help="The server, such as http://127.0.0.1:8000.")],
+    load: Annotated[str, typer.Option(help="Which loads, with commas between.")] = LOADS,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Replay this instead: Mooncake's JSON lines (timestamp, output_length, hash_ids), maybe gzipped.",
+        ),
+    ] = None,
+    chats: Annotated[int, typer.Option(min=1, help="Chats of each load.")] = 4,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each chat.")] = 6,
+    system_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a system prompt.")] = 400,
+    turn_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each turn.")] = 120,
+    reply_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of each reply.")] = 32,
+    clients: Annotated[int, typer.Option(min=1, help="Chats at once. Only 1 lets all cached tokens be inferred.")] = 1,
+    requests: Annotated[int, typer.Option(min=1, help="Most requests of a trace.")] = 100,
+    block_tokens: Annotated[int, typer.Option(min=1, help="Tokens that a block of the trace becomes.")] = 512,
+    speed: Annotated[float, typer.Option(min=0.001, help="How much faster than it was to replay a trace.")] = 1.0,
+    model: Annotated[
+        str | None, typer.Option(help="Its name on the server.", show_default="the first that the server lists")
+    ] = None,
+    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = "none",
+    calibrate: Annotated[
+        bool, typer.Option(help="Time unseen prompts first, so that cached tokens can be told from time.")
+    ] = True,
+    seed: Annotated[int, typer.Option(help="Other texts. A server that saw this seed before has them cached.")] = -1,
+    as_json: Json = False,
+) -> None:
+    """A load against any OpenAI-compatible server: time to first token, between tokens, and what was cached."""
+    from kvstrata.bench import workloads as asked
+    from kvstrata.bench.chat_client import Door
+    from kvstrata.bench.load import table
+    from kvstrata.bench.trace import load_trace
+
+    chosen = words(load)
+    if unknown := [name for name in chosen if name not in asked.LOADS]:
+        raise typer.BadParameter(f"'{unknown[0]}' is none of {LOADS}", param_hint="--load")
+    seed = seed if seed >= 0 else time.time_ns() % 1_000_000
+    if trace is not None:
+        lanes = asked.from_trace(
+            load_trace(trace), block_tokens=block_tokens, speed=speed, max_requests=requests, reply_tokens=reply_tokens
+        )
+        loads, clients = {trace.name: lanes}, 0
+    else:
+        shape = asked.Shape(chats, turns, system_tokens, turn_tokens, reply_tokens, seed)
+        loads = {name: asked.LOADS[name](replace(shape, seed=seed + 10 * i)) for i, name in enumerate(chosen)}
+    door = Door(url.rstrip("/").removesuffix("/v1"), model or "", api_key)
+    found = asyncio.run(_measured(door, loads, clients, f"calibrate {seed}" if calibrate else ""))
+    show(found, table, as_json=as_json)
+
+
+async def _measured(door: Door, loads: dict[str, list[Lane]], clients: int, key: str) -> list[ServeFigures]:
+    """`key`: of the unseen prompts; empty: none are timed."""
+    import httpx
+
+    from kvstrata.bench.chat_client import first_model
+    from kvstrata.bench.load import CALIBRATION_TOKENS, measure
+    from kvstrata.bench.load import calibrate as time_unseen
+    from kvstrata.errors import KvstrataError
+
+    try:
+        door = replace(door, model=door.model or await first_model(door))
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
+        raise KvstrataError(
+            f"No OpenAI-compatible server answers at {door.url}: {error}. Start one, or name another address"
+        ) from None
+    unseen = len(CALIBRATION_TOKENS) * CALIBRATION_REPEATS if key else 0
+    with watched(unseen + sum(len(lane) for lanes in loads.values() for lane in lanes)) as watch:
+        watch.say("unseen prompts")
+        known = await time_unseen(door, key, CALIBRATION_TOKENS, CALIBRATION_REPEATS, watch) if key else None
+        return [await measure(door, name, lanes, clients, known, watch) for name, lanes in loads.items()]
+
+
 app.command()(bench_compare.compare)
-app.command()(bench_quality.quality)

@@ -17,8 +17,8 @@ from kvstrata.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvstrata.bench.compare import Plan, Side, SideFigure
-    from kvstrata.bench.compare_scenario import Outcome
     from kvstrata.bench.peers.base import Model
+    from kvstrata.bench.scenario_run import Outcome
 
 AS_THEY_COME_S = (30.0, 600.0)  # for each such side in all: quick, full
 QUICK_MINUTES = 10.0
@@ -94,7 +94,7 @@ def _on_cpu() -> bool:
 
 
 def _subject(model: Path | None, gguf: Path | None) -> Model:
-    from kvstrata.bench.peers.subject import subject
+    from kvstrata.bench.peers.models import subject
 
     say("looking for the model, and writing it in float32 where peers need that")
     return subject(model, gguf, on_cpu=_on_cpu())
@@ -103,10 +103,7 @@ def _subject(model: Path | None, gguf: Path | None) -> Model:
 def _sides(only: str, llama_server: Path | None, as_they_come_s: float) -> list[Side]:
     """`as_they_come_s`: for MLX's peers without our BLAS; 0: none of them."""
     from kvstrata.bench.compare import Side
-    from kvstrata.bench.peers.llama_cpp import LlamaCppPython, LlamaServer
-    from kvstrata.bench.peers.mlx_lm import MlxLm
-    from kvstrata.bench.peers.ours import Kvstrata
-    from kvstrata.bench.peers.vllm_mlx import VllmMlx
+    from kvstrata.bench.peers.servers import Kvstrata, LlamaCppPython, LlamaServer, MlxLm, VllmMlx
     from kvstrata.platform.blas import blas
 
     library = blas().path if _on_cpu() else None
@@ -126,7 +123,7 @@ def _sides(only: str, llama_server: Path | None, as_they_come_s: float) -> list[
 def _measured(model: Model, sides: list[Side], plan: Plan, out: Path, note: str) -> dict[str, Any]:
     from kvstrata.bench.compare import compare as run
     from kvstrata.bench.compare import num_outcomes
-    from kvstrata.cli.bench_progress import watched
+    from kvstrata.cli.bench_options import watched
 
     for side in sides:
         if missing := side.peer.missing(model):
@@ -171,7 +168,7 @@ def _write(data: dict[str, Any], out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "results.json").write_text(json.dumps(data, indent=1) + "\n")
     try:
-        from kvstrata.bench.report_plots import plot_report
+        from kvstrata.bench.report import plot_report
 
         plots = plot_report(data, out)
     except ConfigError as error:

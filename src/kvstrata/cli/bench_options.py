@@ -1,14 +1,19 @@
-"""What the commands of `kvstrata bench` have in common: arguments, a model, how results are shown."""
+"""Arguments, progress and output that the commands of `kvstrata bench` share."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from typing import Annotated, TypeVar
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from kvstrata.bench.driver import Figure
+from kvstrata.bench.figures import Figure
+
+if TYPE_CHECKING:
+    from kvstrata.bench.load import Watch
 
 Figures = TypeVar("Figures", bound=Figure | Sequence[Figure])
 
@@ -16,6 +21,7 @@ Model = Annotated[
     str | None,
     typer.Argument(help="Folder, GGUF file or Hugging Face id of a model.", show_default="the default model"),
 ]
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value and nothing else.")]
 
 
@@ -42,3 +48,24 @@ def numbers(text: str, smallest: int, largest: int | None = None) -> tuple[int, 
         bounds = f"from {smallest} on" if largest is None else f"from {smallest} to {largest}"
         raise typer.BadParameter(f"'{text}' is not a list of numbers {bounds}, with commas between")
     return tuple(map(int, parts))
+
+
+@contextmanager
+def watched(num_passes: int) -> Iterator[Watch]:
+    """While the bar is shown, what is printed appears above it; typer.echo would write into it."""
+    from kvstrata.bench.load import Watch
+
+    if not sys.stderr.isatty():
+        yield Watch(told=lambda what: typer.echo(f"measuring {what} ...", err=True))
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    # Rows that go to a file or a pipe must not be turned into lines above the bar.
+    with Progress(*columns, console=Console(stderr=True), redirect_stdout=sys.stdout.isatty()) as progress:
+        task = progress.add_task("loading", total=num_passes)
+        yield Watch(
+            told=lambda what: progress.update(task, description=what),
+            advanced=lambda: progress.advance(task),
+        )

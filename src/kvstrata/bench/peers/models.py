@@ -54,7 +54,7 @@ def dense_folder(folder: Path) -> Path:
     making = made.with_name(f"{made.name}.making")
     shutil.rmtree(making, ignore_errors=True)
     making.mkdir(parents=True)
-    command = [sys.executable, "-m", "kvstrata.bench.peers.subject", str(folder), str(making)]
+    command = [sys.executable, "-m", "kvstrata.bench.peers.models", str(folder), str(making)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ModelError(f"{folder} could not be written in float32: {done.stderr.strip()[-300:]}")

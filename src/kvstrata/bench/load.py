@@ -1,7 +1,7 @@
 """A load against any OpenAI-compatible server, over HTTP: when tokens come, and how much was cached.
 
-cached, reported    what the server's usage says
-cached, inferred    what the time of the first token says (prefill_time.py), of requests that ran alone
+cached, reported    by the server's usage
+cached, inferred    by the time to first token (`PrefillTime` of chat_client.py), of requests that ran alone
 """
 
 from __future__ import annotations
@@ -9,19 +9,38 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import httpx
 import numpy as np
 
-from kvstrata.bench.chat_client import Answer, Door, ask
-from kvstrata.bench.chats import Ask, Lane, Message, prompt_tokens, user
-from kvstrata.bench.driver import Figure, lay_out
-from kvstrata.bench.prefill_time import PrefillTime, fit
-from kvstrata.bench.watch import UNWATCHED, Watch
-from kvstrata.bench.words import text
+from kvstrata.bench.chat_client import Answer, Door, PrefillTime, ask, fit
+from kvstrata.bench.figures import Figure, lay_out
+from kvstrata.bench.workloads import Ask, Lane, Message, prompt_tokens, text, user
 from kvstrata.errors import KvstrataError
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Watch:
+    told: Callable[[str], None] = lambda _: None  # hears what comes next
+    advanced: Callable[[], None] = lambda: None  # called after each pass
+    title: str = ""
+
+    def under(self, title: str) -> Watch:
+        return replace(self, title=title)
+
+    def say(self, what: str) -> None:
+        self.told(f"{self.title}: {what}" if self.title else what)
+
+    def passed(self, result: T) -> T:
+        self.advanced()
+        return result
+
+
+UNWATCHED = Watch()
 CALIBRATION_TOKENS = (64, 256, 1024)
 
 

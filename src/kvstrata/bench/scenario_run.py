@@ -12,12 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from kvstrata.bench.chat_client import Answer
-from kvstrata.bench.driver import Figure
+from kvstrata.bench.chat_client import Answer, PrefillTime
+from kvstrata.bench.figures import Figure
+from kvstrata.bench.load import Asked, Client
 from kvstrata.bench.peers.base import KnownBy
-from kvstrata.bench.prefill_time import PrefillTime
 from kvstrata.bench.scenarios import Beside, Requested, Restart, Scenario, Together
-from kvstrata.bench.serve_load import Asked, Client
 
 SETTLE_S = 0.3  # until a server has logged and counted what it just answered
 

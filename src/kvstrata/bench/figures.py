@@ -1,4 +1,4 @@
-"""What the benchmarks share: rounds in turns, medians, files that leave the page cache, tables and JSON."""
+"""Rounds in turns, medians, files that leave the page cache, tables and JSON of the benchmarks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
 Progress = Callable[[str], None]  # hears what is measured next
 
 MIB = 1 << 20
