@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -153,19 +154,23 @@ def test_top_and_the_page_show_each_replica(front: httpx.Client, fleet: LocalFle
     assert front.get("/dashboard/replicas.js").status_code == 200
 
 
-def test_sessions_of_all_are_listed_and_one_is_found(front: httpx.Client) -> None:
-    chat(front, question(70), prompt_cache_key="seventy")
+@pytest.mark.parametrize(("number", "name"), [(70, "seventy"), (71, "claude:agent")])
+def test_sessions_of_all_are_listed_and_one_is_found(front: httpx.Client, number: int, name: str) -> None:
+    for other in (80, 81):
+        chat(front, question(other))
+    chat(front, question(number), prompt_cache_key=name)
+    path = f"/cache/sessions/{quote(name)}"
     listed = front.get("/cache/sessions", params={"limit": "2"}).json()
     assert len(listed["sessions"]) == 2
     assert listed["total"] > 2
-    assert listed["sessions"][0]["id"] == "seventy"
+    assert listed["sessions"][0]["id"] == name
     rest = front.get("/cache/sessions", params={"before": listed["next_before"], "limit": "1000"}).json()
     assert len(rest["sessions"]) == listed["total"] - 2
-    assert front.get("/cache/sessions/seventy").json()["id"] == "seventy"
+    assert front.get(path).json()["id"] == name
     assert front.get("/cache/sessions/nowhere").status_code == 404
-    explained = front.post("/cache/explain", json={"session": "seventy"})
-    assert explained.json()["session"]["id"] == "seventy"
-    exported = front.get("/cache/sessions/seventy/export")
+    explained = front.post("/cache/explain", json={"session": name})
+    assert explained.json()["session"]["id"] == name
+    exported = front.get(f"{path}/export")
     assert exported.status_code == 200
     assert len(exported.content) > 1000
 

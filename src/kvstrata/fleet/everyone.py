@@ -71,7 +71,7 @@ class Everyone:
         await self._response(scope, await self._ask_all(scope, body))(scope, nothing, send)
 
     async def holder_of(self, session: str, scope: Scope) -> str | None:
-        """The replica that knows a session."""
+        """Return the replica that knows a session. Its id is not quoted: the path of a scope is decoded text."""
         told = await self._ask_all({**scope, "method": "GET", "path": f"{SESSIONS}/{session}"}, b"")
         return next((name for name, answer in told.items() if answer.is_good), None)
 

@@ -14,7 +14,6 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Set
-from urllib.parse import quote
 
 from anyio import to_thread
 from pydantic_core import from_json
@@ -116,7 +115,7 @@ class Front:
         if exported := EXPORT.fullmatch(path):
             return await self._everyone.holder_of(exported[1], scope)
         if path in OF_SESSIONS and (named := await to_thread.run_sync(_session_in, body)):
-            return await self._everyone.holder_of(quote(named, safe=""), scope)
+            return await self._everyone.holder_of(named, scope)
         return None
 
     def note_response(self, path: str, first: bytes, replica: str) -> None:
