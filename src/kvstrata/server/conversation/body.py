@@ -79,7 +79,7 @@ class Asked(BaseModel):
 
 async def read(request: Request, make: Callable[[Service, bytes, Scope], T]) -> T:
     """Read the body, run `make` on it in a worker thread and return the result: rendering and tokenizing a long prompt
-    takes a while. Raises QueueFull if the engine's queue has no place."""
+    takes a while. Raises early what `Engine.submit` would raise, such as QueueFull."""
     require_json(request)
     engine, owner = service_of(request).engine, owner_salt(request.scope) or ""
     # Refuse a request for a full queue before its body is read, and again before a long prompt is tokenized.
