@@ -41,7 +41,7 @@ DONE = ServerEvent("[DONE]")
 
 
 class ChatChoice:
-    """One choice of a chat response. `add` and `end` return choices of chunks."""
+    """A choice of a chat response. `add` and `end` return choices of chunks."""
 
     def __init__(self, index: int, tokenizer: TokenizerWrapper) -> None:
         self._index = index
