@@ -1,8 +1,8 @@
 """CORS middleware: allows browsers to use this server from pages of the origins in --cors-origin, or from all pages
 (*).
 
-It is outside of all other middleware, so that a page can read errors too, and answers preflights itself, because those
-have no key. Credentials such as cookies are never allowed.
+It is outside of all middleware that refuses requests, so that a page can read errors too, and answers preflights
+itself, because those have no key. Credentials such as cookies are never allowed.
 """
 
 from __future__ import annotations

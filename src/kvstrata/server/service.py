@@ -56,7 +56,7 @@ class Service:
     max_prompts: int  # replies in one request, so that other requests find places too
     longest_token_chars: int
     pin_quota: Size  # share of the KV cache memory, for each key that is not an admin key
-    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # of requests that leave it out
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # for requests that set none
     hygiene: Hygiene = field(default_factory=Hygiene)
     replies: ReplyMemory | None = None  # None: exact replay is off
     any_model_name: bool = False

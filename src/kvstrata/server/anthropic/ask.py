@@ -28,7 +28,7 @@ ANTHROPICS_OWN = ("web_search", "web_fetch", "code_execution", "tool_search", "m
 OTHER = "other"
 # Chat templates know three efforts.
 EFFORTS = {"xhigh": "high", "max": "high"}
-LEAST_TOP_P = 1e-6  # the likeliest token alone
+LEAST_TOP_P = 1e-6  # greedy: only the likeliest token
 
 
 def read_message(service: Service, body: bytes, scope: Scope) -> tuple[MessagesAsked, Job]:

@@ -59,7 +59,7 @@ class JournalSampler:
             slot.sample = _sample(self._usage, state)
 
     def _is_news(self, state: EngineState, *, has_written: bool) -> bool:
-        # Peak memory and speeds also change while the engine is idle.
+        # Peak and active memory and speeds do not count as changes.
         plain = dataclasses.replace(state, peak_bytes=0, active_bytes=0, decode_tokens_s=0.0, prefill_tokens_s=0.0)
         self._num_quiet = 0 if plain != self._state or state.running or has_written else self._num_quiet + 1
         self._state = plain

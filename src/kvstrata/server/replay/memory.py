@@ -38,7 +38,7 @@ class ReplyMemory:
     ) -> None:
         self._files = files
         self._max_tokens = max_tokens
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._records: OrderedDict[Key, tuple[str, Record]] = OrderedDict()  # with the salt; newest last
         self._used_s: dict[Key, float] = {}  # since the epoch
         self._clock = clock

@@ -28,7 +28,7 @@ LIKE_A_KEY = re.compile(f"[0-9a-f]{{{SHORT}}}|[0-9a-f]{{{KEY_CHARS}}}")  # a cli
 STRIDE, REST_S = 1000, 50e-6  # sessions that take about half a millisecond to scan, and the pause after them
 APART_S = 1e-6  # least difference of two times of use
 
-Text = Callable[[Sequence[int]], str]  # of token ids
+Text = Callable[[Sequence[int]], str]  # text of token ids
 
 
 @dataclass(frozen=True, eq=False)

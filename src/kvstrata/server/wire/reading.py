@@ -1,4 +1,5 @@
-"""Reading of requests from a connection, with limits that uvicorn lacks: unbounded headers and input that is not HTTP.
+"""Reading of requests from a connection, with limits that uvicorn lacks: the size of headers, the time until they are
+complete, and the number of pipelined requests.
 
 uvicorn's protocol parses requests and runs the app. A refusal has the API's error format if no other response is in
 progress, and is logged only at level info.
