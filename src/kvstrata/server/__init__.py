@@ -1,1 +1,1 @@
-"""HTTP. Knows requests, text and how to wait for the engine; knows no arrays."""
+"""The HTTP server: requests, prompt text and replies of the engine. Handles no arrays."""

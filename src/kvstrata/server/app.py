@@ -1,5 +1,5 @@
-"""Puts the endpoints together. Knows the order: an id for the request, whose page asks, key or host, the size of the
-body, then the path."""
+"""The ASGI app: all routers and middleware. Middleware runs in this order: request id, CORS, key or host, body limits,
+then the route."""
 
 from __future__ import annotations
 
@@ -33,17 +33,18 @@ from kvstrata.server.openai import endpoints as openai
 from kvstrata.server.responses import endpoints as responses
 from kvstrata.server.service import Service
 
-# Each a folder that speaks one API: its paths, the bodies that they read, and how it writes errors.
+# Each implements one API: routes, request bodies and error format.
 WIRES = (openai, anthropic, responses, tokenizing)
 
 
 def front(service: Service) -> ASGIApp:
-    """The app with all that is around it: outside of FastAPI, whose answer to a defect would pass it by."""
+    """Return the app with its outermost middleware, which also sees the response that FastAPI gives to an unexpected
+    exception."""
     return WatchRequests(Cors(Head(create_app(service)), service.origins), service.journal)
 
 
 def behind_front(service: Service) -> ASGIApp:
-    """The same where a fleet's front is before it, which tells browsers who may ask."""
+    """Return the app for a replica behind a fleet's router, which handles CORS itself."""
     return WatchRequests(Head(create_app(service)), service.journal)
 
 
@@ -60,7 +61,7 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(ops.router)
     app.include_router(dashboard.router)
     errors.install(app, {path: shape for wire in WIRES for path, shape in wire.ERROR_SHAPES.items()})
-    # The one added last sees a request first.
+    # The middleware that is added last runs first.
     limits = BodyLimits(service.bounds, {cache_move.IMPORT_PATH: service.engine.transfer.limit_bytes})
     app.add_middleware(BoundBodyMemory, limits=limits)
     app.add_middleware(Inflate, limits=limits)
@@ -74,7 +75,8 @@ def create_app(service: Service) -> FastAPI:
 
 
 def _document_bodies(app: FastAPI, *, needs_key: bool) -> None:
-    """Bodies are read by hand (see endpoints.py), so FastAPI does not know their schemas."""
+    """Add the schemas of request bodies to the OpenAPI document: bodies are read by hand (see conversation/body.py), so
+    FastAPI does not know them."""
     asked = (*(each for wire in WIRES for each in wire.ASKED), *cache.ASKED)
     _, schemas = models_json_schema(
         [(each, "validation") for each in asked], ref_template="#/components/schemas/{model}"

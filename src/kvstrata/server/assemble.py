@@ -1,4 +1,5 @@
-"""From settings and a loaded model to a service with a running engine. Only this knows Settings."""
+"""Construction of the service: settings and a loaded model become a service with a running engine. The only module of
+the server that reads Settings."""
 
 from __future__ import annotations
 
@@ -57,11 +58,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-REPLIES = "replies"  # of the disk cache's folder
+REPLIES = "replies"  # subfolder of the disk cache
 MIN_DISK_BYTES = 16 << 20
-# The model's, the disk cache's, the libraries', and connections that are told that there are too many.
+# Files of the model, the disk cache and libraries, and connections that are being refused.
 OTHER_FILES = 192
-# For what is not on the disk yet when the server ends, however little time running replies get.
+# For pending disk writes at shutdown, even if the drain timeout of running replies is shorter.
 MIN_FLUSH_S = 30.0
 
 
@@ -73,8 +74,8 @@ def start_service(
     *,
     listeners: Sequence[CacheListener] = (),
 ) -> Service:
-    """Starts the engine and waits until it is ready. `sockets`: what `bind_sockets` bound, if it was asked before.
-    `listeners` are told what memory holds, beside those of --kv-events. Raises ModelError."""
+    """Start the engine, wait until it is ready, and return the service. `sockets`: sockets already bound by
+    `bind_sockets`. `listeners`: receivers of cache events, in addition to --kv-events. Raises ModelError."""
     metrics = Metrics()
     limits, storage = _limits(settings, machine), _storage(settings, machine.memory_bytes)
     disk, remote = _disk(settings), _remote(settings)
@@ -131,7 +132,7 @@ def start_service(
 
 
 def guarded(app: ASGIApp, settings: Settings) -> ASGIApp:
-    """An app that hands requests on to servers, behind the same keys and bounds as theirs."""
+    """Return an app that forwards requests to replicas, behind the same keys and limits as theirs."""
     limits = BodyLimits(_bounds(settings), {})
     app = LimitBody(Inflate(BoundBodyMemory(app, limits), limits), limits)
     keys = _keys(settings)
@@ -144,7 +145,7 @@ def _hosts(settings: Settings) -> frozenset[str]:
 
 
 def load_model(settings: Settings, machine: Device) -> LoadedModel:
-    """Kernels are compiled beside it. Raises ModelError."""
+    """Load the model while the codec kernels are compiled in parallel. Raises ModelError."""
     compile_codecs_beside()
     cpu = CpuOptions(settings.cpu_weights, settings.cpu_activations)
     limit_bytes = memory_limit_bytes(settings, machine)
@@ -152,7 +153,7 @@ def load_model(settings: Settings, machine: Device) -> LoadedModel:
 
 
 def bind_sockets(settings: Settings) -> EventSockets | None:
-    """Of --kv-events. Raises ConfigError."""
+    """Bind the sockets of --kv-events; return None if it is not set. Raises ConfigError."""
     if settings.kv_events is None:
         if settings.kv_events_replay is not None:
             raise ConfigError("--kv-events-replay is for --kv-events, and none is given. Give one, or leave both.")
@@ -164,7 +165,8 @@ def bind_sockets(settings: Settings) -> EventSockets | None:
 
 
 def _endings(watching: ListenerThread | None, publisher: EventPublisher | None) -> tuple[Callable[[], None], ...]:
-    """What is told is published."""
+    """Return the functions to call at shutdown: the listeners close first, so that their last events are still
+    published."""
     return tuple(one.close for one in (watching, publisher) if one is not None)
 
 
@@ -201,7 +203,7 @@ def _bounds(settings: Settings) -> Bounds:
 
 
 def _connections(asked: int) -> int:
-    """As many as this process may have files open, less what else it opens."""
+    """Return the maximum number of connections: the configured one, reduced to what the open-file limit leaves."""
     max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if max_files == resource.RLIM_INFINITY or asked <= max_files - OTHER_FILES:
         return asked
@@ -310,7 +312,7 @@ def _remote(settings: Settings) -> RemoteOptions | None:
             )
         return None
     url = parse_url(settings.remote_cache)
-    # Before the model is loaded: what is wrong with it should be said at once.
+    # Checked before the model is loaded, so that a mistake is reported at once.
     keys_for(url, settings.remote_secret_file)
     return RemoteOptions(
         url=url,
@@ -342,8 +344,8 @@ def _hot_bytes(settings: Settings, total_memory_bytes: int) -> int | None:
 
 
 def _names(settings: Settings, loaded: LoadedModel) -> tuple[frozenset[str], frozenset[str]]:
-    """The names of the model, and the paths that it may be called by as well: its folder, and what it was started
-    with."""
+    """Return the names of the model, and the paths that requests may use as names: its folder and the --model
+    argument."""
     names, paths = {settings.served_name, loaded.name}, {str(loaded.path)}
     if settings.model is not None:
         (paths if Path(settings.model).expanduser().exists() else names).add(settings.model)

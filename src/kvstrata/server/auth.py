@@ -1,9 +1,9 @@
-"""Keys, as bearer tokens or in `x-api-key`. Knows which paths are open and which salt belongs to a key; keeps digests,
-not keys.
+"""API keys, as bearer tokens or in `x-api-key`: open paths, key digests and the salt of each key. Stores digests, not
+keys.
 
-Requests with different keys never share cached state: each key has a salt of its own, derived from it. A client's
-`cache_salt` divides further within one key. A key sees and changes what is its own, an admin key everything; without
-any keys so does every caller.
+Requests with different keys never share cached state: each key has a salt that is derived from it, and a client's
+`cache_salt` divides further within one key. A plain key reads and changes only its own state, an admin key all of it;
+without any keys every caller may do everything.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class ApiKey:
 
 
 def salt_of(scope: Scope, cache_salt: str | None) -> str:
-    """What separates this request's cached state from others'. Empty where neither key nor client asks for it."""
+    """Return the salt of a request, which separates its cached state from that of others. Empty without a key or
+    cache_salt."""
     key: ApiKey | None = scope.get(SCOPE_KEY)
     key_salt = "" if key is None else key.salt
     if not cache_salt:
@@ -47,19 +48,19 @@ def salt_of(scope: Scope, cache_salt: str | None) -> str:
 
 
 def owner_in(scope: Scope) -> str | None:
-    """The salt of the key that a caller is kept to; None: it may see and change everything."""
+    """Return the salt of the key that a caller is restricted to, or None if the caller may access everything."""
     key: ApiKey | None = scope.get(SCOPE_KEY)
     return None if key is None or key.is_admin else key.salt
 
 
 def owner_salt(scope: Scope) -> str | None:
-    """The salt of the key that a request came with, an admin's too; None: it came with none."""
+    """Return the salt of a request's key, an admin key included, or None without a key."""
     key: ApiKey | None = scope.get(SCOPE_KEY)
     return None if key is None else key.salt
 
 
 class RequireKey:
-    """Middleware, for a server that has keys."""
+    """Middleware that requires an API key, for a server with keys."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[ApiKey]) -> None:
         self.app = app
@@ -80,7 +81,7 @@ class RequireKey:
     def _match(self, presented: bytes) -> ApiKey | None:
         digest = blake3(presented, derive_key_context=DIGEST_CONTEXT).digest()
         found = None
-        # No early end: the time must not tell which key came close.
+        # No early exit: the timing must not reveal which key matched.
         for key in self.keys:
             if hmac.compare_digest(digest, key.digest) and (found is None or key.is_admin):
                 found = key

@@ -1,6 +1,6 @@
-"""Between the engine's thread and asyncio: requests one way, events the other.
+"""Bridge between the engine's thread and asyncio: requests one way, events the other.
 
-Knows threads and tasks, nothing of HTTP or JSON. A reader that stops, for whatever reason, cancels its requests.
+Handles threads and tasks, no HTTP or JSON. When a reader stops, for any reason, its requests are cancelled.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Protocol
 from kvstrata.engine.request import Event, Failed, Finished, Request, Sink
 from kvstrata.errors import Unavailable
 
-# Events that are taken at a time. A client that did not read for a while finds thousands; encoding all of them at once
-# would hold up every other client.
+# Events per batch. A client that has not read for a while has thousands pending; encoding all of them at once would
+# delay every other client.
 MAX_TAKEN = 64
 
 
 class Submits(Protocol):
-    """The part of the engine that a reply needs."""
+    """The part of the engine interface that a reply needs."""
 
     def submit(self, request: Request, sink: Sink) -> None: ...
 
@@ -32,14 +32,14 @@ class Submits(Protocol):
 
 @dataclass(frozen=True)
 class Arrival:
-    """An event of the request at `index`."""
+    """An engine event of the request at `index`."""
 
     index: int
     event: Event
 
 
 class Replies:
-    """The replies to requests that were made together. Leaving the `with` block cancels what has not ended."""
+    """The replies to requests that were submitted together. Leaving the `with` block cancels unfinished ones."""
 
     def __init__(self, engine: Submits, requests: Sequence[Request]) -> None:
         self.requests = tuple(requests)
@@ -55,7 +55,7 @@ class Replies:
         self.cancel()
 
     def submit(self) -> None:
-        """All or none: raises the engine's refusal after taking back those that it had accepted."""
+        """Submit all requests, or none: if the engine refuses one, cancel the accepted ones and raise its error."""
         try:
             for index, request in enumerate(self.requests):
                 self._engine.submit(request, self._sink(index))
@@ -70,7 +70,7 @@ class Replies:
         self._open.clear()
 
     def end(self, index: int) -> None:
-        """That reply is complete as it is: its last event comes as if the model had ended it."""
+        """Finish the reply at `index` as it is: its last event arrives as if the model had ended it."""
         self._engine.finish_early(self.requests[index].id)
 
     @property
@@ -78,7 +78,8 @@ class Replies:
         return not self._open and self._queue.empty()
 
     async def take(self, timeout_s: float | None = None) -> list[Arrival]:
-        """At least one event and others that are there already. Raises TimeoutError."""
+        """Wait for an event; return it with others that have already arrived, at most MAX_TAKEN. Raises
+        TimeoutError."""
         async with asyncio.timeout(timeout_s):
             taken = [await self._queue.get()]
         while not self._queue.empty() and len(taken) < MAX_TAKEN:
@@ -90,7 +91,7 @@ class Replies:
 
     def _sink(self, index: int) -> Sink:
         def sink(event: Event) -> None:
-            # RuntimeError: the loop has closed, so no task waits for this any more.
+            # RuntimeError: the loop is closed, so no task waits for this event.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._queue.put_nowait, Arrival(index, event))
 
@@ -98,7 +99,7 @@ class Replies:
 
 
 class Door:
-    """Who is inside, and whether others may come in. Belongs to the event loop's thread."""
+    """A counter of requests in progress that can refuse new ones. Belongs to the event loop's thread."""
 
     def __init__(self) -> None:
         self.closed = False

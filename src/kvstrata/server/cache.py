@@ -1,7 +1,7 @@
-"""/cache: what is held, why a prompt is found only so far, and what to do about it.
+"""/cache: usage, explanation of cache misses, precision changes, clearing and pinning.
 
-Knows HTTP and whose salt is whose; what is asked of the engine is in engine/cache_api.py. A plain key sees,
-changes, pins and clears what is under its own salts; an admin key, or any caller where there are no keys, everything.
+Handles HTTP and the salts of callers; the engine side is engine/cache_api.py. A plain key sees, changes, pins and
+clears only entries under its own salts; an admin key, or any caller of a server without keys, all entries.
 """
 
 from __future__ import annotations
@@ -65,21 +65,21 @@ AskedT = TypeVar("AskedT", bound=BaseModel)
 router = APIRouter(prefix="/cache", tags=["Cache"])
 
 ASKED = (PromptAsked, ClearAsked, RequantizeAsked)
-# Tokens on each side of the place where a match ends.
+# Tokens of context on each side of the point where the match ends.
 AROUND_TOKENS = 12
-# For what the disk has to say about a prompt, at most.
+# Timeout of a lookup on the disk or the shared tier.
 EXPLAIN_S = 5.0
 
 
 @dataclass(frozen=True)
 class Prompt:
     tokens: tuple[int, ...]
-    ids: TokenIds  # the same, as the engine's thread wants them: making these of a long prompt takes a while
+    ids: TokenIds  # the same as an array for the engine's thread: converting a long prompt takes a while
     salt: str
-    key_salt: str  # the caller's without cache_salt
+    key_salt: str  # the salt of the caller's key, without cache_salt
     made: ChatPrompt | None = None  # of a chat
-    session: Session | None = None  # that it belongs to
-    visit: Visit | None = None  # of that session; None: the prompt is what the session remembers
+    session: Session | None = None  # the session of the prompt
+    visit: Visit | None = None  # None: the prompt was taken from the session itself
 
 
 @router.get("/usage", summary="What is held, where and at which precision", responses=answers(401, 503))
@@ -192,7 +192,7 @@ def require_engine(service: Service) -> None:
 
 
 async def ask_cache(service: Service, question: Callable[[CacheApi], T]) -> T:
-    """Return the engine thread's answer to a question about the cache."""
+    """Run `question` on the engine's thread and return its result."""
     require_engine(service)
     return await _result_of(service.engine.ask_cache(question))
 
@@ -201,7 +201,7 @@ async def _result_of(answer: Future[T]) -> T:
     try:
         return await asyncio.wrap_future(answer)
     except ConfigError as error:
-        # A precision that this model's layers cannot be stored in.
+        # The layers of this model do not support the requested precision.
         raise InvalidRequest(str(error)) from None
 
 
@@ -216,7 +216,8 @@ async def _explain(service: Service, prompt: Prompt) -> Explanation:
 
 
 async def _explain_under(service: Service, ids: TokenIds, salt: str) -> Explanation:
-    """The tiers answer on threads of their own, for at most so long, and no step waits for them."""
+    """Explain a lookup under one salt. Lower tiers are queried on their own threads, each for at most EXPLAIN_S, so no
+    engine step waits for them."""
     lookup = await ask_cache(service, lambda cache: cache.look_up_on_disk(ids, salt))
     shared = await ask_cache(service, lambda cache: cache.look_up_in_shared(ids, salt))
     await to_thread.run_sync(lookup.wait, EXPLAIN_S)
@@ -233,7 +234,7 @@ async def _parted(service: Service, prompt: Prompt) -> Parted | None:
 
 
 def _quota_bytes(held: CacheUsage, owner: str | None, pin_quota: Size) -> int | None:
-    """What an owner may pin; None: there is no limit."""
+    """Return how many bytes an owner may pin, or None without a limit."""
     return None if owner is None or not held.can_share else pin_quota.of(held.hot_budget_bytes)
 
 
@@ -241,7 +242,7 @@ def whose(owner: str | None) -> Under:
     return "all" if owner is None else "key"
 
 
-# On the event loop, and bodies on worker threads.
+# Run on the event loop; bodies are read on worker threads.
 
 
 async def _read(request: Request, schema: type[AskedT]) -> AskedT:
@@ -253,7 +254,7 @@ async def _prompt(request: Request) -> Prompt:
 
 
 def read_prompt(service: Service, body: bytes, scope: Scope) -> Prompt:
-    """The tokens that /v1 would make of it, by the same way."""
+    """Return the tokens that /v1 would compute for the same prompt, made by the same code."""
     asked = read_body(PromptAsked, body, service.max_items)
     given = [name for name in ("messages", "prompt", "tokens", "session") if getattr(asked, name) is not None]
     if len(given) != 1:
@@ -281,7 +282,7 @@ def read_prompt(service: Service, body: bytes, scope: Scope) -> Prompt:
 
 
 def _remembered(service: Service, id: str, owner: str | None) -> Prompt:
-    """Runs on a worker thread, which waits for the engine."""
+    """Return the prompt of a session's longest conversation. Runs on a worker thread and waits for the engine."""
     session = find_session(service, id, owner)
     longest = service.engine.ask_cache(lambda cache: cache.longest_conversation(session.salt, session.key)).result()
     if longest is None:
@@ -319,7 +320,8 @@ def _change(asked: RequantizeAsked, scope: Scope) -> PrecisionChange:
 
 
 def _precision(asked: RequantizeAsked, name: str, llama_name: str) -> Codec | None:
-    """By either word; a name that does not exist is refused with those that do."""
+    """Return the codec given under either name, kvstrata's or llama.cpp's. Raises InvalidRequest for an unknown
+    precision."""
     words = {word: value for word in (name, llama_name) if (value := getattr(asked, word)) is not None}
     try:
         codecs = {word: parse_precision(value) for word, value in words.items()}

@@ -32,7 +32,7 @@ from kvstrata.server.service import Service, service_of
 
 router = APIRouter(prefix="/cache/conversations", tags=["Cache"])
 
-# Sessions whose conversations are listed where memory has lost them.
+# Sessions whose conversations are listed even if memory no longer has them.
 MAX_SESSIONS = 64
 
 
@@ -184,7 +184,7 @@ async def _look_up_on_tiers(service: Service, listing: ConversationListing) -> N
         prompts = [conversation.prompt() for conversation in batch]
         on_disk = await ask_cache(service, lambda cache, prompts=prompts: cache.locate_on_disk(prompts))
         await to_thread.run_sync(on_disk.wait, EXPLAIN_S)
-        if not on_disk.answer:  # there is no disk, or it does not answer
+        if not on_disk.answer:  # there is no disk, or its lookup timed out
             break
         listing.record_on_disk(batch, on_disk.answer)
     batch = await to_thread.run_sync(listing.shared_batch)

@@ -1,7 +1,7 @@
-"""/cache/history: the last hour, as the server kept it, so that a page that was just opened can draw it.
+"""/cache/history: figures, requests and events of the last hour, so that a newly opened dashboard can draw them.
 
-Knows HTTP and whose requests are whose. Sums of slots and events are over all keys, as in /metrics: they tell how much
-there is, never what. A request is shown to its own key, and to an admin's.
+Sums of slots and events cover all keys, as in /metrics: they show amounts, never content. A request is shown only to
+its own key and to admin keys.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class HistoryTier(TypedDict):
 
 
 class SlotAnswer(TypedDict):
-    """`time`: when it begins. What was not known at its end is null: all of that in the slot that has not ended."""
+    """Figures of one slot. `time`: its start. Sampled values are null if they were unknown at its end, and in the
+    current slot."""
 
     time: float
     requests: int
@@ -63,8 +64,8 @@ class SlotAnswer(TypedDict):
 
 
 class RequestAnswer(TypedDict):
-    """One that has ended. `id` is its x-request-id; `session` is a key that /cache/explain and /cache/sessions take.
-    `miss` is why not more was cached, in a word, and `meaning` the same as a sentence."""
+    """A finished request. `id`: its x-request-id; `session`: a key that /cache/explain and /cache/sessions accept;
+    `miss`: a code for the reason of the cache miss; `meaning`: the same as a sentence."""
 
     id: str
     time: float
@@ -93,7 +94,7 @@ class EventAnswer(TypedDict):
 
 
 class HistoryAnswer(TypedDict):
-    """All oldest first. `under`: whose `requests` are; slots and events are the server's."""
+    """The history, oldest first. `under`: the owners of `requests`; slots and events cover the whole server."""
 
     under: Under
     now: float
@@ -122,7 +123,7 @@ async def history(request: Request) -> Response:
         "requests": [_request(recent) for recent in seen],
         "events": [_event(event) for event in journal.events if event.time_s > since_s],
     }
-    # An hour may have half a megabyte: streams do not wait while that is written.
+    # An hour may take half a megabyte of JSON, so it is encoded on a worker thread.
     return Response(await to_thread.run_sync(json_bytes, answer), media_type="application/json")
 
 
@@ -183,7 +184,7 @@ def _request(recent: Recent) -> RequestAnswer:
 
 
 def _meaning(miss: str) -> str | None:
-    """Several prompts of one request may have several reasons."""
+    """Return the explanations of a request's miss codes; a request with several prompts may have several."""
     return " ".join(MEANINGS[word] for word in miss.split(",") if word in MEANINGS) or None
 
 

@@ -1,7 +1,7 @@
-"""/cache: sessions that leave as one file, and come from one.
+"""/cache: export of a session as one file, and import of such a file.
 
-Knows HTTP, sessions and whose salt is whose; the file and the cache are the engine's (engine/bundle_transfer.py). A
-plain key exports what is under its own salts; what any key imports is filed under its own.
+Handles HTTP, sessions and salts; the file format and the cache are the engine's (engine/bundle_transfer.py). A plain
+key exports sessions under its own salts; every import is inserted under the importing key's salt.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ RECOGNISED: tuple[RecognisedBy, ...] = (
     "first tokens",
 )
 DIGEST = re.compile(r"[0-9a-f]{64}")
-# Of the volume with temporary files, what stays free.
+# Free space to keep on the volume of temporary files.
 SPARE_BYTES = 64 << 20
 
 
 class ImportAnswer(TypedDict):
     session: str
     tokens: int
-    new_tokens: int  # that were not stored yet
-    bytes: int  # of the file
+    new_tokens: int  # that were not cached before
+    bytes: int  # size of the file
 
 
 def _query(name: str, **schema: Any) -> dict[str, Any]:
@@ -93,7 +93,7 @@ async def export(request: Request, id: str) -> StreamingResponse:
 )
 async def take_in(request: Request) -> ImportAnswer:
     service = service_of(request)
-    # A web page can post plain text to a local server without asking; for this its browser asks first.
+    # A web page can post plain text to a local server without a preflight; this type forces one.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != OCTETS:
         raise InvalidRequest(f"The body must be the file. Send the header: Content-Type: {OCTETS}")
     salt = salt_of(request.scope, request.query_params.get("cache_salt"))
@@ -109,7 +109,7 @@ async def _longest(service: Service, session: Session) -> Conversation | None:
 
 
 class ExportResponse(StreamingResponse):
-    """The file, made while it is sent. What was leased for it is let go in any case."""
+    """A response that builds the file while it is sent, and always releases the export's leases at the end."""
 
     def __init__(self, service: Service, exporting: BundleExport) -> None:
         headers = {"x-kvstrata-tokens": str(exporting.num_tokens)}
@@ -130,7 +130,7 @@ async def _pieces(service: Service, exporting: BundleExport) -> AsyncIterator[me
             yield piece
 
 
-# In a worker thread.
+# The functions below run on a worker thread, except _receive.
 
 
 def _begin_export(service: Service, session: Session, longest: Conversation, form: FileFormat) -> BundleExport:
@@ -138,7 +138,7 @@ def _begin_export(service: Service, session: Session, longest: Conversation, for
 
 
 def _conversation(service: Service, session: Session, longest: Conversation) -> ExportedConversation:
-    """Nothing of the salt or the key goes along."""
+    """Return the conversation to export, without salt or key."""
     named = {
         "id": session.id,
         "recognised_by": session.recognised_by,
@@ -158,7 +158,7 @@ def _take_in(service: Service, file: BinaryIO, size_bytes: int, salt: str) -> tu
 
 
 def _known_again(service: Service, taken: ImportedConversation, salt: str) -> Session:
-    """As the session that the next request of its client belongs to. What the file says of it may be anything."""
+    """Return the session that the client's next request will belong to. The file's session data is untrusted."""
     told = taken.session
     digest, number = told.get("digest", ""), told.get("num_prompt", "")
     by: RecognisedBy | None = next((each for each in RECOGNISED if each == told.get("recognised_by")), None)

@@ -1,8 +1,7 @@
-"""/cache/sessions: which requests belong together, and what is held of each conversation.
+"""/cache/sessions: sessions, and how much of each conversation is cached.
 
-Knows HTTP and whose sessions are whose. What is held is counted by the engine's thread in slices
-(`prefix_cache/conversation_list.py`), and the list is sent as they come: however many sessions there are, no step and
-no other request waits for the list.
+The engine's thread counts cached tokens in slices (`prefix_cache/conversation_list.py`), and the list is streamed slice
+by slice: no engine step and no other request waits for a long list.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from kvstrata.server.sessions.session import RecognisedBy, Session
 
 router = APIRouter(prefix="/cache/sessions", tags=["Cache"])
 
-# What one question may take of the engine's time.
+# Engine time per slice.
 SLICE_S = 0.0003
-# Between two questions, so that a step of the engine meets one of them and not several, nor what writes the answers.
+# Pause between slices, so that an engine step is delayed by at most one slice and by no encoding of the list.
 PAUSE_S = 0.005
-# Sessions that are made ready for it at once, on the event loop.
+# Sessions prepared per batch, on the event loop.
 READY_AT_ONCE = 128
 DEFAULT_LIMIT, MAX_LIMIT = 100, 10_000
 
@@ -46,8 +45,8 @@ class TokensAnswer(TypedDict):
 
 
 class SessionAnswer(TypedDict):
-    """`tokens`: of its longest conversation, prompt and reply, as far as it is remembered; `held`: of those, what each
-    tier has. `key` finds it where other keys have a session of the same id."""
+    """A session. `tokens`: length of its longest remembered conversation, prompt and reply; `held`: how many of those
+    each tier has cached. `key` identifies the session when other keys have one with the same id."""
 
     id: str
     key: str
@@ -66,7 +65,8 @@ class SessionAnswer(TypedDict):
 
 
 class SessionList(TypedDict):
-    """`total`: how many this caller's key has. `next_before`: asks for those that follow; null: there are none."""
+    """A page of sessions. `total`: number of sessions of the caller's key; `next_before`: value of `before` for the
+    next page, or null at the end."""
 
     under: Under
     total: int
@@ -94,7 +94,7 @@ PARAMETERS = [
 async def list_sessions(request: Request) -> StreamingResponse:
     service, owner = service_of(request), owner_in(request.scope)
     limit, before_s = _limit(request.query_params.get("limit")), _before(request.query_params.get("before"))
-    require_engine(service)  # a list cannot say later that the engine has stopped
+    require_engine(service)  # a streamed list cannot report a stopped engine later
     found = await to_thread.run_sync(service.sessions.newest, owner, limit + 1, before_s)
     shown = found[:limit]
     head = {
@@ -125,7 +125,8 @@ async def _written(service: Service, head: dict[str, Any], sessions: Sequence[Se
 
 
 async def _counted(service: Service, sessions: Sequence[Session]) -> AsyncIterator[list[SessionAnswer]]:
-    """A slice at a time. While the engine or the disk answers, others have the interpreter."""
+    """Yield the session responses slice by slice, leaving the interpreter to others while the engine or the disk
+    works."""
     counts = SessionCounts([(session.salt, session.key) for session in sessions])
     num_done = 0
     while num_done < len(sessions):

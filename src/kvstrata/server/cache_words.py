@@ -1,4 +1,5 @@
-"""What may be asked of the cache and what is answered, as JSON: types, and reports turned into them. Asks no engine."""
+"""Request and response types of /cache as JSON, and functions that build the responses from reports. Calls no
+engine."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from kvstrata.server.conversation.prompt import ChatPrompt
 from kvstrata.server.openai.schema import Message, TokenId, ToolOffered
 from kvstrata.server.sessions.session import Parted, RecognisedBy, Session, Where
 
-# Whose the figures of an answer are: one key's, or those of all.
+# Scope of a response's figures: one key, or all keys.
 Under = Literal["key", "all"]
 
 
@@ -55,8 +56,8 @@ class ClearAsked(Asked):
 
 
 class RequantizeAsked(Asked):
-    """With a plain key: what is under it. The precision of what is to come is the server's, and an admin key's to
-    change."""
+    """A precision change. A plain key changes only its own entries; the precision of future entries belongs to the
+    server, and only an admin key may change it."""
 
     k: str | None = Field(None, description="Precision of keys, e.g. planes:4; left out: as it is")
     v: str | None = Field(None, description="Precision of values")
@@ -97,14 +98,15 @@ class TargetAnswer(TypedDict):
 
 
 class HeldAnswer(TypedDict):
-    """Stored bytes by precision."""
+    """Cached bytes by precision."""
 
     k: dict[str, int]
     v: dict[str, int]
 
 
 class RemoteAnswer(TypedDict):
-    """Of a store that other servers write too, since the start of this one. What the store holds is not known here."""
+    """Traffic with a shared store since this server started. Other servers write to the store too, so its total
+    contents are unknown here."""
 
     url: str
     precision: str
@@ -121,8 +123,8 @@ class RemoteAnswer(TypedDict):
 
 
 class UsageAnswer(TypedDict):
-    """With a plain key `tiers`, `sequences`, `running_bytes`, `pinned_bytes` and `held` are of what is under it;
-    budgets, headroom, the allocator's figure, target and counters are the server's."""
+    """Cache usage. For a plain key, `tiers`, `sequences`, `running_bytes`, `pinned_bytes` and `held` cover only its own
+    entries; budgets, headroom, the allocator's figure, target and counters are the server's."""
 
     under: Under
     tiers: dict[str, TierAnswer]
@@ -141,7 +143,8 @@ class UsageAnswer(TypedDict):
 
 
 class PartedAnswer(TypedDict):
-    """Where a prompt parted from the session's last one: `was` and `now` from that token on, `before` both had."""
+    """The point where a prompt diverged from the session's last one. `was` and `now`: both texts from there on;
+    `before`: the common text before it."""
 
     at: int
     where: Where
@@ -152,7 +155,7 @@ class PartedAnswer(TypedDict):
 
 
 class SessionFound(TypedDict):
-    """The session that a prompt belongs to. `parted` is null where it goes on from the last one."""
+    """The session of a prompt. `parted` is null if the prompt continues the session's last one."""
 
     id: str
     recognised_by: RecognisedBy
@@ -247,13 +250,14 @@ def usage_answer(usage: CacheUsage, *, under: Under, pin_quota_bytes: int | None
 
 
 def target_answer(usage: CacheUsage) -> TargetAnswer:
-    """What new tokens are stored as."""
+    """Return the precision that new tokens are cached in."""
     k, v = usage.target
     return {"k": k, "v": v}
 
 
 def held_answer(usage: CacheUsage) -> HeldAnswer:
-    """Of what is stored, resume points of window layers included; the buffers of running requests are not."""
+    """Return the cached bytes by precision, resume points of window layers included, without the buffers of running
+    requests."""
     hot = usage.tiers["hot"]
     return {"k": hot.k, "v": hot.v}
 

@@ -1,4 +1,4 @@
-"""What else belongs to a session and goes along when it is exported. Knows the interface only."""
+"""Interface for session data besides the KV cache that is exported and imported with a session."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Section = Sequence[Mapping[str, Any]]  # JSON objects
 class Carrier(Protocol):
     @property
     def name(self) -> str:
-        """Of its section in the file, such as `replies`."""
+        """Name of the carrier's section in the file, such as `replies`."""
         ...
 
     def give(self, session: Session, ids: TokenIds) -> Section:
@@ -22,5 +22,6 @@ class Carrier(Protocol):
         ...
 
     def take(self, session: Session, section: Section) -> None:
-        """What a file had. Anyone may have made it: trust nothing in it, and raise nothing for what is of no use."""
+        """Import the section of a file. The file is untrusted: validate everything, and skip invalid entries without
+        raising."""
         ...

@@ -1,7 +1,8 @@
-"""Which web pages may use this server from a browser: those whose origin was named (--cors-origin), or all (*).
+"""CORS middleware: allows browsers to use this server from pages of the origins in --cors-origin, or from all pages
+(*).
 
-Around everything else, so that a page can read errors too. A browser asks first (a preflight), without the key: that
-question is answered here. Cookies are never wanted, so a page can do no more than its own code can send.
+It is outside of all middleware that refuses requests, so that a page can read errors too, and answers preflights
+itself, because those have no key. Credentials such as cookies are never allowed.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Cors:
         asked = ", ".join(header_values(scope, ASKED_HEADERS))
         headers = {**self._allowed(origin), "access-control-allow-methods": METHODS}
         if asked and HEADER_NAMES.fullmatch(asked):
-            # Any: a header changes nothing that the body could not, and clients send many of their own.
+            # All headers are allowed: a header can do no more than the body, and clients send many of their own.
             headers["access-control-allow-headers"] = asked
         if header_values(scope, ASKED_PRIVATE):
             headers["access-control-allow-private-network"] = "true"

@@ -1,4 +1,4 @@
-"""Stops work whose client has gone away. Knows ASGI's receive, nothing of the work."""
+"""Cancellation of work for clients that have disconnected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ T = TypeVar("T")
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; or it is cancelled and ClientDisconnect raised. The body must have been read before."""
+    """Return the result of `work`. If the client disconnects first, cancel the work and raise ClientDisconnect. The
+    body must have been read before."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
     try:

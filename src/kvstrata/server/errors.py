@@ -1,6 +1,6 @@
-"""Every error answer: in OpenAI's shape, {"error": {"message", "type", "param", "code"}}, or as the path's wire has it.
+"""Error responses: in OpenAI's shape, {"error": {"message", "type", "param", "code"}}, or in that of the path's API.
 
-Knows status codes and headers. Does not know what can go wrong: that is kvstrata.errors.
+Sets status codes and headers. The errors themselves are defined in kvstrata.errors.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ErrorAnswer(BaseModel):
     error: ErrorBody
 
 
-# How a wire writes an error. An app's state has them by the path that a wire's endpoints begin with.
+# Writes an error in an API's format. The app's state has one for each path prefix with a format of its own.
 Shape = Callable[[RequestError], dict[str, Any]]
 
 
@@ -59,7 +59,7 @@ def _shape_in(scope: Scope) -> Shape:
 
 
 class ErrorResponse(JSONResponse):
-    """Takes its shape from the path that it answers."""
+    """An error response in the format of the requested path's API."""
 
     def __init__(
         self, error: RequestError, status: int | None = None, headers: Mapping[str, str] | None = None
@@ -81,14 +81,14 @@ def error_response(error: RequestError) -> ErrorResponse:
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, RequestTimeout):
-        headers["Connection"] = "close"  # what is left of the request may still come
+        headers["Connection"] = "close"  # the rest of the request may still arrive
     if isinstance(error, UnsupportedCoding):
         headers["Accept-Encoding"] = "gzip, deflate"
     return ErrorResponse(error, headers=headers)
 
 
 def raw_error(error: RequestError) -> bytes:
-    """The whole response, for a client whose request never reaches the app."""
+    """Return a complete HTTP response, for a request that never reaches the app."""
     response = error_response(error)
     lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()]
     lines += [name + b": " + value for name, value in response.raw_headers if name != b"connection"]
@@ -96,12 +96,13 @@ def raw_error(error: RequestError) -> bytes:
 
 
 def answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For the OpenAPI document."""
+    """Return the error responses for the OpenAPI document."""
     return {status: {"model": ErrorAnswer, "description": DESCRIPTIONS[status]} for status in documented(statuses)}
 
 
 def documented(statuses: Collection[int]) -> list[int]:
-    """Any path may answer 403 (hosts.py), and one that bounds its body refuses what it cannot inflate."""
+    """Return the statuses to document: any path may answer 403 (hosts.py), and a path with a body limit may answer
+    415."""
     return sorted({403, *statuses, *([415] if 413 in statuses else [])})
 
 
@@ -133,7 +134,7 @@ async def _on_request_error(_request: Request, error: Exception) -> ErrorRespons
 
 
 async def _on_http_exception(request: Request, error: Exception) -> ErrorResponse:
-    """Starlette's own: a path or a method that does not exist."""
+    """Handle an HTTPException of Starlette: an unknown path or method."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}. GET /openapi.json lists what there is."
     told = InvalidRequest(message, code="not_found" if error.status_code == 404 else None)

@@ -1,4 +1,5 @@
-"""HEAD: what GET would answer, without its body. Health checks, proxies and browsers ask so."""
+"""Middleware for HEAD requests: runs the GET handler and drops the body. Health checks, proxies and browsers send
+HEAD."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstrata.server import dashboard
 
-# Cheap to answer; what would be computed only to be thrown away has no HEAD.
+# Paths that are cheap to answer; others have no HEAD, because the computed body would be discarded.
 PATHS = dashboard.OPEN_PATHS | {"/health", "/v1/models", "/metrics", "/openapi.json"}
 
 

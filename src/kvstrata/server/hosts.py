@@ -1,8 +1,8 @@
-"""By which names a server without keys may be called, and from which pages. Those that others serve: cors.py.
+"""Middleware against DNS rebinding: allowed host names and origins of a server without keys. CORS is in cors.py.
 
-A web page whose own name is made to resolve to this machine (DNS rebinding) is, to the browser, a page of this server:
-it may read every answer. But the browser says that name in `Host`. With keys this is not needed: a page does not know
-them.
+A web page whose own host name is made to resolve to this machine is, to the browser, a page of this server and may read
+every response. But the browser sends that name in `Host`. A server with keys does not need the check: such a page does
+not know the key.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvstrata.errors import Forbidden
 from kvstrata.server.errors import error_response
 
-# No site can have these in the public DNS: a machine's own, those of the local network, of containers and their host.
+# Names that cannot exist in the public DNS: those of this machine, the local network, containers and their host.
 PRIVATE_PATTERN = re.compile(r"[a-z0-9_-]+|[a-z0-9_.-]+\.(?:localhost|local|internal)")
 WEB_SCHEMES = ("http", "https")
 HOST_PATTERN = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]]+))(?::[0-9]*)?")  # [address] or name, and a port
@@ -25,10 +25,11 @@ ANY = "*"
 
 
 class RequireHost:
-    """Middleware. Programs that say neither a host (HTTP/1.0) nor an origin come in: they are no web pages."""
+    """Middleware that checks Host and Origin. Programs that send neither a host (HTTP/1.0) nor an origin are allowed:
+    they are not web pages."""
 
     def __init__(self, app: ASGIApp, names: Iterable[str], origins: Iterable[str] = ()) -> None:
-        """`origins`: of pages that may use it beside its own (cors.py); * is every one."""
+        """`origins`: origins of other pages that may use the server (cors.py); * allows all."""
         self.app = app
         self.origins = frozenset(origins)
         self.names = frozenset(name for name in map(_plain, names) if name and not _is_address(name))
@@ -48,15 +49,16 @@ class RequireHost:
             if allows(self.origins, origin):
                 continue
             scheme, mark, rest = origin.lower().partition("://")
-            # Programs that show their own pages (app://, file://) may; no web site has such an origin.
+            # Programs with pages of their own (app://, file://) are allowed; no web site has such an origin.
             is_site = scheme in WEB_SCHEMES or not mark
-            # Whatever the scheme: a proxy in front may speak TLS.
+            # The scheme is not compared: a proxy in front may terminate TLS.
             if is_site and rest not in {host.lower() for host in hosts} and not self._is_named(rest):
                 return wrong_origin(origin)
         return None
 
     def _is_named(self, host: str) -> bool:
-        """A proxy may ask by an address for a page that was called by name."""
+        """Return whether a host is one of the configured names. A proxy may forward a request by address for a page
+        that the browser requested by name."""
         return _plain(_without_port(host)) in self.names
 
     def _is_ours(self, host: str) -> bool:
@@ -74,8 +76,8 @@ def _plain(name: str) -> str:
 
 
 def _is_address(name: str) -> bool:
-    """Any will do: a name may lead to another machine first and to this one later, an address never. A page at this
-    server's address came from this server."""
+    """Return whether a host is an IP address. Every address is allowed: only a name can be made to resolve to another
+    machine first and to this one later, and a page at this server's address came from this server."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -84,7 +86,7 @@ def _is_address(name: str) -> bool:
 
 
 def allows(origins: frozenset[str], origin: str) -> bool:
-    """`origins`: those that were named; * is every one."""
+    """Return whether an origin is allowed. `origins`: the configured ones; * allows all."""
     return ANY in origins or origin.lower() in origins
 
 

@@ -1,6 +1,7 @@
-"""Bodies that came compressed, inflated as they arrive. Bounded: a few kilobytes may stand for gigabytes.
+"""Middleware that inflates compressed request bodies as they arrive, with a size limit: a few kilobytes may inflate to
+gigabytes.
 
-Knows gzip and deflate. Any other coding is refused with the two that are read.
+Supports gzip and deflate; another encoding is refused with a message that names these two.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from kvstrata.server.hosts import header_values
 from kvstrata.server.limits import BodyLimits
 
 CODING = b"content-encoding"
-PIECE_BYTES = 1 << 18  # that are inflated at a time: about a millisecond, in which no other client is served
+PIECE_BYTES = 1 << 18  # inflated at a time: about a millisecond, in which no other client is served
 GZIP_BITS = 16 + zlib.MAX_WBITS
-GONE = (CODING, b"content-length")  # of what the app gets
+GONE = (CODING, b"content-length")  # headers removed from the app's request
 
 
 class Inflate:
-    """Middleware, inside of LimitBody: that one bounds what comes over the wire, this one what becomes of it."""
+    """Middleware inside of LimitBody: LimitBody limits the compressed size, Inflate the inflated size."""
 
     def __init__(self, app: ASGIApp, limits: BodyLimits) -> None:
         self.app = app
@@ -42,15 +43,15 @@ class Inflate:
 
 
 class Inflated:
-    """ASGI's receive: each message is a piece of what the client compressed."""
+    """An ASGI receive callable whose messages are pieces of the inflated body."""
 
     def __init__(self, receive: Receive, coding: str, most_bytes: int, too_large: BodyTooLarge) -> None:
         self._receive = receive
         self._coding = coding
         self._left_bytes = most_bytes
         self._too_large = too_large
-        self._stream: zlib._Decompress | None = None  # None: nothing has come, or a member of gzip has ended
-        self._waiting = b""  # came and is not inflated yet
+        self._stream: zlib._Decompress | None = None  # None: before the first byte, or between two gzip members
+        self._waiting = b""  # received, not inflated yet
         self._num_streams = 0
         self._has_all = False
         self._complete = False
@@ -65,7 +66,7 @@ class Inflated:
             self._waiting += message.get("body", b"")
             self._has_all = not message.get("more_body", False)
         else:
-            await asyncio.sleep(0)  # others have their turn
+            await asyncio.sleep(0)  # let other tasks run
         piece = self._inflate()
         self._left_bytes -= len(piece)
         if self._left_bytes < 0:
@@ -93,13 +94,13 @@ class Inflated:
         return piece
 
     def _least(self) -> int:
-        """Bytes without which nothing can be done: the first two tell how the rest is to be read."""
+        """Return how many bytes must be available to continue: two at the start of a stream, to detect its header."""
         return 1 if self._stream else 2
 
     def _begin(self, first: bytes) -> zlib._Decompress:
         if self._coding != "deflate":
             return zlib.decompressobj(GZIP_BITS)
-        # By the standard it has zlib's header; some clients leave that out.
+        # The standard requires zlib's header; some clients leave it out.
         has_header = len(first) == 2 and first[0] & 0x0F == 8 and int.from_bytes(first, "big") % 31 == 0
         return zlib.decompressobj(zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS)
 

@@ -1,5 +1,5 @@
-"""How large a body may be and how long it may take, and how much all bodies together may take. Counts bytes as they
-arrive, so a client that lies about its length is stopped too."""
+"""Limits on the size and duration of a request body and on the memory of all bodies. Counts bytes as they arrive,
+because a client may send a false content-length."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCOPE_HELD = "kvstrata.held_body"
 
 @dataclass(frozen=True)
 class BodyLimits:
-    """`larger`: paths that take files, with the bytes of the largest."""
+    """Limits of request bodies. `larger`: size limits of the paths that receive files."""
 
     bounds: Bounds
     larger: Mapping[str, int] = field(default_factory=dict)
@@ -28,13 +28,13 @@ class BodyLimits:
         return replace(self.bounds, max_body_bytes=self.larger.get(path, self.bounds.max_body_bytes))
 
     def too_large(self, path: str) -> BodyTooLarge:
-        """What is said past it."""
+        """Return the error for a body over the limit."""
         return (_too_large_file if path in self.larger else _too_large)(self.of(path).max_body_bytes)
 
 
 class LimitBody:
-    """Middleware. Answers 413 before the body is read where its length is told, else as soon as it is too long; and
-    408 when it takes too long."""
+    """Middleware that answers 413 to a body that is too large, by its content-length or as soon as it exceeds the
+    limit, and 408 to one that takes too long."""
 
     def __init__(self, app: ASGIApp, limits: BodyLimits) -> None:
         self.app = app
@@ -50,7 +50,7 @@ class LimitBody:
 
 
 class Body:
-    """ASGI's receive, bounded until the body is there. Afterwards it waits as long as the app does."""
+    """An ASGI receive callable that is bounded until the body is complete; afterwards it waits without a limit."""
 
     def __init__(self, receive: Receive, bounds: Bounds, too_large: BodyTooLarge) -> None:
         self._too_large = too_large
@@ -83,7 +83,7 @@ class Body:
 
 
 class BodyMemory:
-    """Bytes of all bodies that are held at a time. Belongs to the event loop's thread."""
+    """The memory of all bodies that are held at once. Belongs to the event loop's thread."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -102,7 +102,7 @@ class BodyMemory:
 
 
 class HeldBody:
-    """Share of a body in the memory for all bodies."""
+    """The share of one body in the memory for all bodies."""
 
     def __init__(self, memory: BodyMemory) -> None:
         self._memory = memory
@@ -118,8 +118,8 @@ class HeldBody:
 
 
 class BoundBodyMemory:
-    """Middleware, inside of Inflate: answers 503 where a body finds no memory left. Files, which are not held in
-    memory, are not counted."""
+    """Middleware inside of Inflate that answers 503 when the memory for bodies is full. Uploaded files are not counted,
+    because they are not held in memory."""
 
     def __init__(self, app: ASGIApp, limits: BodyLimits) -> None:
         self.app = app
@@ -145,7 +145,7 @@ class BoundBodyMemory:
 
 
 def release_body(scope: Scope) -> None:
-    """The body is understood, and its bytes are gone: others may have their place before the reply ends."""
+    """Release the memory of a body that has been parsed, so that others can use it before the reply ends."""
     held: HeldBody | None = scope.get(SCOPE_HELD)
     if held is not None:
         held.release()

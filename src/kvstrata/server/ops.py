@@ -1,4 +1,4 @@
-"""What operators look at: /health, /metrics and /props."""
+"""Routes for operators: /health, /metrics and /props."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ async def metrics(request: Request) -> Response:
         peak_bytes=state.peak_bytes,
     )
     service.metrics.sessions.set(len(service.sessions))
-    # A scrape is answered even where the engine has stopped: that is when people look.
+    # A scrape is answered even if the engine has stopped: monitoring is needed most then.
     with contextlib.suppress(Unavailable):
-        # Sums over all keys, for every caller: they tell how much there is, not what.
+        # Sums over all keys, for every caller: they show amounts, not content.
         held = await ask_cache(service, lambda cache: cache.usage())
         tiers = usage_answer(held, under="all", pin_quota_bytes=None)["tiers"]
         service.metrics.set_cache(tiers, held.counters, hot_budget_bytes=held.hot_budget_bytes)
@@ -99,7 +99,7 @@ def properties(service: Service, target: TargetAnswer, held: HeldAnswer) -> dict
 
 
 def _events(service: Service) -> dict[str, Any] | None:
-    """Where routers hear what memory holds, if they do."""
+    """Return the addresses at which routers receive KV events, or None."""
     publisher = service.publisher
     if publisher is None:
         return None
@@ -112,7 +112,7 @@ def _events(service: Service) -> dict[str, Any] | None:
 
 
 def _sampling(service: Service) -> dict[str, Any]:
-    """What a request gets that leaves it out, and which of it the model's generation_config.json says."""
+    """Return the default sampling settings, and which of them come from the model's generation_config.json."""
     used = default_sampling(service)
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     return {**{name: getattr(used, name) for name in names}, "from_model": sorted(service.sampling.given())}

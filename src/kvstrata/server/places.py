@@ -1,4 +1,4 @@
-"""Imports at once: bounded in number and in bytes together, and the others are told to come again. Belongs to the event
+"""Limits on concurrent imports, in number and in total bytes; further ones are asked to try again. Belongs to the event
 loop's thread."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from kvstrata.errors import QueueFull
 from kvstrata.sizes import format_bytes
 
-# Files that are imported at once: each is kept until it was found good.
+# Concurrent imports: each file is kept until it has been verified.
 MAX_IMPORTS = 4
 
 
@@ -21,8 +21,8 @@ class Places:
 
     @contextmanager
     def take(self, most_bytes: int) -> Iterator[Callable[[int], None]]:
-        """A place, and a function that is called before more bytes of its file are kept. `most_bytes`: of all files
-        together, and as much as one may have alone."""
+        """Reserve a place for an import, and yield a function to call before more bytes of its file are written.
+        `most_bytes`: limit of all files together, and so of a single one."""
         if self._num_taken >= self._most:
             raise QueueFull(f"{self._num_taken} files are being imported already. Try again in a moment.")
         own_bytes = 0

@@ -1,7 +1,7 @@
-"""The tokens that a prompt cache of mlx-lm was made of, from the prompt that its owner remembers.
+"""Token ids of an mlx-lm prompt cache, computed from the prompt that its owner remembers.
 
-`mlx_lm.cache_prompt` renders one user message without what makes a model answer, and leaves the message open. Knows
-templates and tokenizers; runs in a worker thread.
+`mlx_lm.cache_prompt` renders one user message without the generation prompt and leaves the message open. Runs on a
+worker thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvstrata.text.tokenizer import encode_prompt, require_unicode
 
 
 def ids_of_prompt(service: Service, prompt: Mapping[str, Any]) -> TokenIds:
-    """`tokens`, `messages`, or `text`, which is a user's message unless `raw` says that it is plain."""
+    """Return the ids of a prompt given as `tokens`, `messages`, or `text`: a user message, or plain text with `raw`."""
     given = [name for name in ("tokens", "messages", "text") if prompt.get(name) is not None]
     if len(given) != 1:
         raise InvalidRequest("Give the prompt as one of tokens, messages and text.", param="prompt")
@@ -45,7 +45,7 @@ def _rendered(service: Service, messages: Any) -> list[int]:
             messages, add_generation_prompt=False, continue_final_message=True
         )
     except Exception as error:
-        # A template is a program of the model's maker: it may raise anything at messages that it does not expect.
+        # A template is the model maker's code: it may raise any exception for messages that it does not expect.
         raise InvalidRequest(f"The chat template cannot show these messages: {error}", param="messages") from error
     return list(rendered)
 

@@ -1,7 +1,7 @@
-"""The process around the app: drains on the first Ctrl-C, ends at once on the second.
+"""The server process: drains on the first Ctrl-C, exits at once on the second.
 
-Knows uvicorn and signals. Draining: new requests get 503, running replies go on until they end or the time is
-up, then the engine stops and the requests that are left get an error.
+Handles uvicorn and signals. While it drains, new requests get 503 and running replies continue until they end or the
+timeout expires; then the engine stops and the remaining requests get an error.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kvstrata.server.journal.sampling import JournalSampler
 from kvstrata.server.service import Service
 from kvstrata.server.wire.connection import Connection
 
-FLUSH_S = 5  # for connections to take what was written to them
+FLUSH_S = 5  # time to flush connections
 INTERRUPTED = 130
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server with draining. `say` gets a line for each thing that a person should know."""
+    """A uvicorn server with draining. `say` receives messages for the user."""
 
     def __init__(
         self,
@@ -72,23 +72,24 @@ class Server(uvicorn.Server):
                 connection.transport.abort()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called by uvicorn for SIGINT and SIGTERM, in the main thread."""
+        """Handle SIGINT or SIGTERM. Called by uvicorn in the main thread."""
         del sig, frame
         if self._draining is not None or self._loop is None:
             sys.stdout.flush()
-            os._exit(INTERRUPTED)  # the engine's thread may be inside a long computation; do not wait for it
+            os._exit(INTERRUPTED)  # do not wait for the engine's thread, which may be in a long computation
         self.drain()
 
     def drain(self) -> None:
-        """From any thread, or a signal: take no new requests and end when the running replies have ended."""
+        """Refuse new requests and exit when the running replies have ended. May be called from any thread or a signal
+        handler."""
         assert self._loop is not None, "only a server that has started can drain"
-        # At once; but nothing here may take a lock, which the interrupted code might hold.
+        # Takes effect at once. Nothing here may take a lock, which the interrupted code might hold.
         self.service.door.closed = True
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._begin_drain)
 
     def end(self) -> None:
-        """From any thread: end now, without waiting for replies. Does nothing to a server that has ended."""
+        """Exit without waiting for replies. May be called from any thread; has no effect after the server has ended."""
         self._drain_timeout_s = 0.0
         self.drain()
 
@@ -115,15 +116,15 @@ class Server(uvicorn.Server):
 def _uvicorn_config(service: Service, log_level: str) -> uvicorn.Config:
     return uvicorn.Config(
         front(service),
-        # What uvicorn says at level info (a process id, how to quit) is said better elsewhere.
+        # uvicorn's messages at level info (process id, how to quit) repeat the server's own.
         log_level="warning" if log_level == "info" else log_level,
-        # Its messages go the way that logs.py has made for them.
+        # logs.py configures logging.
         log_config=None,
         access_log=False,
         server_header=False,
         lifespan="off",
         ws="none",
-        # The server ends its connections itself after FLUSH_S; a task that hangs on longer is a defect.
+        # The server aborts its connections after FLUSH_S; a task that runs longer is a defect.
         timeout_graceful_shutdown=2 * FLUSH_S,
         http=functools.partial(Connection, service.bounds),  # pyright: ignore[reportArgumentType]
         # An agent thinks for minutes between two requests; a connection kept open saves it a round trip.

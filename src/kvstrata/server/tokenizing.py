@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, as vLLM names them: the very ids that /v1 would compute, and back."""
+"""/tokenize and /detokenize, named as in vLLM: the same token ids that /v1 would compute, and back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ router = APIRouter(tags=["Tokens"])
 
 
 class TokenizeAsked(Asked):
-    """Either a prompt or messages."""
+    """A prompt or messages to tokenize; exactly one of them."""
 
     model: str | None = None
     prompt: str | None = None

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: its words for requests, replies and errors."""
+"""Anthropic's Messages API: request and response schemas, translation to conversations, and errors."""

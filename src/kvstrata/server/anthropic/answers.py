@@ -1,4 +1,4 @@
-"""What is answered, in Anthropic's words: the types that the OpenAPI document shows and the code builds."""
+"""Response types of Anthropic's Messages API, as the OpenAPI document shows them and the code builds them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessageUsage(TypedDict):
-    """The three inputs add up to the prompt."""
+    """Token counts of a message. The three input counts add up to the prompt."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -67,8 +67,8 @@ class MessagesErrorAnswer(TypedDict):
 
 
 def message_usage(usage: TokenUsage) -> MessageUsage:
-    """What was computed counts as plain input. Writing to the cache has no price here, and nobody asks for it: a number
-    of its own would only tell clients that bill by these names of a cost that is none."""
+    """Return the token counts in Anthropic's form. Computed tokens count as plain input, and cache writes are always 0:
+    writing to the cache costs nothing here, and clients that compute a bill from these names would charge for it."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -1,4 +1,4 @@
-"""From bodies of the Messages API to conversations. Knows its fields, and which of them have no meaning here."""
+"""Translation of Messages API bodies to conversations. Decides which of the API's fields have no effect here."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from kvstrata.server.service import Service
 
 logger = logging.getLogger("kvstrata.server")
 
-# Tools without a schema, by the start of their type. The model would have to know them, or Anthropic to run them.
+# Prefixes of the types of tools without a schema: the model would have to know them, or Anthropic would run them.
 CLIENTS_OWN = ("bash", "text_editor", "computer", "memory", "browser")
 ANTHROPICS_OWN = ("web_search", "web_fetch", "code_execution", "tool_search", "mcp_toolset", "advisor")
 OTHER = "other"
-# Templates know three efforts.
+# Chat templates know three efforts.
 EFFORTS = {"xhigh": "high", "max": "high"}
-LEAST_TOP_P = 1e-6  # the likeliest token alone
+LEAST_TOP_P = 1e-6  # greedy: only the likeliest token
 
 
 def read_message(service: Service, body: bytes, scope: Scope) -> tuple[MessagesAsked, Job]:
@@ -44,14 +44,14 @@ def read_message(service: Service, body: bytes, scope: Scope) -> tuple[MessagesA
 
 
 def count_prompt(service: Service, body: bytes, scope: Scope) -> int:
-    """How many tokens the prompt has that the same body makes at /v1/messages."""
+    """Return the number of tokens of the prompt that /v1/messages would make of the same body."""
     asked = read_body(CountAsked, body, service.max_items)
     check_model(service, asked.model)
     return len(chat_prompt(service, _chat(asked, Wanted()), scope).ids)
 
 
 def conversation(asked: MessagesAsked) -> Chat:
-    """Raises InvalidRequest for what no model here could do."""
+    """Return the conversation of a request. Raises InvalidRequest for a request that no model can serve here."""
     return replace(_chat(asked, _wanted(asked)), pin=pin_of(asked))
 
 
@@ -73,7 +73,7 @@ def _wanted(asked: MessagesAsked) -> Wanted:
     return Wanted(
         sampling={"temperature": asked.temperature, "top_p": top_p, "top_k": asked.top_k},
         max_tokens=asked.max_tokens,
-        # Agents name the most that any model could write: no room is kept free for that.
+        # Agents send the largest max_tokens of any model, so no memory is reserved for it.
         reserves=False,
         stop=tuple(asked.stop_sequences or ()),
         constraint=constraint,
@@ -83,7 +83,8 @@ def _wanted(asked: MessagesAsked) -> Wanted:
 
 
 def _constraint(asked: MessagesAsked) -> tuple[Constraint | None, str]:
-    """And the field that it came by. The API promises that replies are valid: what cannot be enforced is refused."""
+    """Return the constraint on the reply and the field that sets it. The API promises valid replies, so a constraint
+    that cannot be enforced is refused."""
     config = asked.output_config
     if config and config.format:
         return Constraint.json_schema(config.format.schema_, strict=True), "output_config.format"
@@ -107,14 +108,14 @@ def _tool(tool: ToolAsked, place: int) -> Tool:
 
 
 def _ignored(tool: ToolAsked) -> str:
-    """The family of a tool that has no meaning here; empty: it has one."""
+    """Return the family of a tool that has no effect here, or an empty string for a tool that has one."""
     if tool.type in (None, "custom") or tool.input_schema is not None:
         return ""
     return next((family for family in CLIENTS_OWN + ANTHROPICS_OWN if tool.type.startswith(family)), OTHER)
 
 
 def _log_ignored(asked: PromptAsked, scope: Scope) -> None:
-    """Once for each family: agents send the same tools with every request."""
+    """Log each ignored tool family once: agents send the same tools with every request."""
     families = {family for tool in asked.tools or () if (family := _ignored(tool))}
     state = scope["app"].state
     told: frozenset[str] = getattr(state, "ignored_tools_told", frozenset())
@@ -143,8 +144,8 @@ def _choice(asked: PromptAsked, tools: Sequence[Tool]) -> ToolChoice:
 
 
 def _thinking(asked: PromptAsked) -> ThinkingWanted:
-    """A budget of tokens is not kept, and thoughts are shown even where the client would rather not see them: it sends
-    them back, which keeps the prompt's prefix as it was."""
+    """Return the thinking settings. The token budget is ignored, and thinking is returned even when the client asks to
+    omit it: the client sends it back, which keeps the prompt prefix stable."""
     kind = asked.thinking.type if asked.thinking else None
     if kind == "disabled":
         return ThinkingWanted(enabled=False)

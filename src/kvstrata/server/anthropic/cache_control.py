@@ -1,7 +1,7 @@
-"""What `cache_control` asks for: a pin, where it names a ttl.
+"""`cache_control` with a ttl, translated to a pin of the prompt.
 
-Without one it means nothing here, since everything is cached anyway: agents mark blocks with it in every request.
-A form that is not known asks for nothing, and is never refused.
+Without a ttl it has no effect, because every prompt is cached: agents set it on blocks in every request. An unknown
+form is ignored and never refused.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ TTLS_S = {"5m": 300.0, "1h": 3600.0}
 
 
 def pin_of(asked: MessagesAsked) -> PinWanted | None:
-    """By the last block with a ttl. In the messages it stands for the whole prompt: where a block ends in it is not
-    known, and the next turn takes up all of it."""
+    """Return the pin that the last block with a ttl asks for. A ttl inside the messages pins the whole prompt: the
+    token position of a block's end is unknown, and the next turn reuses the whole prompt."""
     in_messages = _last_ttl([*(each for turn in asked.messages for each in _blocks(turn)), asked])
     if in_messages:
         return PinWanted(in_messages, "prompt")
@@ -34,7 +34,7 @@ def _blocks(turn: TurnAsked) -> Iterator[Any]:
 
 
 def _last_ttl(marked: Iterable[Any]) -> float:
-    """In seconds; 0: none has one."""
+    """Return the last ttl in seconds, or 0 if there is none."""
     ttls = [ttl for each in marked if (ttl := _ttl_s(each.cache_control))]
     return ttls[-1] if ttls else 0.0
 

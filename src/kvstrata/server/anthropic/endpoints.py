@@ -1,4 +1,4 @@
-"""The paths of Anthropic's Messages API. Knows which job, which wire and which documentation belong to each."""
+"""Routes of Anthropic's Messages API. Assigns a job, a wire and documentation to each path."""
 
 from __future__ import annotations
 

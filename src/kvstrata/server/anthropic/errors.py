@@ -1,4 +1,4 @@
-"""Errors as the Messages API writes them: {"type": "error", "error": {"type", "message"}}."""
+"""Error responses in the format of the Messages API: {"type": "error", "error": {"type", "message"}}."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ TYPES: Mapping[int, str] = {
 
 
 def messages_shape(error: RequestError) -> dict[str, Any]:
-    # A path that does not exist is told as an invalid request with this code.
+    # An unknown path is reported as InvalidRequest with this code.
     kind = "not_found_error" if error.code == "not_found" else TYPES.get(error.status, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": _message(error)}}
 
 
 def messages_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For the OpenAPI document."""
+    """Return the error responses for the OpenAPI document."""
     return {
         status: {"model": MessagesErrorAnswer, "description": DESCRIPTIONS[status]} for status in documented(statuses)
     }
 
 
 def _message(error: RequestError) -> str:
-    """Claude Code looks for these words, and then shortens the chat by itself."""
+    """Return the error text. Claude Code looks for the words "prompt is too long" and then compacts the chat by
+    itself."""
     if isinstance(error, ContextTooLong) and error.num_tokens:
         return f"prompt is too long: {error.num_tokens} tokens > {error.max_tokens} maximum. {error.message}"
     if isinstance(error, ContextTooLong | NeverFits):

@@ -1,7 +1,7 @@
-"""What a client may ask for, in Anthropic's words.
+"""Request bodies of Anthropic's Messages API.
 
-Knows types and ranges; fields that are not named here are ignored, and null means the default. Does not know what this
-server can do: turns.py and ask.py refuse that.
+Checks types and ranges; unknown fields are ignored, and null means the default. Requests that are valid but cannot be
+served here are refused by turns.py and ask.py.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ INT64 = 2**63
 
 
 class Marked(Asked):
-    """What may carry a mark for Anthropic's cache (cache_control.py): with a ttl, 5m or 1h, the prompt is pinned for so
-    long. Of any form: it is never refused."""
+    """An object with an optional `cache_control` (cache_control.py): with a ttl of 5m or 1h, the prompt is pinned for
+    that time. Any value is accepted."""
 
     cache_control: Any = None
 
@@ -30,7 +30,8 @@ class TextBlock(Marked):
 
 
 class ThinkingBlock(Marked):
-    """Its signature is not looked at: it is this server's own, or another's that cannot be checked."""
+    """Thinking of an earlier reply. The signature is not checked: it is this server's own, or another server's that
+    cannot be verified."""
 
     type: Literal["thinking"]
     thinking: str
@@ -54,21 +55,21 @@ class ToolUseBlock(Marked):
 
 
 class ToolReferenceBlock(Marked):
-    """In the result of a client's search for tools: one that it has found."""
+    """A tool that a client's tool search found, as part of its result."""
 
     type: Literal["tool_reference"]
     tool_name: str
 
 
 class ToolChangeBlock(Marked):
-    """In a system message: a tool is offered, or no longer, from here on."""
+    """A block of a system message that adds or removes a tool from this point on."""
 
     type: Literal["tool_addition", "tool_removal"]
     tool: dict[str, Any]
 
 
 class OtherBlock(Marked):
-    """An image, or whatever else there is: taken so that the refusal can name it."""
+    """A block of an unsupported type, such as an image; accepted here so that the refusal can name the type."""
 
     type: str
 
@@ -126,7 +127,8 @@ class TurnAsked(Asked):
 
 
 class ToolAsked(Marked):
-    """One that the client runs has an `input_schema`. Those without are Anthropic's own; `type` tells which."""
+    """A tool that a request offers. Tools that the client runs have an `input_schema`; Anthropic's own have none and
+    are identified by `type`."""
 
     type: str | None = None
     name: str | None = Field(None, min_length=1)
@@ -141,7 +143,7 @@ class ToolChoiceAsked(Asked):
 
 
 class ThinkingAsked(Asked):
-    # Not a list of words: new ones come, and what is not known here is left to the model.
+    # Any string: new types appear, and an unknown one leaves the choice to the model.
     type: str = Field(description="enabled, disabled, adaptive, ...")
 
 
@@ -156,12 +158,12 @@ class OutputConfig(Asked):
     format: FormatAsked | None = None
 
 
-# Each is searched for in the whole reply, and prepared where the request arrives: long ones would hold up others.
+# Bounded: each is compiled on arrival and searched for in the whole reply; long ones would delay other requests.
 StopSequence = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
 class PromptAsked(Asked):
-    """What makes the prompt: all that counting needs."""
+    """The part of a request that makes the prompt; token counting needs nothing else."""
 
     model: str | None = Field(None, description="Left out: the one that is served")
     messages: Items[TurnAsked] = Field(min_length=1)

@@ -1,7 +1,7 @@
-"""From Anthropic's messages and blocks to turns as chat templates read them. Pure.
+"""Translation of Anthropic's messages and blocks to messages for chat templates. Pure.
 
-Knows which block may stand where, and says the place of one that may not. What comes first stays first: a cached prefix
-is worth only as much as the start of the prompt is stable.
+Decides which block types a role may contain, and reports the position of one that is not allowed. Order is preserved: a
+cached prefix is only useful if the start of the prompt is stable.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Placed = tuple[str, Block]  # a block and where it stands: messages.0.content.1
 
 
 def turns(asked: PromptAsked) -> list[Message]:
-    """Raises InvalidRequest, with the place of what cannot be shown to a model."""
+    """Return the messages for the chat template. Raises InvalidRequest with the position of an unsupported block."""
     system = _system_text(_placed(asked.system, "system", "system"))
     out: list[Message] = [{"role": "system", "content": system}] if system else []
     known: set[str] = set()  # ids of calls so far
@@ -48,7 +48,7 @@ def turns(asked: PromptAsked) -> list[Message]:
             texts = (_system_text(_blocks(turn, place)) for place, turn in run)
             out += [{"role": "system", "content": text} for text in texts if text]
         else:
-            # Neighbours of one role are one turn, as the API has it; many templates refuse them otherwise.
+            # Consecutive messages of one role are one turn in this API; many templates refuse them unmerged.
             blocks = [each for place, turn in run for each in _blocks(turn, place)]
             out += [_assistant(blocks, known)] if role == "assistant" else _user(blocks, known)
     return out
@@ -92,12 +92,12 @@ def _system_text(blocks: Iterable[Placed]) -> str:
             raise InvalidRequest(
                 f"{path}: a tool cannot be defined in the middle of a chat. Put it into tools.", param=path
             )
-        # A change that refers to a tool is left out: all of `tools` is offered from the start, and stays.
+        # Changes that refer to a tool are ignored: all of `tools` is offered from the start to the end.
     return "\n".join(text for text in texts if text)
 
 
 def _user(blocks: Sequence[Placed], known: set[str]) -> list[Message]:
-    """Results come first: templates want them right after the calls."""
+    """Return the messages of a user turn. Tool results come first: templates expect them right after the calls."""
     out: list[Message] = [_result(path, block, known) for path, block in blocks if isinstance(block, ToolResultBlock)]
     text = "\n".join(_texts((path, block) for path, block in blocks if not isinstance(block, ToolResultBlock)))
     if text or not out:
@@ -113,7 +113,7 @@ def _result(path: str, block: ToolResultBlock, known: set[str]) -> Message:
             param=f"{path}.tool_use_id",
         )
     text = _result_text(block.content, f"{path}.content")
-    # Chat templates have no other place for it.
+    # Chat templates have no error flag, so the text carries it.
     told = f"Error: {text}" if block.is_error else text
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": told}
 
@@ -145,7 +145,7 @@ def _document(path: str, block: DocumentBlock) -> str:
 def _assistant(blocks: Sequence[Placed], known: set[str]) -> Message:
     calls = [block for _, block in blocks if isinstance(block, ToolUseBlock)]
     known.update(call.id for call in calls)
-    # Nothing between them: pieces of one reply, cut where it thought or called.
+    # Joined without a separator: they are pieces of one reply, split at thinking or calls.
     text = "".join(block.text for _, block in blocks if isinstance(block, TextBlock))
     thinking = "\n".join(block.thinking for _, block in blocks if isinstance(block, ThinkingBlock) and block.thinking)
     message: Message = {"role": "assistant", "content": text}

@@ -1,4 +1,4 @@
-"""Answers of the Messages API: events of blocks that begin, grow and end, or the whole message."""
+"""Wire of the Messages API: a stream of block start, delta and stop events, or the whole message."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from kvstrata.text.reply_events import (
     ToolCallStart,
 )
 
-# Clients want one and send it back; nothing is to be proved by it.
+# Clients require a signature and send it back; it proves nothing.
 SIGNATURE = "kvstrata"
 PING = ServerEvent({"type": "ping"}, "ping")
 
 
 @dataclass
 class ContentBlock:
-    """One of the message, as far as it is written. `pieces`: of its text, its thoughts or its arguments."""
+    """A content block of the message, as written so far. `pieces`: fragments of the text, thinking or arguments."""
 
     kind: Literal["text", "thinking", "tool_use"]
     id: str = ""
@@ -42,7 +42,7 @@ class ContentBlock:
         return "".join(self.pieces)
 
     def opening(self) -> dict[str, Any]:
-        """As it is before anything is in it."""
+        """Return the block as content_block_start shows it, still empty."""
         if self.kind == "text":
             return {"type": "text", "text": ""}
         if self.kind == "thinking":
@@ -69,13 +69,13 @@ class ContentBlock:
 
 
 class MessagesWire:
-    """One for each answer, which has one choice."""
+    """The wire of one Messages response, which has a single choice."""
 
     def __init__(self, message_id: str, model: str) -> None:
         self._id = message_id
         self._model = model
         self._blocks: list[ContentBlock] = []
-        self._open: ContentBlock | None = None  # the last of them, while it grows
+        self._open: ContentBlock | None = None  # the last block, while it receives deltas
         self._held = ""  # whitespace that may be the start of a text
         self._streams = False
         self._ended: Ended | None = None
@@ -99,7 +99,7 @@ class MessagesWire:
         return [_event("message_delta", delta=delta, usage=message_usage(usage)), _event("message_stop")]
 
     def ping(self, doing: str) -> bytes:
-        del doing  # the API has no word for it
+        del doing  # the API has no field for it
         return encode([PING])
 
     def fail(self, error: RequestError) -> list[ServerEvent]:
@@ -137,7 +137,8 @@ class MessagesWire:
         return self._close_block()
 
     def _add_text(self, text: str) -> list[ServerEvent]:
-        """A text of whitespace alone is none: models write it before a call, and clients do not send it back."""
+        """Write text, but hold back leading whitespace: models write it before a call, and clients do not send a
+        whitespace-only block back."""
         if self._open is None or self._open.kind != "text":
             self._held += text
             if not self._held.strip():
@@ -185,7 +186,8 @@ class MessagesWire:
         return (self._ended.stop or None) if self._ended else None
 
     def _is_call(self, block: ContentBlock) -> bool:
-        """What a stream has told of as a call stays one, whatever its arguments became."""
+        """Return whether a block counts as a call. A call that was already streamed counts even if its arguments are
+        invalid."""
         return block.kind == "tool_use" and (self._streams or _as_object(block.said) is not None)
 
 
@@ -196,14 +198,14 @@ def _event(name: str, **fields: Any) -> ServerEvent:
 def _as_object(arguments: str) -> dict[str, Any] | None:
     try:
         given = json.loads(arguments or "{}")
-        json.dumps(given, allow_nan=False)  # NaN is read, and no answer can carry it
+        json.dumps(given, allow_nan=False)  # json.loads accepts NaN, which no response can contain
     except (ValueError, RecursionError):
         return None
     return given if isinstance(given, dict) else None
 
 
 def _whole_arguments(arguments: str) -> dict[str, Any] | None:
-    """Parse a call that was cut off. The member that was being written is left out."""
+    """Parse the arguments of a call that was cut off, without the incomplete last member."""
     try:
         given = from_json(arguments or "{}", allow_partial=True, allow_inf_nan=False)
     except ValueError:

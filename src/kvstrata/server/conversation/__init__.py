@@ -1,1 +1,1 @@
-"""One conversation inside: what every wire's requests become, and the one stream of events that every wire writes."""
+"""The common form of all APIs: requests as conversations and jobs for the engine, replies as one stream of events."""

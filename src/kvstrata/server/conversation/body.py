@@ -1,7 +1,7 @@
-"""Bodies of requests: read whole, in a worker thread, more strictly than FastAPI would. Knows no wire.
+"""Reading and validation of request bodies, on worker threads and stricter than FastAPI's. Independent of the API.
 
-Parsing and validating hold the interpreter's lock, so no other client is served meanwhile. A body is therefore refused
-before it is parsed when it would become too many objects, and validation ends at the first wrong item of a list.
+Parsing and validating hold the interpreter lock, so no other client is served meanwhile. A body that would become too
+many objects is therefore refused before it is parsed, and validation stops at the first invalid item of a list.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from kvstrata.server.service import Service, service_of
 T = TypeVar("T")
 AskedT = TypeVar("AskedT", bound=BaseModel)
 
-# Bodies of more bytes are rendered and tokenized two at a time (`Service.large_bodies`): each becomes many times as
-# large.
+# Larger bodies are rendered and tokenized two at a time (`Service.large_bodies`): each takes many times its size in
+# memory.
 LARGE_BYTES = 1 << 20
-# JSON values of a body, whatever the context: about 0.1 s of parsing, in which nobody else is served.
+# JSON values allowed in a body for any context size: about 0.1 s of parsing, in which nobody else is served.
 MIN_VALUES = 1 << 18
-# JSON objects of a body, however long the context is: an object takes 6 us to validate, and a message 10 us to render.
+# Most JSON objects in a body for any context size: an object takes 6 us to validate, and a message 10 us to render.
 MAX_OBJECTS = 1 << 16
 PIECE_BYTES = 1 << 16
-# Bodies of more bytes are parsed and validated one at a time: each may hold the interpreter's lock for 0.1 s, and the
-# event loop would wait for several in a row.
+# Larger bodies are parsed and validated one at a time: each may hold the interpreter lock for 0.1 s, and the event loop
+# would wait for several in a row.
 SMALL_BYTES = 1 << 16
 
 _parsing_large = threading.Lock()
@@ -60,28 +60,29 @@ def _unchanged(item: Any) -> Any:
     return item
 
 
-# Text that is parsed as JSON.
+# A string that contains JSON.
 JsonText = Annotated[str, AfterValidator(_of_few_values)]
-# A list of what a prompt is made of, as long as the context allows (`Service.max_items`). Its first wrong item ends the
-# validation: pydantic would note an error for each. A call into Python at each item lets other threads have the
-# interpreter's lock, which pydantic otherwise holds to the end of the list.
+# A list of prompt elements, bounded by the context size (`Service.max_items`). Validation stops at the first invalid
+# item: pydantic would record an error for each. A call into Python at each item lets other threads take the interpreter
+# lock, which pydantic otherwise holds to the end of the list.
 Items = Annotated[
     list[Annotated[T, BeforeValidator(_unchanged)]], Field(fail_fast=True), BeforeValidator(_within_context)
 ]
 
 
 class Asked(BaseModel):
-    """What a client sends. Unknown fields are ignored, and null means the default."""
+    """Base class of request bodies. Unknown fields are ignored, and null means the default."""
 
     # strict: "5" is not a number and 1 is not true, as at OpenAI.
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
 
 
 async def read(request: Request, make: Callable[[Service, bytes, Scope], T]) -> T:
-    """What `make` makes of the body, on a worker thread: rendering and tokenizing a long prompt takes a while."""
+    """Read the body, run `make` on it in a worker thread and return the result: rendering and tokenizing a long prompt
+    takes a while. Raises early what `Engine.submit` would raise, such as QueueFull."""
     require_json(request)
     engine, owner = service_of(request).engine, owner_salt(request.scope) or ""
-    # A request that finds no room is told before its body is read, and again before a long prompt is tokenized.
+    # Refuse a request for a full queue before its body is read, and again before a long prompt is tokenized.
     engine.require_place(owner)
     body = await _received(request)
     engine.require_place(owner)
@@ -89,13 +90,13 @@ async def read(request: Request, make: Callable[[Service, bytes, Scope], T]) -> 
 
 
 async def read_aside(request: Request, make: Callable[[Service, bytes, Scope], T]) -> T:
-    """Likewise, for a request that takes no place in the queue: a full one is no reason to refuse it."""
+    """Read a body like `read`, for a request that needs no place in the engine's queue."""
     require_json(request)
     return await _made(request, make, await _received(request))
 
 
 async def _received(request: Request) -> bytes:
-    # Not request.body(), which would keep the bytes as long as the reply takes.
+    # Not request.body(), which would keep the bytes until the reply has ended.
     return b"".join([chunk async for chunk in request.stream()])
 
 
@@ -109,20 +110,20 @@ async def _made(request: Request, make: Callable[[Service, bytes, Scope], T], bo
 
 
 def require_json(request: Request) -> None:
-    # A web page can post anything else to a local server without asking; JSON makes its browser ask first.
+    # A web page can post other types to a local server without a preflight; JSON forces one.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise InvalidRequest("The body must be JSON. Send the header: Content-Type: application/json")
 
 
 def body_of(schema: type[BaseModel]) -> dict[str, Any]:
-    """Documents a body that is read by hand."""
+    """Return the OpenAPI documentation of a body that is read by hand."""
     reference = {"$ref": f"#/components/schemas/{schema.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
 
 
 def read_body(schema: type[AskedT], body: bytes, max_items: int = MIN_VALUES) -> AskedT:
-    """`max_items`: of each list, see `Service.max_items`."""
+    """Parse and validate a body. `max_items`: limit of each list, see `Service.max_items`."""
     require_few_values(body, max_items)
     with _parsing_large if len(body) > SMALL_BYTES else nullcontext():
         try:
@@ -133,17 +134,17 @@ def read_body(schema: type[AskedT], body: bytes, max_items: int = MIN_VALUES) ->
 
 
 def max_values(max_items: int) -> int:
-    """Most JSON values in a body whose lists have at most `max_items`."""
+    """Return the most JSON values allowed in a body whose lists have at most `max_items`."""
     return max(MIN_VALUES, 2 * max_items)
 
 
 def num_values(text: str) -> int:
-    """Lists, objects and commas: about as many objects as this becomes when it is parsed as JSON."""
+    """Count lists, objects and commas: about the number of values that parsing the text as JSON creates."""
     return sum(map(text.count, ",[{"))
 
 
 def require_few_values(body: bytes, max_items: int) -> None:
-    """Raise BodyTooLarge where the body has too many JSON values or JSON objects to parse and validate."""
+    """Raise BodyTooLarge if the body has too many JSON values or objects to parse and validate."""
     most = max_values(max_items)
     if len(body) <= min(most, MAX_OBJECTS):
         return
@@ -160,12 +161,13 @@ def require_few_values(body: bytes, max_items: int) -> None:
 
 
 def _values_in_pieces(body: bytes) -> Iterator[tuple[int, int]]:
-    """Yield the numbers of values and of objects outside of strings. Each piece holds the interpreter's lock."""
+    """Yield the numbers of values and of objects outside of strings, for one piece of the body at a time; each piece
+    holds the interpreter lock."""
     start, is_in_string = 0, False
     while start < len(body):
         piece = body[start : start + PIECE_BYTES]
         if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
-            piece = body[start : start + PIECE_BYTES + 1]  # an escape is not cut in two
+            piece = body[start : start + PIECE_BYTES + 1]  # do not split an escape
         start += len(piece)
         runs = piece.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
         outside = b"".join(runs[is_in_string::2])
@@ -182,7 +184,8 @@ def validated(schema: type[AskedT], asked: Any, max_items: int = MIN_VALUES) -> 
 
 
 def _invalid(asked: object, details: list[ErrorDetails]) -> InvalidRequest:
-    """Of a union's branches the one that got furthest is what the client meant."""
+    """Return the error for a validation failure. Among a union's branches it reports the one that validated deepest,
+    which is probably the one that the client meant."""
     paths = [_path(asked, detail) for detail in details]
     furthest = max(paths, key=len)
     reasons = dict.fromkeys(detail["msg"] for path, detail in zip(paths, details, strict=True) if path == furthest)
@@ -192,7 +195,7 @@ def _invalid(asked: object, details: list[ErrorDetails]) -> InvalidRequest:
 
 
 def _path(asked: object, detail: ErrorDetails) -> list[str]:
-    """`messages, 0, role` from pydantic's location, which also names the branches of unions."""
+    """Return the path of an error, such as `messages, 0, role`, without the union branches in pydantic's location."""
     path: list[str] = []
     here: Any = asked
     last = len(detail["loc"]) - 1

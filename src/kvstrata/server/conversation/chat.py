@@ -1,7 +1,7 @@
-"""What any wire's request becomes: turns, tools, what is wanted of the reply. Values only.
+"""The conversation that every API's request becomes: messages, tools and settings of the reply. Values only.
 
-Turns are messages as chat templates read them, in OpenAI's words (text/messages.py): every other wire translates into
-those, because templates are written for them.
+Messages are in OpenAI's form, as chat templates read them (text/messages.py); the other APIs translate to it, because
+templates are written for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ToolChoice:
 
 @dataclass(frozen=True)
 class ThinkingWanted:
-    """None: as the template has it by itself."""
+    """Thinking settings of a request. None: the template's default."""
 
     enabled: bool | None = None
     effort: str | None = None
@@ -33,29 +33,29 @@ class ThinkingWanted:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is wanted of a reply, of a chat and of a plain text alike."""
+    """Settings of a reply, for chats and plain completions."""
 
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of Sampling that the client names
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of Sampling that the client sets
     logit_bias: Mapping[str, float] = field(default_factory=dict)  # by token id
-    max_tokens: int | None = None  # None: as long as the context
-    reserves: bool = True  # max_tokens must have room in memory; False: it is only a bound
+    max_tokens: int | None = None  # None: up to the end of the context
+    reserves: bool = True  # memory is reserved for max_tokens; False: it is only a bound
     stop: tuple[str, ...] = ()
     n: int = 1
     constraint: Constraint | None = None
-    constraint_param: str = ""  # the field that it came by
+    constraint_param: str = ""  # the request field that sets it
     cache_salt: str | None = None
-    cache_key: str | None = None  # the client's name for requests that belong together
+    cache_key: str | None = None  # the client's name for the session
 
 
 @dataclass(frozen=True)
 class PinWanted:
-    """What of the prompt is to stay in memory, and for how long: all of it, or its system messages and tools."""
+    """A pin that a request asks for: the whole prompt, or its system messages and tools, for `ttl_s` seconds."""
 
     ttl_s: float
     up_to: Literal["system", "prompt"]
 
 
-RETENTIONS_S = {"24h": 86400.0}  # OpenAI's words for how long a prompt is kept; others ask for nothing more
+RETENTIONS_S = {"24h": 86400.0}  # OpenAI's prompt_cache_retention; other values have no effect
 
 
 def pin_for_retention(retention: str | None) -> PinWanted | None:
@@ -71,5 +71,5 @@ class Chat:
     thinking: ThinkingWanted = field(default_factory=ThinkingWanted)
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     wanted: Wanted = field(default_factory=Wanted)
-    model: str | None = None  # None: the one that is served
+    model: str | None = None  # None: the served model
     pin: PinWanted | None = None

@@ -1,6 +1,6 @@
-"""What a reply must look like: the client's constraint, a call that it must make, or both.
+"""Grammars for replies: the client's constraint, a required tool call, or both.
 
-Composes constraints and compiles them. Knows how this model writes calls (`ReplyFormat.call_text`).
+Combines constraints and compiles them, in the form in which the model writes calls (`ReplyFormat.call_text`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from kvstrata.server.service import Service
 
 
 def grammar_of(service: Service, chat: Chat, salt: str, *, after_thinking: bool, thinks_unseen: bool) -> Grammar | None:
-    """None: the reply is free. `thinks_unseen`: it begins with thinking, and no token tells where that ends."""
+    """Return the grammar of the reply, or None if it is unconstrained. `thinks_unseen`: the reply begins with thinking,
+    and no token marks its end."""
     if chat.choice.mode == "required":
         return _required(service, chat, salt)
     constraint, tools = chat.wanted.constraint, chat.tools if chat.choice.mode == "auto" else ()
@@ -54,12 +55,12 @@ def _required(service: Service, chat: Chat, salt: str) -> Grammar:
 
 
 def _told(service: Service, tools: Sequence[Tool], salt: str, *, several: bool) -> Grammar | None:
-    """For a model whose template knows no tools: a reply that begins like a call is one."""
+    """Return the grammar for a model whose template has no tools: a reply that begins like a call must be one."""
     try:
         constraint = _calls(service, _forms(service, tools), "tools", several=several, or_text=True)
         return service.grammars.compile(constraint, salt=salt, param="tools")
     except (InvalidRequest, QueueFull):
-        # No client asked for a grammar: without one the model may still write a call.
+        # The client asked for no grammar, so this one is optional: the model may write a call without it.
         return None
 
 
@@ -80,5 +81,6 @@ def _forms(service: Service, tools: Sequence[Tool]) -> list[CallForm]:
 
 
 def _bare(name: str) -> tuple[str, str]:
-    """Where the template's own form is no JSON. Readers take calls in this one too."""
+    """Return the plain JSON form of a call, for a template whose own form is not JSON. The reply parsers accept it
+    too."""
     return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', "}"

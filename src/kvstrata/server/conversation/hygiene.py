@@ -1,6 +1,6 @@
-"""What agents put into prompts that would keep any prefix from being found again, and what is done about it.
+"""Prompt hygiene: removes or handles text in prompts of agents that would prevent prefix cache hits.
 
-Each rule has a switch, and a counter by its name. No rule moves anything to the front of a prompt.
+Each rule has a switch and a counter with its name. No rule moves text to the front of a prompt.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvstrata.text.messages import Message
 
-# Claude Code's line for the bill: it changes each turn, and means nothing to a model.
+# Claude Code's billing line: it changes each turn and means nothing to a model.
 NONCES = ("x-anthropic-billing-header:",)
 SYSTEM = ("system", "developer")
 
@@ -19,13 +19,13 @@ SYSTEM = ("system", "developer")
 @dataclass(frozen=True)
 class Hygiene:
     drop_nonces: bool = True
-    system_in_place: bool = True  # whatever the template would do with them (text/tools_in_prompt.py)
+    system_in_place: bool = True  # even if the template would move them (text/tools_in_prompt.py)
 
 
 @dataclass(frozen=True)
 class Tidied:
     messages: list[Message]
-    used: Counter[str]  # how often each rule was
+    used: Counter[str]  # number of uses of each rule
 
 
 def tidied(messages: Sequence[Message], rules: Hygiene) -> Tidied:

@@ -1,7 +1,7 @@
-"""From a conversation to requests that the engine takes, whatever wire it came by.
+"""Translation of a conversation to engine requests, the same for every API.
 
-Knows what this model and server can do, and refuses the rest with the reason. Pure but for the tokenizer; runs in a
-worker thread, because a long prompt takes a while to render and tokenize, and a grammar to compile.
+Refuses what this model or server cannot do, with the reason. Pure except for the tokenizer; runs on a worker thread,
+because rendering and tokenizing a long prompt and compiling a grammar take a while.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ MAX_HEADER_CHARS = 500
 
 @dataclass(frozen=True)
 class Job:
-    """What a client asked for, ready for the engine. The `n` choices of a prompt stand one after the other."""
+    """A client's request, ready for the engine. The `n` choices of a prompt are adjacent."""
 
     id: str
     requests: tuple[Request, ...]
     readers: tuple[ReplyParser, ...]  # one for each request
     n: int = 1
-    one_call: bool = False  # a reply ends with its first call
-    notes: Mapping[str, str] = field(default_factory=dict)  # what the answer says beside why it missed (miss.py)
+    one_call: bool = False  # a reply ends after its first call
+    notes: Mapping[str, str] = field(default_factory=dict)  # notes in the miss header, after the reason (miss.py)
     headers: Mapping[str, str] = field(default_factory=dict)
     prompt: ChatPrompt | None = None  # of a chat
-    noting: Noting | None = None  # None: replies are not remembered
+    noting: Noting | None = None  # None: replies are not recorded
     visits: tuple[Visit, ...] = ()  # of sessions, one for each prompt
 
 
@@ -84,7 +84,7 @@ def chat_job(service: Service, chat: Chat, scope: Scope, job_id: str) -> Job:
 
 
 def text_job(service: Service, prompts: Sequence[tuple[int, ...]], wanted: Wanted, scope: Scope, job_id: str) -> Job:
-    """Of plain texts that are to be continued."""
+    """Return the job of a plain completion, with one or more prompts."""
     constraint, salt = wanted.constraint, salt_of(scope, wanted.cache_salt)
     grammar = service.grammars.compile(constraint, salt=salt, param=wanted.constraint_param) if constraint else None
     requests = [
@@ -103,7 +103,7 @@ def _noting(service: Service, request: Request) -> Noting | None:
 
 
 def _job(job_id: str, requests: Sequence[Request], wanted: Wanted, readers: Sequence[ReplyParser]) -> Job:
-    """`requests`: one for each prompt."""
+    """Return the job with `n` choices for each prompt. `requests`: one for each prompt."""
     least = min(request.max_tokens for request in requests)
     is_clamped = wanted.max_tokens is not None and least < wanted.max_tokens
     headers = {CLAMPED: str(least)} if is_clamped else {}
@@ -113,7 +113,7 @@ def _job(job_id: str, requests: Sequence[Request], wanted: Wanted, readers: Sequ
 
 
 def _visiting(service: Service, job: Job, names: Sequence[Name]) -> Job:
-    """`names`: of the sessions that the prompts belong to."""
+    """Return the job with its requests assigned to sessions. `names`: the session name of each prompt."""
     firsts = job.requests[:: job.n]
     prompts = [as_ids(request.prompt) for request in firsts]
     text_of = partial(ids_text, service.loaded.tokenizer)
@@ -134,7 +134,7 @@ def _visiting(service: Service, job: Job, names: Sequence[Name]) -> Job:
 
 
 def _ignored(grammar: Grammar | None) -> dict[str, str]:
-    """What a schema that is not strict asks for and does not get."""
+    """Return the header that lists the ignored parts of a schema that is not strict."""
     if grammar is None or not grammar.ignored:
         return {}
     text = " ".join("; ".join(grammar.ignored).split())
@@ -142,7 +142,8 @@ def _ignored(grammar: Grammar | None) -> dict[str, str]:
 
 
 def _choice(request: Request, index: int) -> Request:
-    """With one seed for all of them, all would be the same."""
+    """Return the request of one choice. Each choice gets its own seed; with the same seed all choices would be
+    equal."""
     seed = request.sampling.seed
     if seed is None or index == 0:
         return request
@@ -171,7 +172,7 @@ def _sampling(service: Service, wanted: Wanted) -> Sampling:
 
 
 def default_sampling(service: Service) -> Sampling:
-    """Of a request that says nothing of it."""
+    """Return the sampling settings of a request that sets none."""
     return Sampling(**service.sampling.given())  # pyright: ignore[reportArgumentType]
 
 
@@ -189,7 +190,8 @@ def _logit_bias(service: Service, bias: Mapping[str, float]) -> tuple[tuple[int,
 
 
 def check_model(service: Service, name: str | None) -> None:
-    """Left out, or empty as some clients send it: the one that is served."""
+    """Raise ModelNotFound if the model is not served here. No name, or an empty one as some clients send it, means the
+    served model."""
     if name and not service.answers_to(name):
         raise ModelNotFound(
             f"The model '{name[:200]}' is not served here; this is '{service.name}'. GET /v1/models lists it. "

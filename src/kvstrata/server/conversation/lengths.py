@@ -1,4 +1,4 @@
-"""How long prompts and replies may be here. Refuses a prompt that cannot fit before the work of tokenizing it."""
+"""Length limits of prompts and replies. Refuses a prompt that cannot fit before it is tokenized."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def require_possible_text(service: Service, text: str) -> None:
 
 
 def require_possible_chat(service: Service, messages: Sequence[Message]) -> None:
-    # Of what the model said before some templates leave its thoughts out; all the rest is in the prompt.
+    # Some templates leave the thinking out of assistant messages; all other messages are in the prompt.
     num_chars = sum(_num_chars(message.get("content")) for message in messages if message["role"] != "assistant")
     require_possible_chars(service, num_chars, param="messages")
     _require_few_values(service, messages)
 
 
 def reply_tokens(service: Service, num_prompt: int, asked: int | None, *, param: str) -> int:
-    """How long the reply may get: as asked, or what the context leaves."""
+    """Return the maximum length of the reply: the requested one, limited to the rest of the context."""
     context = service.context_tokens
     if num_prompt >= context:
         raise ContextTooLong(
@@ -37,7 +37,8 @@ def reply_tokens(service: Service, num_prompt: int, asked: int | None, *, param:
 
 
 def _require_few_values(service: Service, messages: Sequence[Message]) -> None:
-    """Arguments of calls are JSON inside of strings, which are parsed where the template shows them."""
+    """Raise BodyTooLarge if the arguments of calls have too many JSON values: they are JSON strings that are parsed
+    when the template renders them."""
     found, most = sum(map(num_values, _arguments(messages))), max_values(service.max_items)
     if found > most:
         raise BodyTooLarge(
@@ -63,7 +64,7 @@ def _num_chars(content: object) -> int:
 
 
 def require_possible_chars(service: Service, num_chars: int, *, param: str) -> None:
-    """Refuse a text that has too many tokens even if all of them are the longest there is."""
+    """Raise ContextTooLong if the text exceeds the context even with the longest tokens of the vocabulary."""
     least_tokens = num_chars // service.longest_token_chars
     if least_tokens >= service.context_tokens:
         raise ContextTooLong(

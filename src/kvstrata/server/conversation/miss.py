@@ -1,8 +1,8 @@
-"""The header that says why not more of a prompt was cached, and what was done to it on the way.
+"""The header that says why no more of a prompt was cached, and how the prompt was changed.
 
     x-kvstrata-miss: diverged; at=1204; was="12:31"; now="12:32"; replayed=3
 
-A word of the store first, then notes. Knows what a header can carry; does not know what the words mean.
+The cache's reason comes first, then notes. Encodes values for a header; does not interpret them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def miss_value(miss: str, notes: Mapping[str, str]) -> str:
 
 
 def _noted(value: str) -> str:
-    """Words and numbers as they are, all else in quotes; headers carry printable ASCII."""
+    """Return a value for the header: words and numbers unchanged, other text quoted and escaped to printable ASCII."""
     if value and value.isascii() and value.replace("+", "").replace("_", "").isalnum():
         return value
     text = value[:MAX_NOTE_CHARS].encode("unicode_escape").decode("ascii")

@@ -1,6 +1,6 @@
-"""From a conversation to the token ids that the model is shown, and what was done on the way.
+"""Rendering of a conversation to the model's token ids, with a record of the changes made.
 
-Pure but for what is remembered of earlier replies. Runs in a worker thread: a long chat takes a while to render.
+Pure except for the memory of earlier replies. Runs on a worker thread: a long chat takes a while to render.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from kvstrata.text.thinking import ThinkingSwitch
 @dataclass(frozen=True)
 class ChatPrompt:
     ids: tuple[int, ...]
-    resume_at: tuple[int, ...] = ()  # where later requests are likely to part from them
-    hygiene: Mapping[str, int] = field(default_factory=dict)  # how often each rule was used
-    replayed_turns: int = 0  # replies that stand there as they were sampled
+    resume_at: tuple[int, ...] = ()  # token positions at which later requests are likely to diverge
+    hygiene: Mapping[str, int] = field(default_factory=dict)  # number of uses of each rule
+    replayed_turns: int = 0  # replies whose sampled tokens were reused
     replayed_tokens: int = 0
-    pin: PinRequest | None = None  # what of it is to stay, and for how long
+    pin: PinRequest | None = None  # the part to pin, and for how long
 
     @property
     def notes(self) -> dict[str, str]:
-        """For the header that says what was done."""
+        """Return the notes for the miss header."""
         replayed = {"replayed": str(self.replayed_turns)} if self.replayed_turns else {}
         return {**replayed, "hygiene": "+".join(self.hygiene)} if self.hygiene else replayed
 
 
 @dataclass(frozen=True)
 class Renderer:
-    """What chats are rendered by."""
+    """Renders chats: a template, its thinking settings and the hygiene rules."""
 
     template: ChatTemplate
     thinking: ThinkingSwitch
@@ -61,19 +61,19 @@ class Renderer:
         return Shown(tidy.messages, list(tools_told(chat)) or None, variables, tidy.used)
 
     def render(self, shown: Shown, salt: str) -> tuple[int, ...]:
-        """Every reply as the template writes it."""
+        """Render a chat with every reply in the template's own form."""
         template = self.template.for_salt(salt)
         return template.render(shown.messages, tools=shown.tools, template_kwargs=shown.variables)
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A chat as a template gets it."""
+    """A chat as input of a template."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     variables: dict[str, Any] | None
-    hygiene: Mapping[str, int]  # how often each rule was used
+    hygiene: Mapping[str, int]  # number of uses of each rule
 
 
 def chat_prompt(service: Service, chat: Chat, scope: Scope) -> ChatPrompt:
@@ -97,13 +97,14 @@ def chat_prompt(service: Service, chat: Chat, scope: Scope) -> ChatPrompt:
 
 
 def _pinned(service: Service, wanted: PinWanted, end: int) -> PinRequest | None:
-    """The quota holds for every caller, without keys too: a client's library sets a ttl without its user's knowing, and
-    on a local server all memory would go to pins that no user chose. POST /cache/pin is a user's decision."""
+    """Return the pin request. The quota applies to every caller, even without keys: client libraries set a ttl without
+    their users' knowledge, and on a local server such pins would fill the memory. POST /cache/pin is a user's own
+    decision."""
     return PinRequest(wanted.ttl_s, end, service.pin_quota) if end else None
 
 
 def tools_told(chat: Chat) -> tuple[dict[str, object], ...]:
-    """The tools that the model is told of; none where it must not call any."""
+    """Return the tools for the prompt; none if the model must not call any."""
     return () if chat.choice.mode == "none" else chat.tools
 
 
@@ -126,8 +127,8 @@ def _rendered(service: Service, template: ChatTemplate, shown: Shown, salt: str)
 
 
 def _reply_of(service: Service, salt: str, message: Message, tools: list[dict[str, Any]] | None) -> SampledReply | None:
-    """The reply of ours that a message is. What came with an imported conversation is read first: anyone may have
-    written there that these ids say this."""
+    """Return the remembered reply that a message repeats. A reply from an imported conversation is parsed first to
+    verify that its ids have this text: anyone may have written the file."""
     memory = service.replies
     if memory is None or message.get("role") != "assistant":
         return None

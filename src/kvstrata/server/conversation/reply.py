@@ -1,7 +1,7 @@
-"""Carries a job through the engine and answers it, as one JSON value or as a stream.
+"""The response of a job: submits it to the engine and sends the reply as one JSON value or as a stream.
 
-The answer is an ASGI response of its own: everything that can end a request early (a refusal, a failure, a client that
-goes away) is in one place, and leaving it cancels in the engine.
+It is an ASGI response of its own, so that everything that can end a request early (a refusal, a failure, a disconnected
+client) is handled in one place; leaving it cancels the requests in the engine.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from kvstrata.server.service import Service
 
 
 class Reply(Response):
-    """`on_end`: called with the whole answer of a reply that ended well, streamed or not, before its client has it;
-    on a worker thread.
-    `on_too_long`: answers where the prompt is too long for the context or the memory; None: as every error is answered.
+    """An ASGI response that runs a job.
+
+    `on_end`: called with the complete response of a successful reply, streamed or not, before the client has received
+    it; runs on a worker thread. `on_too_long`: returns the response to a prompt that does not fit the context or the
+    memory; None: the normal error response.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class Reply(Response):
         self._on_too_long = on_too_long
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # A client that has gone away gets no answer, and that is no error.
+        # A client that has disconnected gets no response; this is not an error.
         with contextlib.suppress(ClientDisconnect):
             await self._serve(scope, receive, send)
 
@@ -103,7 +105,7 @@ class Reply(Response):
         return await to_thread.run_sync(self._answer, telling)
 
     def _answer(self, telling: Telling) -> Response:
-        """Runs on a worker thread: an answer may have logprobs of 100,000 tokens."""
+        """Build the complete response. Runs on a worker thread: it may contain logprobs of 100,000 tokens."""
         self._wire.close(telling.usage())
         answer = self._wire.whole(telling.usage())
         if self._on_end is not None:

@@ -1,4 +1,4 @@
-"""A reply as server-sent events. Knows when the client is to hear something, not in which words."""
+"""A reply as server-sent events: decides when to send; the wire decides the format."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from kvstrata.server.bridge import Arrival, Replies
 from kvstrata.server.conversation.telling import Telling
 from kvstrata.server.conversation.wire import encode
 
-PING_S = 1.0  # no two within this; and no client waits longer for the first byte
+PING_S = 1.0  # shortest interval between progress pings, and longest wait for the first byte
 
 
 class Heartbeat:
-    """When a client is to be told how far its prompt is, and when a silence has got too long.
+    """A timer for pings: decides when a client needs a progress report or has heard nothing for too long.
 
-    Silence is what the client hears, whatever the engine does: a tool call that is held back is many tokens and no
-    event.
+    Only events that the client receives count, not those of the engine: a tool call that is held back is many tokens
+    but no event.
     """
 
     def __init__(self, keep_alive_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._keep_alive_s = keep_alive_s
         self._gap_s = min(PING_S, keep_alive_s)
         self._clock = clock
-        self._sent = clock()  # when the client last heard anything
+        self._sent = clock()  # time of the last bytes to the client
         self._pinged = -math.inf
         self._doing = "waiting"
         self._is_news = False
@@ -40,13 +40,13 @@ class Heartbeat:
             self._doing, self._is_news = "writing", False
 
     def left_s(self) -> float:
-        """Until the next one is due."""
+        """Return the seconds until the next ping is due."""
         silent_until = self._sent + self._keep_alive_s
         due = min(silent_until, self._pinged + self._gap_s) if self._is_news else silent_until
         return max(0.0, due - self._clock())
 
     def due(self) -> str:
-        """What the client is to be told now, if anything."""
+        """Return the text of the ping that is due now, or an empty string."""
         if self.left_s() > 0:
             return ""
         self._pinged, self._is_news = self._clock(), False
@@ -65,9 +65,9 @@ async def send_stream(
     headers: Mapping[str, str],
     on_end: Callable[[], None],
 ) -> None:
-    """Headers wait for the first event, which tells how much was cached; but not for long. `on_end`: called when all
-    is well, before the client hears of the end. Some APIs end with the whole answer: that is written on a worker
-    thread, as `on_end` is called there."""
+    """Send a reply as a stream. The headers wait for the first event, which has the number of cached tokens, but at
+    most PING_S. `on_end`: called after a successful reply, before the client gets the last event. The last event of
+    some APIs has the complete response, so it is encoded on a worker thread, where `on_end` runs too."""
     wire = telling.wire
     heartbeat = Heartbeat(keep_alive_s)
     arrivals = await _take(replies, min(PING_S, keep_alive_s))
@@ -103,7 +103,7 @@ async def send_stream(
 
 
 async def _take(replies: Replies, timeout_s: float) -> list[Arrival]:
-    """Nothing, if nothing came in time."""
+    """Return the next events, or none if the timeout expires."""
     try:
         return await replies.take(timeout_s)
     except TimeoutError:

@@ -1,7 +1,5 @@
-"""Between the engine's events and a wire: takes replies apart and tells the wire what is in them.
-
-Knows readers, usage and why a reply failed. Knows no JSON.
-"""
+"""Conversion of engine events to wire events: parses replies, collects usage and notes, and maps failures to errors.
+Handles no JSON."""
 
 from __future__ import annotations
 
@@ -25,22 +23,22 @@ CANCELLED = "The server cancelled this reply. Send the request again."
 
 
 class Telling:
-    """One for each job. `enough`: ends the request at an index, whose reply needs no more tokens."""
+    """The conversion of one job's events. `enough`: ends the request at an index, whose reply needs no more tokens."""
 
     def __init__(self, job: Job, wire: Wire, enough: Callable[[int], None], trace: Trace | None = None) -> None:
-        """`trace`: what is noted of the request; None: no journal watches."""
+        """`trace`: the trace of the request; None: nothing is traced."""
         self._job = job
         self._trace = trace or Trace("")
         self.wire = wire
         self._enough = enough
-        self._complete: set[int] = set()  # replies that were ended by us
+        self._complete: set[int] = set()  # replies that this class ended early
         self._usages: dict[int, TokenUsage] = {}
-        self._shown: dict[int, list[int]] = defaultdict(list)  # ids of what each client saw
+        self._shown: dict[int, list[int]] = defaultdict(list)  # token ids of the visible reply, by index
         self._events: dict[int, list[ReplyEvent]] = defaultdict(list)
-        self._ended: list[int] = []  # replies that are not remembered yet
-        self._misses: dict[int, str] = {}  # why not more of each prompt was cached
-        self._unpinned = ""  # why it is not pinned as asked
-        self._parted: dict[int, Parted | None] = {}  # by prompt: where it diverged from its session's last one
+        self._ended: list[int] = []  # ended replies that are not recorded yet
+        self._misses: dict[int, str] = {}  # reason of the cache miss, by index
+        self._unpinned = ""  # why the requested pin was refused
+        self._parted: dict[int, Parted | None] = {}  # by prompt: divergence from its session's last one
 
     def told(self, arrival: Arrival) -> list[ServerEvent]:
         index, event = arrival.index, arrival.event
@@ -53,20 +51,20 @@ class Telling:
             if self._job.noting is not None:
                 self._shown[index] += event.ids
             return self._add(index, self._job.readers[index].add(event.text, event.ids), event.logprobs)
-        elif isinstance(event, Finished) and event.reason != "cancelled":  # that is a failure
+        elif isinstance(event, Finished) and event.reason != "cancelled":  # a cancelled reply is a failure
             return self._end(index, event)
         return []
 
     async def remember(self) -> None:
-        """The replies that have ended. Must be done before the client hears of it: it may send one back at once. A long
-        reply takes a while, in which the event loop serves others."""
+        """Record the replies that have ended. Must finish before the client learns of the end, because it may send a
+        reply back at once. Runs on a worker thread, because a long reply takes a while."""
         ended, self._ended = self._ended, []
         if (noting := self._job.noting) is not None:
             for index in ended:
                 await to_thread.run_sync(noting.note, self._shown[index], self._events[index])
 
     def failure(self, arrivals: Sequence[Arrival]) -> RequestError | None:
-        """Why a reply ended without a result, if one did."""
+        """Return the error of a reply that ended without a result, or None."""
         error = next((error for arrival in arrivals if (error := _failure(arrival.event))), None)
         if error is not None:
             self._trace.fail(error)
@@ -78,7 +76,8 @@ class Telling:
         return Begun(len(self._job.requests[0].prompt), cached_tokens)
 
     def headers(self, arrivals: Sequence[Arrival]) -> dict[str, str]:
-        """Known where there is one prompt and its first event is about it. Otherwise the usage tells, at the end."""
+        """Return the cache headers of a stream. They are known only with a single request whose first event has
+        arrived; otherwise the usage at the end has the numbers."""
         first = arrivals[0].event if arrivals else None
         if isinstance(first, PrefillProgress) and len(self._job.requests) == 1:
             self._note_divergence(0, first)
@@ -96,7 +95,7 @@ class Telling:
         }
 
     def _note_divergence(self, index: int, progress: PrefillProgress) -> None:
-        """Note where a prompt diverged, from the first event of its first choice."""
+        """Record where a prompt diverged, from the first event of its first choice."""
         place, choice = divmod(index, self._job.n)
         if not self._job.visits or choice or place in self._parted:
             return
@@ -109,7 +108,7 @@ class Telling:
         return {**(parted.notes if parted else {}), **self._job.notes, **({"pin": unpinned} if unpinned else {})}
 
     def usage(self) -> TokenUsage:
-        """Of all replies. A prompt counts once, however many choices it has."""
+        """Return the total usage of all replies. A prompt counts once, even with several choices."""
         firsts = [usage for index, usage in self._usages.items() if index % self._job.n == 0]
         return TokenUsage(
             prompt_tokens=sum(usage.prompt_tokens for usage in firsts),
@@ -136,7 +135,7 @@ class Telling:
             place = index // self._job.n
             self._job.visits[place].learn(finished.usage, self._parted.get(place))
         if index in self._complete:
-            # Whatever the model went on with before the engine heard of it.
+            # Ignore what the model wrote before the engine stopped it.
             self._ended.append(index)
             return self.wire.end(index, Ended("stop", finished.usage))
         reason = "length" if finished.reason == "length" else "stop"

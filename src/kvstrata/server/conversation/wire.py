@@ -1,7 +1,7 @@
-"""What a wire is: the language of one API, in which an answer is written piece by piece or whole.
+"""The wire interface: the response format of one API, streamed or complete.
 
-A wire knows names and shapes of JSON. It knows nothing of the engine, of HTTP, or of how a reply is taken apart. A new
-API is a folder beside `openai/`, with a schema, a function from its bodies to a `Chat`, and a class like this one.
+A wire defines names and shapes of JSON. It is independent of the engine, of HTTP and of reply parsing. A new API is a
+folder beside `openai/`, with a schema, a function from its bodies to a `Chat`, and an implementation of `Wire`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from kvstrata.engine.request import TokenLogprob, TokenUsage
 from kvstrata.errors import RequestError
 from kvstrata.text.reply_events import ReplyEvent
 
-# Many clients end a line of a stream at these too, in the middle of an event. Below U+0020 json escapes by itself.
+# Many clients treat these as line ends too, which would split an event. json escapes those below U+0020 itself.
 SEPARATORS = {"\x85": r"\u0085", "\u2028": r"\u2028", "\u2029": r"\u2029"}
 
 
 class ServerEvent(NamedTuple):
-    data: Any  # becomes JSON; a text goes out as it is
+    data: Any  # encoded as JSON; a str is sent unchanged
     name: str = ""
 
 
 @dataclass(frozen=True)
 class Begun:
-    """What is known of a prompt when its stream opens."""
+    """Information about a prompt at the start of its stream."""
 
     prompt_tokens: int
     cached_tokens: int | None  # None: not looked up yet
@@ -36,7 +36,7 @@ class Begun:
 
 @dataclass(frozen=True)
 class Ended:
-    """How one choice ended. `stop`: the stop string that ended it, if one did."""
+    """The end of one choice. `stop`: the stop string that ended it, or empty."""
 
     reason: Literal["stop", "length"]
     usage: TokenUsage
@@ -44,37 +44,38 @@ class Ended:
 
 
 class Wire(Protocol):
-    """One for each answer. It is told of everything in order, whether the client streams or not."""
+    """The format of one response. It receives all events in order, for streams and complete responses alike."""
 
     def begin(self, begun: Begun) -> list[ServerEvent]:
-        """What a stream opens with."""
+        """Return the first events of a stream."""
         ...
 
     def add(self, index: int, events: Sequence[ReplyEvent], logprobs: Sequence[TokenLogprob]) -> list[ServerEvent]: ...
 
     def end(self, index: int, ended: Ended) -> list[ServerEvent]:
-        """The choice at `index` is complete."""
+        """Return the events that complete the choice at `index`."""
         ...
 
     def close(self, usage: TokenUsage) -> list[ServerEvent]:
-        """All choices are, and this is what they took together."""
+        """Return the last events, after all choices have ended. `usage`: the total of all choices."""
         ...
 
     def ping(self, doing: str) -> bytes:
-        """What breaks a silence where this API's clients look for it. `doing`: what the server does meanwhile."""
+        """Return the bytes that keep this API's clients waiting. `doing`: the current activity of the server."""
         ...
 
     def fail(self, error: RequestError) -> list[ServerEvent]:
-        """The last of a stream that cannot be finished."""
+        """Return the last events of a stream that failed."""
         ...
 
     def whole(self, usage: TokenUsage) -> Any:
-        """The answer without a stream."""
+        """Return the complete response without a stream."""
         ...
 
 
 def comment(doing: str) -> bytes:
-    """One newline ends it: with an empty line after it some clients take it for an event."""
+    """Return a comment of a stream. It ends with a single newline: after an empty line some clients take it for an
+    event."""
     return f": {doing}\n".encode()
 
 
@@ -89,12 +90,12 @@ def _encode(event: ServerEvent) -> bytes:
 
 
 def json_response(answer: Any, headers: Mapping[str, str] | None = None) -> Response:
-    """Call it on a worker thread: writing a million numbers as JSON takes a second, in which no one else is served."""
+    """Return a JSON response. Call it on a worker thread: encoding a million numbers takes a second."""
     return Response(json_bytes(answer), media_type="application/json", headers=headers)
 
 
 def json_bytes(answer: Any) -> bytes:
-    # "replace": a model may write half a surrogate pair into a tool call, which no UTF-8 can carry.
+    # "replace": a model may write half a surrogate pair into a tool call, which UTF-8 cannot encode.
     text = json.dumps(answer, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for separator, escaped in SEPARATORS.items():
         text = text.replace(separator, escaped)

@@ -1,6 +1,5 @@
-"""The page at /. Knows its files, their types and the headers that keep it to itself; everything that it shows it asks
-the server for, like any other client, and with the same key.
-"""
+"""The dashboard at /: its static files, their types and security headers. The page gets its data from the server's API
+like any other client, with the same key."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ HEADERS = {
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    # A new version of the server is a new page.
+    # A new version of the server has a new page.
     "cache-control": "no-cache",
 }
 
@@ -37,7 +36,7 @@ class File(NamedTuple):
 
 
 def _files() -> dict[str, File]:
-    """By path. What is served never changes while the server runs."""
+    """Return the static files by path. They are read once, when the module is imported."""
     found: dict[str, File] = {}
     for file in files("kvstrata.server.dashboard").joinpath("static").iterdir():
         kind = TYPES.get(PurePosixPath(file.name).suffix)
@@ -62,5 +61,5 @@ def _routes() -> APIRouter:
 
 
 FILES: Mapping[str, File] = _files()
-OPEN_PATHS = frozenset(FILES)  # they hold no figures: those need the key
+OPEN_PATHS = frozenset(FILES)  # they contain no data; the API calls of the page need the key
 router = _routes()

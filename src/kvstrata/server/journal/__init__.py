@@ -1,1 +1,1 @@
-"""What happened: a trace of each request, lines of the log, and an hour of history for the page."""
+"""The request journal: a trace of each request, log lines, and an hour of history for the dashboard."""

@@ -1,4 +1,4 @@
-"""What happened to the cache between two looks at its counters, as sentences. Knows counters by name, no engine."""
+"""Changes of cache counters between two samples, as events with a sentence each."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from functools import partial
 
 from kvstrata.sizes import format_bytes
 
-_size = partial(format_bytes, digits=1, whole_from=100)  # as the page writes sizes
+_size = partial(format_bytes, digits=1, whole_from=100)  # as the dashboard formats sizes
 
-# Every request moves these, or they rise and fall: figures, not events.
+# Counters that every request changes, and gauges: no events.
 QUIET = re.compile(
     r"(?:queried|hit|stored)_(?:tokens|spans)|encoded_freed_bytes|refused_(?:present|empty)|(?:disk|remote)_(?:read|missed|queue|limit|leaving)_.*"
     r"|(?:disk|remote)_written_(?!bytes).*|remote_is_paused"
 )
-# The first that matches a counter's name gives the kind and the sentence; {reason} is what the pattern caught.
+# The first pattern that matches a counter's name gives the kind and the sentence; {reason} is the pattern's group.
 SENTENCES = (
     ("evicted", r"evicted_tokens", "{count} tokens were evicted to make room"),
     ("evicted", r"disk_evicted_(.+)", "{count} blocks on the disk were deleted: {reason}"),
@@ -50,15 +50,15 @@ COMPILED = tuple((kind, re.compile(pattern), sentence) for kind, pattern, senten
 
 @dataclass(frozen=True)
 class Happened:
-    time_s: float  # since the epoch: when it was noticed
+    time_s: float  # since the epoch: time of the sample
     kind: str
-    name: str  # of the counter; target: what new KV is stored as
+    name: str  # of the counter; target: precision of new KV
     count: int
     text: str
 
 
 def risen(before: Mapping[str, int], after: Mapping[str, int], time_s: float, *, grown: str = "") -> Iterator[Happened]:
-    """`grown`: the precision that more is stored in than before; empty: none, or it is not known."""
+    """Yield an event for each counter that has increased. `grown`: the precision whose bytes grew most, or empty."""
     freed_bytes = after.get(FREED, 0) - before.get(FREED, 0)
     for name, value in after.items():
         count = value - before.get(name, 0)
@@ -68,7 +68,7 @@ def risen(before: Mapping[str, int], after: Mapping[str, int], time_s: float, *,
 
 
 def most_grown(before: Mapping[str, int], after: Mapping[str, int]) -> str:
-    """Of bytes by precision, the one that gained most; empty: none did."""
+    """Return the precision whose bytes grew most, raw excluded, or an empty string."""
     gains = {name: nbytes - before.get(name, 0) for name, nbytes in after.items() if name != "raw"}
     name = max(gains, key=lambda each: gains[each], default="")
     return name if gains.get(name, 0) > 0 else ""
@@ -93,7 +93,7 @@ def _sentence(name: str, count: int, more: str = "") -> tuple[str, str]:
 
 
 def _numbered(text: str, count: int) -> str:
-    """One is not many."""
+    """Put the sentence into the singular for a count of 1."""
     if count != 1:
         return f"{text}."
     for many, one in ONE:

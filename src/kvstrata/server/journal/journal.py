@@ -1,6 +1,6 @@
-"""What becomes of a trace when its request has ended: a line of the log, a place among the recent, a count in its slot.
+"""The journal: logs each finished request, keeps recent requests and events, and counts requests per slot.
 
-Belongs to the event loop's thread, and is bounded: so many requests, so many events, an hour of slots.
+Belongs to the event loop's thread. Bounded to MAX_REQUESTS, MAX_EVENTS and an hour of slots.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_REQUESTS = 500
 MAX_EVENTS = 500
 MODEL_PATHS = "/v1/"
 COUNT_TOKENS = "/count_tokens"
-# What is asked again and again by programs that watch: for the log at level debug alone.
+# Paths that monitoring polls, logged only at level debug.
 QUIET_PATHS = dashboard.OPEN_PATHS | {
     "/health", "/metrics", "/props", "/cache/usage", "/cache/sessions", "/cache/history", "/cache/requantize",
     "/cache/conversations",
@@ -35,7 +35,7 @@ QUIET_PATHS = dashboard.OPEN_PATHS | {
 @dataclass(frozen=True)
 class Recent:
     trace: Trace
-    owner: str | None  # the salt of the key that it came with; None: it came with none
+    owner: str | None  # the salt of the request's key; None: it had none
 
 
 class Journal:
@@ -56,21 +56,21 @@ class Journal:
         self.slots.current.count(trace)
 
     def forget(self, salt: str | None, owner: str | None) -> None:
-        """The texts of requests under a salt, under all salts of an owner, or all; their figures stay."""
+        """Remove the texts of requests under a salt, under all salts of an owner, or all; their figures stay."""
         for recent in self.requests:
             asked = recent.trace.asked
             if asked and salt in (None, asked.salt) and owner in (None, owner_of(asked.salt)):
                 asked.parted = None
 
     def expire(self, before_s: float) -> None:
-        """Likewise of requests that ended before that."""
+        """Remove the texts of requests that ended before a time."""
         for recent in self.requests:
             if recent.trace.asked and recent.trace.ended_s < before_s:
                 recent.trace.asked.parted = None
 
 
 def _is_for_the_model(trace: Trace) -> bool:
-    """Whether a request belongs among the recent ones. Counting tokens computes nothing: only its failures do."""
+    """Return whether a request belongs to the recent ones. Token counting computes nothing, so only its failures do."""
     if trace.method != "POST" or not trace.path.startswith(MODEL_PATHS):
         return False
     return not trace.path.endswith(COUNT_TOKENS) or trace.status >= 400

@@ -1,7 +1,8 @@
-"""Looks at the server at the end of each slot, on the event loop, and notes what changed.
+"""The sampler of the journal: at the end of each slot it reads the server's counters and records changes. Runs on the
+event loop.
 
-Costs the engine's thread what a scrape of /metrics costs, once a slot while something happens. When nothing has changed
-for some slots the engine is left asleep, and the last sample stands for those that follow.
+Costs the engine's thread as much as a scrape of /metrics, once per slot while something changes. After some slots
+without changes it leaves the engine asleep and repeats the last sample.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvstrata.server.journal.slots import Sample, Slot
 if TYPE_CHECKING:
     from kvstrata.server.service import Service
 
-# Looks without news after which the engine is not asked: the disk may still be writing when requests have ended.
+# Unchanged samples before the engine is left asleep: the disk may still be writing after requests have ended.
 SETTLED_AFTER = 6
 
 
@@ -36,7 +37,7 @@ class JournalSampler:
         self._num_quiet = 0
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Sample at the end of each slot until cancelled."""
         await self.look(self._journal.slots.current)
         while True:
             slot = self._journal.slots.current
@@ -44,21 +45,21 @@ class JournalSampler:
             await self.look(slot)
 
     async def look(self, slot: Slot) -> None:
-        """At the end of this slot."""
+        """Record a sample in a slot that is ending."""
         service = self._service
         generated = service.metrics.generated_tokens()
         slot.tokens_per_s = (generated - self._generated) / self._journal.slots.slot_s
         self._generated = generated
         state = service.engine.state()
         if self._is_news(state, has_written=slot.tokens_per_s > 0):
-            # Where the engine has stopped, the last sample stands.
+            # If the engine has stopped, the last sample is repeated.
             with contextlib.suppress(Unavailable):
                 self._note(await ask_cache(service, lambda cache: cache.usage()))
         if self._usage is not None:
             slot.sample = _sample(self._usage, state)
 
     def _is_news(self, state: EngineState, *, has_written: bool) -> bool:
-        # The most that was ever in use, and speeds, are no signs of life.
+        # Peak and active memory and speeds do not count as changes.
         plain = dataclasses.replace(state, peak_bytes=0, active_bytes=0, decode_tokens_s=0.0, prefill_tokens_s=0.0)
         self._num_quiet = 0 if plain != self._state or state.running or has_written else self._num_quiet + 1
         self._state = plain

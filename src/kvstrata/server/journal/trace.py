@@ -1,7 +1,7 @@
-"""What is known of one request: told by those who serve it, read when it has ended. Knows no HTTP and keeps no prompt.
+"""The trace of one request: filled in while it is served, read when it has ended. Contains no prompt.
 
-Belongs to the event loop's thread. Where the prompt parted from its session's last one is kept as that session has it,
-with its text: only its own key may read that, and the log never has it.
+Belongs to the event loop's thread. The divergence from the session's last prompt includes text: it is shown only to the
+request's own key and never logged.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ CLIENT_GONE = 499  # as in nginx's log
 
 @dataclass
 class Asked:
-    """A job as a trace needs it: `n` choices of each prompt stand one after the other."""
+    """A job as its trace stores it. The `n` choices of a prompt are adjacent."""
 
     prompt_tokens: int
     n: int = 1
     is_stream: bool = False
-    session: str = ""  # its key
+    session: str = ""  # the session's key
     salt: str = ""
-    parted: Parted | None = None  # known when its prompt is begun
+    parted: Parted | None = None  # known when prefill begins
 
 
 @dataclass
@@ -40,10 +40,10 @@ class Trace:
     clock: Callable[[], float] = time.monotonic
     on_first_token: Callable[[float], None] = lambda _seconds: None
     began_s: float = field(default_factory=time.time)  # since the epoch
-    status: int = 0  # 0: no answer was begun
-    error: str = ""  # the code of what went wrong, also in a stream that had begun well
-    is_complete: bool = False  # the whole answer was written
-    asked: Asked | None = None  # None: it is no request to the model
+    status: int = 0  # 0: no response was started
+    error: str = ""  # error code, also of a stream that fails after its start
+    is_complete: bool = False  # the complete response was written
+    asked: Asked | None = None  # None: not a request to the model
     seconds: float = 0.0
     first_token_s: float | None = None
 
@@ -74,12 +74,12 @@ class Trace:
 
     @property
     def ended_s(self) -> float:
-        """Since the epoch."""
+        """Time of the end, in seconds since the epoch."""
         return self.began_s + self.seconds
 
     @property
     def cached_tokens(self) -> int | None:
-        """None: the cache was not asked."""
+        """Cached tokens of all prompts, or None if the cache was not looked up."""
         n = self.asked.n if self.asked else 1
         return sum(count for index, count in self._cached.items() if index % n == 0) if self._cached else None
 
@@ -89,12 +89,12 @@ class Trace:
 
     @property
     def miss(self) -> str:
-        """Why not more was cached, in the store's word; several prompts may have several."""
+        """Reasons for the cache misses of the prompts, in the cache's terms."""
         return ",".join(dict.fromkeys(miss for _, miss in sorted(self._misses.items()) if miss))
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of all choices together, from the first token on. None: there were not two of them."""
+        """Decode speed of all choices together from the first token on, or None with fewer than two tokens."""
         first_s = self.first_token_s
         if first_s is None or self._last_token_s <= first_s or self.completion_tokens < 2:
             return None
@@ -109,5 +109,5 @@ class Trace:
 
 
 def trace_in(scope: Scope) -> Trace:
-    """The request's; where no journal watches, one that is thrown away."""
+    """Return the request's trace, or a temporary one if there is no journal."""
     return scope.get(SCOPE_TRACE) or Trace("")

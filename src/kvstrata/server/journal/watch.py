@@ -1,6 +1,7 @@
-"""Outermost around the app: gives each request an id and a trace, and hands the trace on when the request has ended.
+"""Outermost middleware: gives each request an id and a trace, and adds the trace to the journal when the request has
+ended.
 
-Knows ASGI and the header of the id. A client that sends an id of its own gets it back, so that its log and ours agree.
+A client that sends an x-request-id gets the same id back, so that its log and the server's agree.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kvstrata.server.journal.journal import Journal
 from kvstrata.server.journal.trace import SCOPE_TRACE, Trace
 
 REQUEST_ID = b"x-request-id"
-ANTHROPIC_ID = b"request-id"  # where Anthropic's clients look for it
+ANTHROPIC_ID = b"request-id"  # the header that Anthropic's clients read
 SANE_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:+/=-]{0,127}")
 MAX_PATH_CHARS = 200
 
@@ -54,7 +55,7 @@ def _noting(trace: Trace, send: Send, names: tuple[bytes, ...]) -> Callable[[Mes
 
 
 def _id_of(scope: Scope) -> str:
-    """The first that is sane: it goes into headers and logs."""
+    """Return the first valid id that the client sent, or a new one. The id is used in headers and logs."""
     for name, value in scope["headers"]:
         if name == REQUEST_ID and SANE_ID.fullmatch(value):
             return value.decode()
@@ -62,5 +63,5 @@ def _id_of(scope: Scope) -> str:
 
 
 def _printable(path: str) -> str:
-    """A path is decoded: one with a line break must not begin a line of the log."""
+    """Return a path for the log, without line breaks and other control characters: the path is already decoded."""
     return "".join(char if char.isprintable() else "?" for char in path[:MAX_PATH_CHARS])

@@ -1,4 +1,4 @@
-"""A request that has ended as a line for people and as fields for programs. No text of a prompt is in either."""
+"""A finished request as a log line and as fields of a structured log. Neither contains text of a prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def line(trace: Trace) -> str:
 
 
 def fields(trace: Trace) -> dict[str, Any]:
-    """What is not known is left out."""
+    """Return the fields of a finished request, without unknown ones."""
     told: dict[str, Any] = {
         "request_id": trace.id,
         "method": trace.method,

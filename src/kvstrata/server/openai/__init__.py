@@ -1,2 +1,2 @@
-"""OpenAI's chat and completions: schema (what may be asked), ask (to conversations), wires (from events to answers),
-answers (their types), endpoints (their paths)."""
+"""OpenAI's chat and completions APIs: schema (request bodies), ask (translation to conversations), wires (events to
+responses), answers (response types), endpoints (routes)."""

@@ -1,6 +1,6 @@
-"""What is answered, in OpenAI's words: the types that the OpenAPI document shows and the code builds.
+"""Response types of OpenAI's chat and completions APIs, as the OpenAPI document shows them and the code builds them.
 
-Typed dictionaries rather than models: an event goes out for every token, so building one must cost next to nothing.
+Typed dictionaries rather than models: an event is sent for every token, so building one must be cheap.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ChatMessage(TypedDict):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    reasoning_content: NotRequired[str]  # as many servers call it; OpenAI's chat has no name for it
+    reasoning_content: NotRequired[str]  # the name that many servers use; OpenAI's chat API has none
     tool_calls: NotRequired[list[ToolCallAnswer]]
 
 
@@ -107,7 +107,7 @@ class ModelAnswer(TypedDict):
     created: int
     owned_by: str
     max_model_len: int
-    # Anthropic's words for the same, so that its clients can read the list too.
+    # Anthropic's names for the same, so that its clients can read the list too.
     type: Literal["model"]
     display_name: str
     created_at: str

@@ -1,4 +1,4 @@
-"""From bodies of OpenAI's chat and completions to conversations. Knows their fields, and which are not served."""
+"""Translation of chat and completions bodies to conversations. Refuses fields that are not supported."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NAMED_SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
 )  # fmt: skip
 
-# What a reply is held to, and the field that says so.
+# The constraint on a reply, and the request field that sets it.
 Limited = tuple[Constraint | None, str]
 
 
@@ -60,7 +60,7 @@ def job_of_completion(service: Service, asked: CompletionAsked, scope: Scope) ->
 
 
 def conversation(asked: ChatAsked) -> Chat:
-    """Raises InvalidRequest for what no model here could do."""
+    """Return the conversation of a request. Raises InvalidRequest for a request that no model can serve here."""
     _check_chat(asked)
     limit = asked.max_completion_tokens or asked.max_tokens
     num_logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
@@ -198,7 +198,7 @@ def messages_of(asked: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _message(message: Message, where: str) -> dict[str, Any]:
-    """Checked where the client can be told the place; the template brings it into its own shape."""
+    """Return a message for the template. Raises InvalidRequest with the position of unsupported content."""
     if message.content is None and message.role != "assistant":
         raise InvalidRequest(f"{where}.content: a {message.role} message needs content.", param=f"{where}.content")
     for part in message.content if isinstance(message.content, list) else ():

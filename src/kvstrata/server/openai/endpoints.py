@@ -1,4 +1,4 @@
-"""OpenAI's older paths. Knows which job, which wire and which documentation belong to each."""
+"""Routes of OpenAI's chat, completions and models. Assigns a job, a wire and documentation to each path."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
 ASKED = (ChatAsked, CompletionAsked)
 ERROR_SHAPES: dict[str, Shape] = {}  # the server's own
-# What clients look for and this server has not. Each would be a path that is not found, and look like a wrong address.
+# Paths that clients try and this server does not support. A 404 would look like a wrong address.
 NOT_SERVED = (
     "/embeddings", "/images/generations", "/images/edits", "/images/variations", "/audio/speech",
     "/audio/transcriptions", "/audio/translations",
@@ -30,7 +30,7 @@ NOT_SERVED = (
 
 
 def answered_by(answer: Any) -> dict[int | str, dict[str, Any]]:
-    # Of each event: `data` is a chunk as JSON, or [DONE].
+    # The `data` of each event is a chunk as JSON, or [DONE].
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     stream = {"text/event-stream": {"schema": event}}
     whole = {"model": answer, "description": "The reply; with `stream` as server-sent events", "content": stream}

@@ -1,7 +1,7 @@
-"""What a client may ask for, in OpenAI's words.
+"""Request bodies of OpenAI's chat and completions APIs.
 
-Knows types and ranges; fields that are not named here are ignored, and null means the default. Does not know what this
-model or server can do: ask.py refuses that.
+Checks types and ranges; unknown fields are ignored, and null means the default. Requests that are valid but that this
+model or server cannot serve are refused by ask.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RefusalPart(Asked):
 
 
 class OtherPart(Asked):
-    """An image, a sound, a file: named so that the refusal can say what it was."""
+    """An image, audio clip or file; accepted here so that the refusal can name the type."""
 
     type: Literal["image_url", "input_audio", "file", "video_url"]
 
@@ -62,7 +62,7 @@ class Message(Asked):
 
 
 class FunctionOffered(Asked):
-    # Whatever else the client says about its function is the template's to use.
+    # Additional fields of a function are passed to the template.
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
 
     name: str = Field(min_length=1)
@@ -75,7 +75,7 @@ class ToolOffered(Asked):
     function: FunctionOffered
 
 
-# Each is searched for in the whole reply, and prepared where the request arrives: long ones would hold up others.
+# Bounded: each is compiled on arrival and searched for in the whole reply; long ones would delay other requests.
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
@@ -92,7 +92,7 @@ class ResponseFormat(Asked):
 
 
 class StructuredOutputs(Asked):
-    """vLLM's names: exactly one of these."""
+    """A constraint in vLLM's form: exactly one of these fields."""
 
     json_: dict[str, Any] | JsonText | None = Field(None, alias="json", description="A JSON schema")
     json_object: bool | None = None
@@ -145,7 +145,7 @@ class ChatAsked(SamplingAsked):
     reasoning_effort: str | None = Field(None, description="none, minimal, low, medium, high, ...")
     prompt_cache_retention: str | None = Field(None, description="24h: the prompt is pinned for so long, in the quota")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Handed to the chat template as they are")
-    # Known to OpenAI's API and not done here: refused rather than ignored.
+    # Fields of OpenAI's API that are not supported: refused rather than ignored.
     functions: Items[Any] | None = None
     function_call: Any = None
     audio: Any = None
@@ -156,7 +156,7 @@ TokenId = Annotated[int, Field(ge=0, lt=INT64)]
 
 
 def _tag_of_prompt(prompt: Any) -> str:
-    """By the first item: a long list is tried as one kind only."""
+    """Return the kind of a prompt by its first item, so that a long list is validated as one kind only."""
     if not isinstance(prompt, list):
         return "text"
     first = prompt[0] if prompt else ""

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's two older forms, chat and text: piece by piece or whole."""
+"""Wires of OpenAI's chat and completions APIs: stream chunks or complete responses."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from kvstrata.text.tokenizer import token_bytes, token_text
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-LEAST_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON has not
+LEAST_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
 DONE = ServerEvent("[DONE]")
 
 
 class ChatChoice:
-    """One reply of a chat. What `add` and `end` return are choices of chunks."""
+    """A choice of a chat response. `add` and `end` return choices of chunks."""
 
     def __init__(self, index: int, tokenizer: TokenizerWrapper) -> None:
         self._index = index
@@ -60,12 +60,12 @@ class ChatChoice:
         deltas = [delta for event in events if (delta := self._add(event))]
         if logprobs is None:
             return [self._delta(delta, None, None) for delta in deltas]
-        # They go with the first of what they made; alone where it is held back.
+        # Logprobs go with the first delta of their tokens, or with an empty one if the text is held back.
         first, rest = (deltas[0], deltas[1:]) if deltas else ({"content": ""}, [])
         return [self._delta(first, logprobs, None), *(self._delta(delta, None, None) for delta in rest)]
 
     def end(self, ended: Ended) -> list[Any]:
-        # Clients run calls when they see this; one that a stop string cut is none to be run.
+        # Clients run calls on this finish reason, so a call that a stop string cut off must not get it.
         is_call = bool(self._calls) and not self._in_call and ended.reason == "stop"
         self._finish = "tool_calls" if is_call else ended.reason
         return [self._delta({} if self._role_sent else {"content": ""}, None, self._finish)]
@@ -181,7 +181,7 @@ class CompletionChoice:
 
 
 class OpenAIWire:
-    """Chunks that repeat an envelope; silences are broken by comments."""
+    """A wire whose chunks repeat an envelope; pings are comments."""
 
     def __init__(
         self, envelope: dict[str, Any], choices: Sequence[ChatChoice | CompletionChoice], *, include_usage: bool = False
@@ -221,7 +221,7 @@ class OpenAIWire:
 
 
 def envelope(service: Service, job_id: str, kind: str) -> dict[str, Any]:
-    """What every chunk repeats."""
+    """Return the fields that every chunk repeats."""
     return {
         "id": job_id,
         "object": kind,

@@ -1,1 +1,1 @@
-"""Replies that are remembered as they were sampled, so that they come back into prompts token for token."""
+"""Exact replay: replies are remembered as sampled tokens, so that later prompts repeat them token for token."""

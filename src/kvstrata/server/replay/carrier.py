@@ -1,4 +1,4 @@
-"""Remembered replies of a session, for the file that it is exported as, and from one."""
+"""Export and import of a session's remembered replies."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class ReplyCarrier:
         return [record.to_json() for record in self._memory.within(session.salt, is_within)]
 
     def take(self, session: Session, section: Sequence[Mapping[str, Any]]) -> None:
-        """What is no sound record is left out. Whether the ids of the others say what they claim is seen when a client
-        sends such a reply: then the tools are known too."""
+        """Import the valid records of a section. Whether their ids match their text is verified when a client sends
+        such a reply: only then are the tools known too."""
         records = (record_of(value, self._vocab_size) for value in section)
         self._memory.take(session.salt, [record for record in records if record is not None])
 

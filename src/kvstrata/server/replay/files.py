@@ -1,7 +1,7 @@
-"""Remembered replies in a folder: a file of lines for each salt, beside the blocks of the disk cache.
+"""Remembered replies on disk: a file of lines for each salt, beside the blocks of the disk cache.
 
-Written on a thread of its own, which no request waits for. A folder that cannot be read or written costs only what
-would have been remembered. Files hold token ids, as the blocks do, and only their owner may read them.
+Files are written on a separate thread, which no request waits for. If the folder cannot be read or written, replies are
+remembered only in memory. Files contain token ids, as the blocks do, and only their owner may read them.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ log = logging.getLogger(__name__)
 SUFFIX = ".replies"
 MAX_FILE_BYTES = 8 << 20
 MAX_FOLDER_BYTES = 64 << 20
-NEW_SUFFIX = ".new"  # while a file is written anew
+NEW_SUFFIX = ".new"  # of a file that is being rewritten
 MAX_WAITING = 1024
 OWNER_CHARS = 32
-ROOT = 0  # may change everything anyhow
-OF_OTHERS = 0o077  # what a mode lets them do
+ROOT = 0  # has access anyway
+OF_OTHERS = 0o077  # permission bits of group and others
 
 
 class ReplyFiles:
-    """`fingerprint`: of the model whose ids these are."""
+    """The files of remembered replies. `fingerprint`: identity of the model that the ids belong to."""
 
     def __init__(self, folder: Path, fingerprint: str, vocab_size: int, clock: Callable[[], float] = time.time) -> None:
         self._folder = folder
         self._fingerprint = fingerprint
         self._vocab_size = vocab_size
         self._clock = clock
-        self._expired_s = 0.0  # what was said before that is not read
+        self._expired_s = 0.0  # older replies are ignored when read
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._appended_bytes = 0  # since the folder was last bounded
-        self._told = False  # that the folder cannot be used
+        self._appended_bytes = 0  # since the folder size was last checked
+        self._told = False  # whether the warning about an unusable folder was logged
         self._thread = threading.Thread(target=self._work, name="kvstrata-replies", daemon=True)
         self._thread.start()
         self._jobs.put(self._bound)
 
     def read(self, salt: str) -> list[Record]:
-        """The oldest first."""
+        """Return the records of a salt, oldest first."""
         try:
             if not self._is_there():
                 return []
             with _open_plain(self._path(salt), os.O_RDONLY) as file:
-                # The end of a file that is too long: its newest lines.
+                # Read only the end of a file that is too long: its newest lines.
                 file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_FILE_BYTES))
                 lines = file.read(MAX_FILE_BYTES).splitlines(keepends=True)
         except FileNotFoundError:
@@ -72,11 +72,12 @@ class ReplyFiles:
 
     def append(self, salt: str, record: Record) -> None:
         line = to_line(record, self._clock())
-        if self._jobs.qsize() < MAX_WAITING:  # or else a disk hangs: the reply is remembered in memory only
+        if self._jobs.qsize() < MAX_WAITING:  # if a disk hangs, the reply is remembered in memory only
             self._jobs.put(lambda: self._append(self._path(salt), line))
 
     def clear(self, salt: str | None, owner: str | None, timeout_s: float = 5.0) -> None:
-        """Waits until the files are gone, for at most so long: a disk that hangs removes them when it goes on."""
+        """Delete files and wait until they are gone, at most `timeout_s`: a disk that hangs deletes them when it
+        continues."""
         done = threading.Event()
 
         def clear() -> None:
@@ -89,13 +90,13 @@ class ReplyFiles:
         done.wait(timeout_s)
 
     def expire(self, before_s: float) -> None:
-        """Leave out what was said before that."""
+        """Remove the replies from before a time."""
         self._expired_s = before_s
         if self._jobs.qsize() < MAX_WAITING:
             self._jobs.put(lambda: self._expire(before_s))
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Waits until all is written, for at most so long."""
+        """Stop the thread and wait until everything is written, at most `timeout_s`."""
         self._jobs.put(None)
         self._thread.join(timeout_s)
 
@@ -117,7 +118,7 @@ class ReplyFiles:
         if not self._is_there():
             self._folder.mkdir(mode=0o700, parents=True)
         with _open_plain(path, os.O_RDWR | os.O_CREAT | os.O_APPEND) as file:
-            # After a line that a crash cut off, this one begins anew.
+            # After a line that a crash cut off, start a new line.
             file.write(line if _ends_whole(file) else b"\n" + line)
             size = file.tell()
         if size > MAX_FILE_BYTES:
@@ -127,14 +128,14 @@ class ReplyFiles:
             self._bound()
 
     def _halve(self, path: Path) -> None:
-        """Keep the newer half."""
+        """Keep the newer half of a file."""
         with _open_plain(path, os.O_RDONLY) as file:
             file.seek(-MAX_FILE_BYTES // 2, os.SEEK_END)
             lines = file.read().splitlines(keepends=True)[1:]
         self._rewrite(path, lines)
 
     def _rewrite(self, path: Path, lines: Sequence[bytes]) -> None:
-        """Published by rename, so that a crash leaves one or the other."""
+        """Replace a file by rename, so that a crash leaves either the old or the new one."""
         new = path.with_suffix(NEW_SUFFIX)
         with _open_plain(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as file:
             file.writelines(lines)
@@ -148,7 +149,7 @@ class ReplyFiles:
         self._remove_unfinished()
 
     def _expire(self, before_s: float) -> None:
-        """Lines are in the order in which they were written."""
+        """Remove old lines from the files. Lines are in the order in which they were written."""
         for path in self._paths():
             status = path.lstat()
             if status.st_mtime < before_s:
@@ -171,7 +172,7 @@ class ReplyFiles:
             path.unlink(missing_ok=True)
 
     def _bound(self) -> None:
-        """Those that were not written to for longest go, whichever model they are of."""
+        """Delete the least recently written files, of any model, until the folder is within its size limit."""
         self._appended_bytes = 0
         self._remove_unfinished()
         by_age = sorted(self._paths(), key=lambda path: path.lstat().st_mtime, reverse=True)
@@ -185,7 +186,8 @@ class ReplyFiles:
         return list(self._folder.glob(f"*{suffix}")) if self._is_there() else []
 
     def _is_there(self) -> bool:
-        """Raises OSError for a link, which could lead anywhere, and for a folder that another user can change."""
+        """Return whether the folder exists. Raises OSError for a link, which could lead anywhere, and for a folder of
+        another user."""
         try:
             found = self._folder.lstat()
         except FileNotFoundError:
@@ -199,7 +201,8 @@ class ReplyFiles:
         return True
 
     def _path(self, salt: str) -> Path:
-        """An owner's files begin alike, so that they can be told apart without a list of salts."""
+        """Return the file of a salt. Names of one owner's files have a common prefix, so that they are found without a
+        list of salts."""
         own = self._digest(owner_of(salt))[:OWNER_CHARS]
         return self._folder / f"{own}{self._digest(salt)[:OWNER_CHARS]}{SUFFIX}"
 
@@ -210,7 +213,7 @@ class ReplyFiles:
 
 @contextmanager
 def _open_plain(path: Path, flags: int) -> Iterator[BinaryIO]:
-    """Follows no link, and does not wait for the other end of a pipe."""
+    """Open a regular file without following links or waiting for the other end of a pipe."""
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "rb" if flags == os.O_RDONLY else "a+b") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):

@@ -1,8 +1,8 @@
-"""Replies as they were sampled, found again by what a client sends back. Bounded; never across salts.
+"""The memory of replies as they were sampled, looked up by the message that a client sends back. Bounded; separate for
+each salt.
 
-A reply is found by the id of its first call together with what it says, or by what it says alone: the newest of those
-that say the same. Any thread may ask. What was forgotten, or came before the last start, is looked for once in the
-folder beside the disk cache, if there is one.
+A reply is found by the id of its first call together with its content, or by its content alone; the newest of equal
+ones wins. Safe from any thread. A salt's file beside the disk cache, if there is one, is read once.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from kvstrata.server.replay.record import Record
 from kvstrata.text.messages import Message
 from kvstrata.text.sampled_reply import ReplyContent, SampledReply, content_of_message
 
-MAX_TOKENS = 4 << 20  # of all replies: 16 MiB
-# What a reply takes beside its ids, as if it were tokens: many short ones must not take more than a few long ones.
+MAX_TOKENS = 4 << 20  # total ids of all replies: 16 MiB
+# Overhead of a reply, counted as tokens, so that many short replies do not take more memory than a few long ones.
 ENTRY_TOKENS = 192
-MAX_SALTS = 10_000  # clients make them up
+MAX_SALTS = 10_000  # clients choose salts freely
 Key = bytes
 NAMED, SAID = b"call", b"said"
 
@@ -38,15 +38,15 @@ class ReplyMemory:
     ) -> None:
         self._files = files
         self._max_tokens = max_tokens
-        self._lock = threading.Lock()  # guards what follows
-        self._records: OrderedDict[Key, tuple[str, Record]] = OrderedDict()  # with the salt; the newest last
+        self._lock = threading.Lock()  # guards the fields below
+        self._records: OrderedDict[Key, tuple[str, Record]] = OrderedDict()  # with the salt; newest last
         self._used_s: dict[Key, float] = {}  # since the epoch
         self._clock = clock
         self._num_tokens = 0
         self._read: OrderedDict[str, None] = OrderedDict()  # salts whose file was read
 
     def find(self, salt: str, message: Message) -> SampledReply | None:
-        """The reply that an assistant's message is, unchanged; None: it is none that is remembered."""
+        """Return the reply that an assistant message repeats unchanged, or None."""
         visible = content_of_message(message)
         if not (visible.content or visible.calls):
             return None
@@ -68,7 +68,7 @@ class ReplyMemory:
             self._files.append(salt, record)
 
     def take(self, salt: str, records: Iterable[Record]) -> None:
-        """Of a conversation that was brought here. That they say what they claim is not known yet."""
+        """Add the records of an imported conversation. Whether their ids match their text is not verified yet."""
         for record in records:
             claimed = replace(record, is_proven=False)
             with self._lock:
@@ -77,14 +77,15 @@ class ReplyMemory:
                 self._files.append(salt, claimed)
 
     def within(self, salt: str, is_within: Callable[[Record], bool]) -> list[Record]:
-        """Those under a salt of which this holds, each once, the oldest first."""
+        """Return the records under a salt that satisfy `is_within`, each once, oldest first."""
         self._read_once(salt)
         with self._lock:
             found = {id(record): record for its_salt, record in self._records.values() if its_salt == salt}
         return [record for record in found.values() if is_within(record)]
 
     def clear(self, salt: str | None, owner: str | None, *, only_files: bool = False) -> None:
-        """Under a salt, under all salts of an owner, or all. Files go first, so that none is read again meanwhile."""
+        """Remove replies under a salt, under all salts of an owner, or all. Files are deleted first, so that none is
+        read again in between."""
         if self._files is not None:
             self._files.clear(salt, owner)
         with self._lock:
@@ -93,7 +94,8 @@ class ReplyMemory:
                     self._drop(key)
 
     def expire(self, before_s: float) -> None:
-        """Drop what was last said or sent back before that; from files what was said before."""
+        """Remove the replies that were last recorded or sent back before a time; from files, those recorded before
+        it."""
         with self._lock:
             while self._records and self._used_s[oldest := next(iter(self._records))] < before_s:
                 self._drop(oldest)
@@ -106,7 +108,7 @@ class ReplyMemory:
 
     @property
     def num_tokens(self) -> int:
-        """That all of it takes."""
+        """Size of all replies, in tokens, overhead included."""
         with self._lock:
             return self._num_tokens
 
@@ -124,7 +126,7 @@ class ReplyMemory:
             newer = list(self._records.items())
             for record in records:
                 self._keep(salt, record)
-            for key, (its_salt, record) in newer:  # what was said since the start stays the newest
+            for key, (its_salt, record) in newer:  # replies from after the start stay the newest
                 if its_salt == salt and self._records.get(key, (salt, record))[1] is not record:
                     self._put(key, salt, record)
 

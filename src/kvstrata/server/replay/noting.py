@@ -1,4 +1,4 @@
-"""Notes what a reply was made of when it has ended, so that it can be put back as it was."""
+"""Recording of a finished reply's tokens, so that later prompts can repeat them exactly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstrata.text.sampled_reply import content_of_reply
 
 @dataclass(frozen=True)
 class Noting:
-    """Of the replies to one prompt. `ending_ids` end a reply and are no part of what is put back."""
+    """Recorder of the replies to one prompt. `ending_ids` end a reply and are not recorded."""
 
     memory: ReplyMemory
     form: ReplyFormat
@@ -22,12 +22,12 @@ class Noting:
     ending_ids: frozenset[int]
 
     def note(self, ids: Sequence[int], events: Iterable[ReplyEvent]) -> None:
-        """`ids`: what the client was shown, and `events` what that was."""
+        """Record a reply. `ids`: the tokens that the client received; `events`: the same, parsed."""
         told = list(events)
         begun, ended = (sum(isinstance(event, kind) for event in told) for kind in (ToolCallStart, ToolCallEnd))
         visible = content_of_reply(told)
         if begun != ended or not (visible.content or visible.calls):
-            return  # it was cut inside a call, or there is nothing to send back
+            return  # cut off inside a call, or nothing that a client would send back
         shown = list(ids)
         while shown and shown[-1] in self.ending_ids:
             shown.pop()

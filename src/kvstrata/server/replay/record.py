@@ -1,8 +1,8 @@
-"""One remembered reply, in memory and as a line of a file. Knows no salts and no files.
+"""A remembered reply, in memory and as a line of a file. Independent of salts and files.
 
     4f0c...  {"said": 1767225600, "visible": "9a1b...", "calls": ["3f2a91c0d"], "ids": "<base64 of int32>", ...}
 
-A line is a checksum, a space and JSON. One that is damaged is none.
+A line is a checksum, a space and JSON. A damaged line is ignored.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ MAX_ID_CHARS = 256
 
 @dataclass(frozen=True)
 class Record:
-    visible: bytes  # digest of what the client saw
+    visible: bytes  # digest of the visible reply
     call_ids: tuple[str, ...]
-    ids: array[int]  # a tenth of what a tuple takes
+    ids: array[int]  # a tenth of a tuple's size
     visible_from: int | None
     text_from: int | None
     opened: bool
@@ -68,7 +68,7 @@ class Record:
 
 
 def record_of(value: Any, vocab_size: int) -> Record | None:
-    """None where it is none that was written here for such a model: it may come from a file of anyone."""
+    """Return the record of a JSON value, or None if it is not valid for this model: the file may be untrusted."""
     try:
         ids = array("i", np.frombuffer(base64.b64decode(value["ids"], validate=True), dtype="<i4").tolist())
         record = Record(
@@ -87,7 +87,7 @@ def record_of(value: Any, vocab_size: int) -> Record | None:
 
 
 def to_line(record: Record, said_s: float) -> bytes:
-    """`said_s`: when, since the epoch."""
+    """Return the record as a line. `said_s`: time of the reply, since the epoch."""
     text = json.dumps({"said": int(said_s), **record.to_json()}, separators=(",", ":")).encode()
     return _checksum(text) + b" " + text + b"\n"
 
@@ -103,7 +103,7 @@ def from_line(line: bytes, vocab_size: int) -> Record | None:
 
 
 def said_s(line: bytes) -> float:
-    """When a reply was written down; 0: the line does not tell."""
+    """Return the time at which a reply was recorded, or 0 if the line has none."""
     try:
         value = json.loads(line.partition(b" ")[2])["said"]
     except (ValueError, RecursionError, KeyError, TypeError):

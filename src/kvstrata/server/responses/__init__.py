@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: POST /v1/responses, and responses that are kept for the requests that build on them."""
+"""OpenAI's Responses API: POST /v1/responses, and stored responses for requests that build on them."""

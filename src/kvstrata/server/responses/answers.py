@@ -1,4 +1,4 @@
-"""What is answered on /v1/responses: the types that the OpenAPI document shows, and what each response repeats."""
+"""Response types of /v1/responses, as the OpenAPI document shows them, and the fields that each response repeats."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class ItemList(TypedDict):
 
 
 def opening(asked: ResponseAsked, response_id: str, model: str, defaults: Sampling) -> ResponseAnswer:
-    """The response when nothing is written yet. Most of it is what the client said."""
+    """Return the response at its start, with empty output. Most of its fields repeat the request."""
     return {
         "id": response_id,
         "object": "response",
@@ -186,7 +186,7 @@ def opening(asked: ResponseAsked, response_id: str, model: str, defaults: Sampli
 
 
 def usage_answer(usage: TokenUsage) -> UsageAnswer:
-    """How many of the reply's tokens were reasoning is not counted, nor what of a prompt will be kept."""
+    """Return the token counts. Reasoning tokens and cache writes are not counted separately and are always 0."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
@@ -210,6 +210,7 @@ def _choice(asked: ResponseAsked) -> Any:
 
 
 def _tool(tool: Any) -> dict[str, Any]:
-    """OpenAI always tells what a function's parameters are and whether they are strict."""
+    """Return a tool as the response repeats it. Like OpenAI, it always contains a function's `parameters` and
+    `strict`."""
     always = {"parameters": None, "strict": None} if isinstance(tool, FunctionTool) else {}
     return {**always, **tool.model_dump(exclude_unset=True)}

@@ -1,4 +1,5 @@
-"""From a body of /v1/responses to a conversation. Knows its fields, what is kept of earlier ones, what is refused."""
+"""Translation of /v1/responses bodies to conversations: reads stored responses, and refuses fields that are not
+supported."""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ from kvstrata.server.responses.tools import IgnoredTools, Toolbox, choice_of, ig
 from kvstrata.server.responses.turns import messages_of
 from kvstrata.server.service import Service
 
-LOGPROBS = "message.output_text.logprobs"  # of `include`
+LOGPROBS = "message.output_text.logprobs"  # a value of `include`
 ENCRYPTED = "reasoning.encrypted_content"
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What this API remembers from one request to the next."""
+    """State that this API keeps between requests."""
 
     stored: StoredResponses
     ignored: IgnoredTools
@@ -37,14 +38,14 @@ class Memory:
 
 @dataclass(frozen=True)
 class Question:
-    """What a client asked for, understood. `job`: an error where its prompt does not fit the context."""
+    """A request, validated and translated. `job`: an error if the prompt does not fit the context."""
 
     id: str
     asked: ResponseAsked
     box: Toolbox
     job: Job | ContextTooLong
     salt: str
-    items: bytes  # all that the model is shown, as it is kept; empty: nothing is to be kept
+    items: bytes  # all input items, encoded for storage; empty: the response is not stored
 
     def stored(self, answer: Any) -> StoredResponse:
         output_ids = tuple(item["id"] for item in answer["output"])
@@ -52,7 +53,7 @@ class Question:
 
 
 class Asking:
-    """Reads bodies, for `conversation.body.read`."""
+    """Callable that reads bodies, for `conversation.body.read`."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -70,7 +71,7 @@ class Asking:
 
 
 def understood(asked: ResponseAsked, stored: StoredResponses, salt: str) -> tuple[Toolbox, list[Any], int]:
-    """Tools, items, and how many of the items are those of earlier responses."""
+    """Return the tools, the items, and the number of items that come from earlier responses."""
     before = _history(asked.previous_response_id, stored, salt)
     items = [*before, *_given(asked, stored, salt)]
     return toolbox(asked.tools or ()), items, len(before)
@@ -90,7 +91,7 @@ def conversation(asked: ResponseAsked, box: Toolbox, items: Sequence[Any], num_b
         wanted=Wanted(
             sampling={"temperature": asked.temperature, "top_p": asked.top_p, "num_logprobs": _num_logprobs(asked)},
             max_tokens=asked.max_output_tokens,
-            # Clients send the largest number that a model may write, and mean no more than a bound.
+            # Clients send the largest max_output_tokens of any model, so no memory is reserved for it.
             reserves=False,
             constraint=_constraint(asked),
             constraint_param="text.format",
@@ -110,7 +111,7 @@ def _job(service: Service, chat: Chat, scope: Scope, response_id: str) -> Job | 
     try:
         return chat_job(service, chat, scope, response_id)
     except RequestError as error:
-        if error.param == "messages":  # what a conversation calls them
+        if error.param == "messages":  # the name of the field in a conversation
             error.param = "input"
         if isinstance(error, ContextTooLong):
             return error
@@ -133,7 +134,7 @@ def _check(asked: ResponseAsked) -> None:
 
 
 def _history(response_id: str | None, stored: StoredResponses, salt: str) -> list[Any]:
-    """What the model was shown for that response, and what it said."""
+    """Return the input and output items of an earlier response. Raises InvalidRequest if it is not found."""
     if not response_id:
         return []
     found = stored.find_to_continue(response_id, salt)
@@ -175,7 +176,7 @@ def _output(response: StoredResponse) -> list[Any]:
 
 
 def _dumped(items: Sequence[Any]) -> bytes:
-    """Each gets an id, if it has none: the list of a response's items tells them."""
+    """Encode items for storage. Items without an id get one, because the list of a response's input items shows ids."""
     named = [item if item.id else item.model_copy(update={"id": _item_id(item.type)}) for item in items]
     return json_bytes([item.model_dump(exclude_none=True) for item in named])
 

@@ -1,4 +1,4 @@
-"""The paths of OpenAI's Responses API: make one, and what is kept of those that were made."""
+"""Routes of OpenAI's Responses API: create a response, and get, list or delete stored ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NO_RESPONSE: dict[str, Any] = {"model": ErrorAnswer, "description": "No such res
 
 
 def _answered() -> dict[int | str, dict[str, Any]]:
-    # Of each event: its `event` is the type of what `data` has as JSON.
+    # The `event` of each event is the type of the JSON in its `data`.
     event = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
     whole = {
         "model": ResponseAnswer,
@@ -93,7 +93,8 @@ async def delete_response(request: Request, response_id: str) -> DeletedAnswer:
     responses={**answers(400, 401), 404: NO_RESPONSE},
 )
 async def list_input_items(request: Request, response_id: str) -> Response:
-    """`order`: desc (the newest first) or asc; `limit`: 1 to 100; `after`: the id of an item."""
+    """List the input items of a response. `order`: desc (newest first) or asc; `limit`: 1 to 100; `after`: the id of an
+    item."""
     return await to_thread.run_sync(_input_items, _found(request, response_id), request.query_params)
 
 
@@ -116,7 +117,7 @@ def _input_items(response: StoredResponse, asked: Mapping[str, str]) -> Response
 
 
 def _memory(request: Request) -> Memory:
-    """Made with the first request, on the event loop's thread as all of them."""
+    """Return the state of this API, created by the first request. Called only on the event loop's thread."""
     state = request.app.state
     if not hasattr(state, "responses"):
         state.responses = Memory(service_of(request).responses, IgnoredTools())
@@ -134,7 +135,8 @@ def _wire(service: Service, question: Question) -> ResponsesWire:
 
 
 def _too_long(wire: ResponsesWire, error: RequestError, *, stream: bool) -> Response:
-    """Codex makes its history shorter where a stream fails with this, and gives up where the request does."""
+    """Return the response to a prompt that is too long, as a failed stream: Codex then shortens its history, but gives
+    up if the request itself fails. Without `stream`, raise the error."""
     if not stream:
         raise error
     body = encode([*wire.begin(Begun(0, None)), *wire.fail(error)])
@@ -155,7 +157,8 @@ def _no_response(response_id: str) -> ResponseNotFound:
 
 
 def _listed(item: dict[str, Any]) -> dict[str, Any]:
-    """Contents of messages are lists of parts, however they were sent."""
+    """Return an item for the list. The content of a message becomes a list of parts, even if it was sent as a
+    string."""
     if item["type"] != "message" or not isinstance(item["content"], str):
         return item
     kind = "output_text" if item["role"] == "assistant" else "input_text"

@@ -1,6 +1,7 @@
-"""The input of a free-text tool, taken out of the JSON that the model writes its calls in, piece by piece.
+"""Incremental extraction of a free-text tool's input from the JSON arguments that the model writes.
 
-Models call such a tool like any function, with {"input": "..."}. Knows that one shape, and what to do about others.
+Models call such a tool like a function, with {"input": "..."}. Arguments of another form are handled at the end of the
+call.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ _BEFORE = ("{", f'"{FREE_TEXT}"', ":", '"')
 _HIGH = r"[dD][89abAB][0-9a-fA-F]{2}"
 _LOW = r"[dD][c-fC-F][0-9a-fA-F]{2}"
 _ESCAPE = re.compile(rf"\\u({_HIGH})\\u({_LOW})|\\u([0-9a-fA-F]{{4}})|\\([^u])")
-# The beginning of an escape that more text may complete: a half, or a first of two halves.
+# An incomplete escape at the end of the text: a part of one, or the first of a surrogate pair.
 _BEGUN = re.compile(rf"\\(u(?:[0-9a-fA-F]{{0,3}}|{_HIGH}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?)?)?\Z")
 _PLAIN = re.compile(r'[^"\\]+')
 _MEANT = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 
 
 class FreeText:
-    """Each character is looked at once. What is not of the shape is kept, and given whole at the end."""
+    """A parser that reads each character once. Arguments of another form are collected and returned at the end."""
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
-        self._expected = list(_BEFORE)  # before the text begins
-        self._held = ""  # what cannot be told yet
+        self._expected = list(_BEFORE)  # tokens before the text
+        self._held = ""  # not decoded yet
         self._state = "before"
 
     def add(self, piece: str) -> str:
-        """What the piece adds to the input."""
+        """Return the part of the input that a piece of the arguments adds."""
         if self._state in ("before", "other"):
             self._pieces.append(piece)
         self._held += piece
@@ -43,7 +44,7 @@ class FreeText:
         return ""
 
     def finish(self) -> str:
-        """What is left to give when the call is over."""
+        """Return the rest of the input at the end of the call."""
         if self._state in ("before", "other"):
             return _input_of("".join(self._pieces))
         held, self._held = self._held, ""
@@ -78,7 +79,7 @@ class FreeText:
             elif escape := _ESCAPE.match(text, at):
                 out.append(_unescaped(escape))
                 at = escape.end()
-            else:  # no JSON at all: as it was written
+            else:  # invalid JSON: keep it as it was written
                 out.append(text[at])
                 at += 1
         self._held = text[at:]
@@ -96,7 +97,8 @@ def _unescaped(escape: re.Match[str]) -> str:
 
 
 def _input_of(arguments: str) -> str:
-    """Of a call that does not begin as it should: its text under the right name or the only one, else all of it."""
+    """Return the input of a call in another form: the text under the right name or of the only member, else all
+    arguments."""
     try:
         parsed = json.loads(arguments, strict=False)
     except (ValueError, RecursionError):

@@ -1,6 +1,7 @@
-"""The items of a response's output, and the events that build them up. Knows no sequence numbers and no response.
+"""Output items of a response and the events that build them. Independent of sequence numbers and of the response
+object.
 
-An item is open while the model writes it; the next kind of thing that it writes closes it.
+An item is open while the model writes it; the start of another kind of output closes it.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from kvstrata.server.responses.reasoning import packed
 from kvstrata.server.responses.tools import ToolName
 from kvstrata.text.reply_events import ReplyEvent, ReplyText, ReplyThinking, ToolCallArguments, ToolCallStart
 
-StreamEvent = dict[str, Any]  # `type` and what belongs to it
+StreamEvent = dict[str, Any]  # `type` and its fields
 SayLogprobs = Callable[[Sequence[TokenLogprob]], list[OutputLogprob]]
 
 
 class _OpenItem:
-    """`kind`: the prefix of its id."""
+    """An output item that is being written. `kind`: the prefix of its id."""
 
     def __init__(self, index: int, kind: str) -> None:
         self.id = f"{kind}_{uuid.uuid4().hex}"
@@ -185,16 +186,16 @@ class _CustomCall(_OpenItem):
 
 
 class Output:
-    """One for each response. `packs_thinking`: the client wants reasoning in `encrypted_content` too."""
+    """The output of one response. `packs_thinking`: reasoning is also returned in `encrypted_content`."""
 
     def __init__(self, names: Mapping[str, ToolName], say: SayLogprobs, *, packs_thinking: bool = False) -> None:
-        self.items: list[OutputAnswer] = []  # those that are closed
+        self.items: list[OutputAnswer] = []  # closed items
         self._names = names
         self._say = say
         self._packs_thinking = packs_thinking
         self._open: _Reasoning | _Message | _FunctionCall | _CustomCall | None = None
-        self._blank = ""  # white space that no message has begun with yet
-        self._logprobs: list[TokenLogprob] = []  # of tokens whose text has not come yet
+        self._blank = ""  # held-back whitespace that may begin a message
+        self._logprobs: list[TokenLogprob] = []  # of tokens whose text is not complete yet
 
     def add(self, events: Sequence[ReplyEvent], logprobs: Sequence[TokenLogprob] = ()) -> list[StreamEvent]:
         self._logprobs += logprobs
@@ -206,7 +207,7 @@ class Output:
             out += self._open_as(_Message(0))
             out += self._say_text(self._blank) if self._blank else []
         if cut_off and isinstance(self._open, _FunctionCall | _CustomCall):
-            # Not announced as done: clients run a call as soon as it is, and this is a part of one.
+            # No done event: clients run a call when they receive it, and this call is incomplete.
             self.items.append(self._open.item("incomplete"))
             self._open = None
         return out + self._close("incomplete" if cut_off else "completed")
@@ -214,7 +215,7 @@ class Output:
     def _add(self, event: ReplyEvent) -> list[StreamEvent]:
         if isinstance(event, ReplyText):
             return self._add_text(event.text)
-        # Tokens of anything but text have no place in this API.
+        # This API has logprobs of text only.
         self._logprobs.clear()
         if isinstance(event, ReplyThinking):
             return self._add_thinking(event.text)
@@ -230,7 +231,7 @@ class Output:
     def _add_text(self, text: str) -> list[StreamEvent]:
         if isinstance(self._open, _Message):
             return self._say_text(text) if text else []
-        # Between calls models write line breaks, and those are no messages.
+        # Line breaks that models write between calls do not make a message.
         self._blank += text
         if not self._blank.strip():
             return []

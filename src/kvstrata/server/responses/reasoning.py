@@ -1,7 +1,8 @@
-"""Reasoning that clients carry for us: what is in a reasoning item when it comes back.
+"""Reasoning text in items that clients send back.
 
-OpenAI's API hides reasoning in `encrypted_content`, which clients return even where they drop its text. Here it is the
-text itself: it is the client's own, and whoever drops it changes the prompt and loses what is cached.
+OpenAI's API hides reasoning in `encrypted_content`, which clients return even if they drop its text. Here it contains
+the plain text, encoded as base64: the text is the client's own, and dropping it changes the prompt and loses cache
+hits.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ def packed(thinking: str) -> str:
 
 
 def thinking_of(item: ReasoningItem) -> str:
-    """Of others' encrypted content nothing is known: then the summary is the best that there is."""
+    """Return the reasoning text of an item. Encrypted content of other servers cannot be read; the summary is used
+    instead."""
     told = _texts(item.content) or _unpacked(item.encrypted_content or "")
     return told or _texts(item.summary)
 

@@ -1,7 +1,7 @@
-"""What a client may send to /v1/responses, in OpenAI's words.
+"""Request bodies of /v1/responses.
 
-Knows types and ranges; fields that are not named here are ignored, and null means the default. Items and tools of
-unknown types have a class of their own: items are refused by name (turns.py), tools are left out (tools.py).
+Checks types and ranges; unknown fields are ignored, and null means the default. Items and tools of unknown types have
+their own classes: such items are refused by name (turns.py), such tools are left out (tools.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def _tag_of_part(part: Any) -> str | None:
 
 
 def _tag_of_item(item: Any) -> str | None:
-    """A message may leave its type out, and so may a reference, which then is nothing but an id."""
+    """Return the kind of an item. Messages and references may omit `type`; an object with an id and no role is a
+    reference."""
     kind = _type_of(item)
     if kind is None and isinstance(item, dict):
         return "item_reference" if "id" in item and "role" not in item else "message"
@@ -39,7 +40,7 @@ def _tag_of_tool(tool: Any) -> str | None:
 
 
 def _type_of(value: Any) -> Any:
-    """Of JSON that is read, or of a model that is written."""
+    """Return the type of a JSON object that is validated or of a model that is serialized."""
     return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
 
 
@@ -64,7 +65,7 @@ class RefusalPart(Asked):
 
 
 class OtherPart(Asked):
-    """An image, a sound, a file: named so that the refusal can say what it was."""
+    """An image, audio clip or file; accepted here so that the refusal can name the type."""
 
     type: str
 
@@ -109,7 +110,7 @@ class CustomCallItem(Item):
 
 
 class OutputItem(Item):
-    """What a tool gave back."""
+    """The output of a tool call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str = Field(min_length=1)
@@ -136,12 +137,12 @@ AnyItem = Annotated[
     | Annotated[OtherItem, Tag("other")],
     _by(_tag_of_item, "an item"),
 ]
-# Of what is kept: items of requests, and items of responses, which have fields that no request needs.
+# Validates stored items: those of requests, and those of responses, which have additional fields.
 ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[AnyItem])
 
 
 class Offered(Asked):
-    # Whatever else the client says about its tool is told back in the response.
+    # The response repeats additional fields of a tool.
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
 
 
@@ -167,7 +168,7 @@ class CustomTool(Offered):
 
 
 class OtherTool(Offered):
-    """One that runs elsewhere: a search, an interpreter, an MCP server."""
+    """A tool that runs elsewhere: a search, an interpreter, an MCP server."""
 
     type: str
 
@@ -196,7 +197,7 @@ AnyTool = Annotated[
 
 
 class ChosenTool(Asked):
-    """One tool that must be called. Without a name: one that runs elsewhere."""
+    """A tool that must be called. Without a name: a tool that runs elsewhere."""
 
     type: str
     name: str | None = None
@@ -261,13 +262,13 @@ class ResponseAsked(Asked):
     stream: bool | None = None
     cache_salt: str | None = Field(None, description="Requests with different salts never share cached state")
     prompt_cache_retention: str | None = Field(None, description="24h: the prompt is pinned for so long, in the quota")
-    # Told back in the response and otherwise without effect.
+    # Repeated in the response, without other effect.
     metadata: dict[str, Any] | None = None
     max_tool_calls: int | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     user: str | None = None
-    # Known to OpenAI's API and not done here: refused rather than ignored.
+    # Fields of OpenAI's API that are not supported: refused rather than ignored.
     background: bool | None = None
     conversation: Any = None
     prompt: Any = None

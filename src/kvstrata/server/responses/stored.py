@@ -1,7 +1,7 @@
-"""Responses that are kept in memory, so that later requests can build on them. Bounded; the least recently used go.
+"""The store of responses in memory, for requests that build on earlier ones. Bounded; evicts the least recently used.
 
-Keeps JSON as bytes: so its size is known, and what is returned cannot have been changed. Knows owners, not keys. Safe
-from any thread.
+Stores JSON as bytes, so that its size is known and a returned response cannot be modified. Compares salts of owners,
+not keys. Safe from any thread.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class StoredResponse:
     id: str
     salt: str  # of the request
     answer: bytes  # as it was sent
-    items: bytes  # all that the model was shown, earlier responses included: a list of items
+    items: bytes  # all input items as a JSON list, earlier responses included
     output_ids: tuple[str, ...] = ()  # of the items in the answer
 
     @property
     def owner(self) -> str:
-        """The salt of the key that made it."""
+        """The salt of the key that created the response."""
         return owner_of(self.salt)
 
     @property
@@ -60,7 +60,8 @@ class StoredResponses:
         return len(self._by_id)
 
     def keep(self, response: StoredResponse) -> None:
-        """One that is larger than everything may be is not kept, rather than all others dropped for nothing."""
+        """Store a response. A response above the size limit is not stored, rather than evicting all others for
+        nothing."""
         if response.num_bytes > self._max_bytes:
             return
         with self._lock:
@@ -72,19 +73,20 @@ class StoredResponses:
                 self._drop(next(iter(self._by_id)))
 
     def find(self, response_id: str, owner: str | None) -> StoredResponse | None:
-        """`owner`: whose it must be; None: anyone's."""
+        """Return a response, or None. `owner`: the required owner; None: any."""
         with self._lock:
             found = self._owned(response_id, owner)
             return None if found is None else self._used(found)
 
     def find_to_continue(self, response_id: str, salt: str) -> StoredResponse | None:
-        """For a request under this salt: what is under another one of the same key stays apart too."""
+        """Return a response to continue, or None. The salt must match, because other salts of the same key are separate
+        too."""
         with self._lock:
             found = self._by_id.get(response_id)
             return self._used(found) if found is not None and found.salt == salt else None
 
     def find_with_item(self, item_id: str, salt: str) -> StoredResponse | None:
-        """Likewise, the one that has this item in its output."""
+        """Return the response whose output contains an item, or None. The salt must match."""
         return self.find_to_continue(self._by_item.get(item_id, ""), salt)
 
     def remove(self, response_id: str, owner: str | None) -> bool:
@@ -95,14 +97,14 @@ class StoredResponses:
             return found is not None
 
     def clear(self, salt: str | None, owner: str | None) -> None:
-        """Those under a salt, under all salts of an owner, or all."""
+        """Remove the responses under a salt, under all salts of an owner, or all."""
         with self._lock:
             for response in list(self._by_id.values()):
                 if salt in (None, response.salt) and owner in (None, response.owner):
                     self._drop(response.id)
 
     def expire(self, before_s: float) -> None:
-        """Those that were last used before that."""
+        """Remove the responses that were last used before a time."""
         with self._lock:
             while self._by_id and self._used_s[oldest := next(iter(self._by_id))] < before_s:
                 self._drop(oldest)

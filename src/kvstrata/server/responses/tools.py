@@ -1,6 +1,6 @@
-"""Tools as this API offers them, and as models are told of them: every one a function.
+"""Tools of the Responses API, translated to functions for the model.
 
-Knows free-text ("custom") tools, namespaces and tools that run elsewhere. Does not know how a model writes calls.
+Handles free-text ("custom") tools, namespaces and tools that run elsewhere. Independent of the model's call format.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FREE_TEXT = "input"  # the one parameter of a free-text tool
 
 @dataclass(frozen=True)
 class ToolName:
-    """What the client calls a tool."""
+    """The client's name of a tool."""
 
     name: str
     namespace: str | None = None
@@ -39,24 +39,25 @@ class ToolName:
 
 @dataclass(frozen=True)
 class Toolbox:
-    """`tools`: as models are told. `names`: from the name that the model knows to the client's."""
+    """The tools of a request. `tools`: functions for the model; `names`: the client's name for each of the model's
+    names."""
 
     tools: tuple[Tool, ...] = ()
     names: dict[str, ToolName] = field(default_factory=dict)
 
     def told_as(self, name: str, namespace: str | None) -> str:
-        """The name that the model knows. A tool of an earlier turn may be gone: then the client's own."""
+        """Return the model's name of a tool, or the client's name if a tool of an earlier turn no longer exists."""
         return self._told.get((name, namespace), name)
 
     def told_of(self, name: str | None, namespace: str | None) -> str | None:
-        """The name that the model knows of a tool that the client names, maybe without its namespace."""
+        """Return the model's name of a tool that the client names, possibly without its namespace, or None."""
         if namespace is None:
             return self._by_name.get(name)
         return self._told.get((name or "", namespace))
 
     @cached_property
     def _by_name(self) -> dict[str | None, str]:
-        """The first of each name."""
+        """The model's names by the client's names; the first tool with a name wins."""
         return {known.name: told for told, known in reversed(self.names.items())}
 
     @cached_property
@@ -69,7 +70,7 @@ class Toolbox:
 
 
 class IgnoredTools:
-    """Says in the log, once for each type, that tools of it do not run here."""
+    """Logs, once for each type, that tools of the type do not run here."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
@@ -88,7 +89,7 @@ def toolbox(tools: Sequence[Any]) -> Toolbox:
         if isinstance(tool, OtherTool):
             continue
         known = ToolName(tool.name, namespace, isinstance(tool, CustomTool))
-        # Two namespaces may have a tool of one name each; the model must be able to tell them apart.
+        # Two namespaces may have tools with the same name; the model must be able to distinguish them.
         name = f"{namespace}__{tool.name}" if namespace and tool.name in names else tool.name
         if name in names:
             raise InvalidRequest(f"{where}: another tool has the name '{name[:80]}' too. Rename one.", param=where)
@@ -102,7 +103,7 @@ def ignored_types(tools: Sequence[Any]) -> list[str]:
 
 
 def choice_of(asked: ResponseAsked, box: Toolbox) -> tuple[Toolbox, ToolChoice]:
-    """The tools that may be called, and whether one must be."""
+    """Return the tools that may be called, and whether a call is required."""
     parallel = asked.parallel_tool_calls is not False
     choice = asked.tool_choice or "auto"
     if isinstance(choice, ChosenTool):
@@ -117,7 +118,7 @@ def choice_of(asked: ResponseAsked, box: Toolbox) -> tuple[Toolbox, ToolChoice]:
 
 
 def _flat(tools: Sequence[Any]) -> Iterator[tuple[str, FunctionTool | CustomTool | OtherTool, str | None]]:
-    """Each with its place and its namespace. Those without a namespace come first: they keep their names."""
+    """Yield each tool with its position and namespace. Tools without a namespace come first and so keep their names."""
     for index, tool in enumerate(tools):
         if not isinstance(tool, NamespaceTool):
             yield f"tools.{index}", tool, None

@@ -1,7 +1,7 @@
-"""From a list of items to the messages that chat templates read.
+"""Translation of a list of items to messages for chat templates.
 
-One reply of a model is several items here: its reasoning, its texts, its calls. Neighbours of those kinds become one
-assistant message. Knows no stored responses: references are resolved before.
+A reply of a model is several items here: reasoning, texts, calls. Adjacent items of these kinds become one assistant
+message. References must be resolved before.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ TEXTS = ("content", "reasoning_content")
 
 
 def messages_of(instructions: str | None, items: Sequence[Any], box: Toolbox, first: int = 0) -> list[Message]:
-    """`first`: how many of the items the client did not send now, but earlier; errors give the place of the others."""
+    """Return the messages of a conversation. `first`: number of items from earlier responses; positions in errors count
+    from there."""
     turns = _Turns(box)
     if instructions:
         turns.say("system", instructions)
@@ -42,8 +43,8 @@ class _Turns:
     def __init__(self, box: Toolbox) -> None:
         self._box = box
         self._messages: list[Message] = []
-        self._calls: set[str] = set()  # ids of all that were made
-        self._reply: Message | None = None  # the assistant's turn that is being put together; texts are lists of pieces
+        self._calls: set[str] = set()  # ids of all calls so far
+        self._reply: Message | None = None  # the assistant message under construction; its texts are lists of pieces
 
     def add(self, item: Any, where: str) -> None:
         if isinstance(item, MessageItem):
@@ -62,7 +63,7 @@ class _Turns:
             )
 
     def say(self, role: str, text: str) -> None:
-        """Of anyone but the assistant."""
+        """Add a message of a role other than assistant."""
         self._end_reply()
         self._messages.append({"role": role, "content": text})
 
@@ -107,7 +108,7 @@ class _Turns:
 
     def _end_reply(self) -> None:
         reply, self._reply = self._reply, None
-        # Thoughts that led to nothing are of a reply that was broken off.
+        # Reasoning without text or calls belongs to an aborted reply.
         if reply is not None and (reply["content"] or reply.get("tool_calls") or "reasoning_content" not in reply):
             told = {key: "".join(value) if key in TEXTS else value for key, value in reply.items()}
             self._messages.append({key: value for key, value in told.items() if value or key == "content"})
@@ -126,12 +127,13 @@ def _part(part: Any, where: str) -> str:
 
 
 def _seam(before: str, after: str) -> str:
-    """Texts of one reply were told apart by a call or a thought between them, which now stands elsewhere."""
+    """Return the separator of two texts of one reply. A call or reasoning item stood between them and is now
+    elsewhere."""
     return "" if before[-1].isspace() or after[0].isspace() else "\n"
 
 
 def _joined_systems(messages: list[Message]) -> list[Message]:
-    """Those at the front become one: agents begin with several, and many templates take no second one."""
+    """Merge the leading system messages into one: agents send several, and many templates accept only one."""
     num = next((place for place, message in enumerate(messages) if message["role"] != "system"), len(messages))
     if num < 2:
         return messages

@@ -1,4 +1,4 @@
-"""Answers in the words of OpenAI's Responses API: numbered events, or one response. Implements `Wire`."""
+"""Wire of OpenAI's Responses API: numbered events, or one response object."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvstrata.text.tokenizer import token_bytes, token_text
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-LEAST_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON has not
+LEAST_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
 
 
 class ResponsesWire:
-    """`opening`: the response when nothing is written yet."""
+    """The wire of one response. `opening`: the response object at its start."""
 
     def __init__(self, opening: ResponseAnswer, output: Output) -> None:
         self._opening = opening
@@ -50,7 +50,7 @@ class ResponsesWire:
         return self._numbered([self._about(self._status, self.whole(usage))])
 
     def ping(self, doing: str) -> bytes:
-        """Codex counts events; comments do not keep it waiting."""
+        """Return an in_progress event: Codex resets its timeout on events, not on comments."""
         del doing
         return encode(self._numbered([self._about("in_progress", self._opening)]))
 
@@ -85,7 +85,7 @@ class ResponsesWire:
 
 
 class Logprobs:
-    """Says what tokens were likely."""
+    """Converts logprobs of tokens to the format of the API."""
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         self._tokenizer = tokenizer
@@ -105,7 +105,8 @@ class Logprobs:
 
 
 def _code(error: RequestError) -> str:
-    """One of those that OpenAI's clients know. They make a prompt shorter, wait, try again or give up by it."""
+    """Return an error code that OpenAI's clients know: it decides whether they shorten the prompt, wait, retry or give
+    up."""
     if isinstance(error, ContextTooLong | NeverFits):
         return "context_length_exceeded"
     if error.status == 429:

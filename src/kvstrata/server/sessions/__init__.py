@@ -1,1 +1,1 @@
-"""Requests that belong together: how they are recognised, and what is remembered of them. Asks no engine."""
+"""Sessions: recognition of requests that belong together, and the state kept about them. Calls no engine."""

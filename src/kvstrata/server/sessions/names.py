@@ -1,7 +1,7 @@
-"""By what a session is recognised: the client's name for it, or how its first request began.
+"""Names of sessions: the client's name, or a digest of the start of its first request.
 
-A chat begins with the text of its first user message and the names of its tools: those stay the same from turn to turn
-even where the system text has a clock in it. Knows headers and messages; keeps nothing.
+The digest of a chat covers its first user message and the names of its tools: they stay the same from turn to turn even
+if the system message contains a clock.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ FIRST_TOKENS = 64
 @dataclass(frozen=True)
 class Name:
     recognised_by: RecognisedBy
-    given: str  # by the client; empty: it gave none
-    digest: bytes  # of how the request began
+    given: str  # name given by the client, or empty
+    digest: bytes  # digest of the start of the request
 
     def key(self, salt: str) -> str:
-        """One for each salt and name, which tells neither."""
+        """Return the key of a session, unique for each salt and name, from which neither can be derived."""
         fields = [salt.encode(*SAFELY), b"given" if self.given else b"derived"]
         return _digest([*fields, self.given.encode(*SAFELY) or self.digest]).hex()[:KEY_CHARS]
 
@@ -70,12 +70,13 @@ def _text(content: object) -> str:
 
 
 def _digest(fields: Iterable[bytes]) -> bytes:
-    """Each is written with its length, so that no two lists spell the same bytes."""
+    """Return a digest of the fields. Each is hashed with its length, so that different lists never have the same
+    bytes."""
     digest = blake3(derive_key_context=CONTEXT)
     for field in fields:
         digest.update(len(field).to_bytes(8, "little") + field)
     return digest.digest()
 
 
-# A client's JSON may hold half a surrogate pair.
+# A client's JSON may contain half a surrogate pair.
 SAFELY = ("utf-8", "surrogatepass")

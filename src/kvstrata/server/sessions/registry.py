@@ -1,9 +1,8 @@
-"""The sessions that a server knows: bounded, the least recently used go first. Safe from any thread.
+"""The registry of sessions: bounded, evicts the least recently used. Safe from any thread.
 
-A request looks at its session when its prompt is known (`visit`), and the session counts it when its reply has ended
-well (`Visit.learn`): what was refused, cancelled or only explained is not counted. The tokens of its conversations are
-the engine's (`prefix_cache/conversations.py`). Sessions of different salts have nothing in common, whatever their
-names.
+A request looks up its session when its prompt is known (`visit`), and is counted when its reply has ended successfully
+(`Visit.learn`): refused, cancelled and explained requests are not counted. The engine has the tokens of conversations
+(`prefix_cache/conversations.py`). Sessions of different salts are independent, even with the same name.
 """
 
 from __future__ import annotations
@@ -22,29 +21,29 @@ from kvstrata.server.sessions.names import KEY_CHARS, Name
 from kvstrata.server.sessions.session import Parted, Session
 
 MAX_SESSIONS = 10_000
-MAX_CHARS = 200  # of each text where a prompt diverged
+MAX_CHARS = 200  # for each text of a divergence
 SHOWN = re.compile(r"[A-Za-z0-9._:-]{1,80}")
-SHORT = 12  # characters of a key that stand for it
-LIKE_A_KEY = re.compile(f"[0-9a-f]{{{SHORT}}}|[0-9a-f]{{{KEY_CHARS}}}")  # no client's name is shown that is
-STRIDE, REST_S = 1000, 50e-6  # sessions that are looked at in about half a millisecond, and the rest after that
-APART_S = 1e-6  # at least, between two uses
+SHORT = 12  # length of a key's short form
+LIKE_A_KEY = re.compile(f"[0-9a-f]{{{SHORT}}}|[0-9a-f]{{{KEY_CHARS}}}")  # a client's name of this form is not shown
+STRIDE, REST_S = 1000, 50e-6  # sessions that take about half a millisecond to scan, and the pause after them
+APART_S = 1e-6  # least difference of two times of use
 
-Text = Callable[[Sequence[int]], str]  # of token ids
+Text = Callable[[Sequence[int]], str]  # text of token ids
 
 
 @dataclass(frozen=True, eq=False)
 class Visit:
-    """One request of a session, while it is being served."""
+    """A request of a session, while it is being served."""
 
     key: str
     salt: str
     name: Name
-    session: Session | None  # as it was found; None: this is its first request
+    session: Session | None  # as it was looked up; None: this is its first request
     text: Text
     sessions: Sessions
 
     def parted(self, divergence: PromptDivergence | None) -> Parted | None:
-        """Return the texts at which its prompt diverged from the session's last one."""
+        """Return the texts at which the prompt diverged from the session's last one, or None."""
         if divergence is None:
             return None
         before, was, now = (self.text(ids)[:MAX_CHARS] for ids in (divergence.before, divergence.was, divergence.now))
@@ -52,7 +51,7 @@ class Visit:
         return Parted(divergence.at, divergence.where, before, was, now, number)
 
     def learn(self, usage: TokenUsage, parted: Parted | None) -> None:
-        """Count the request: its reply has ended well."""
+        """Count the request, after its reply has ended successfully."""
         self.sessions.learn(self, usage, parted)
 
 
@@ -70,19 +69,19 @@ class Sessions:
         return len(self._by_key)
 
     def visit(self, salt: str, name: Name, text: Text) -> Visit:
-        """Return what a request finds. Changes nothing."""
+        """Look up a request's session, without changing anything."""
         key = name.key(salt)
         with self._lock:
             return Visit(key, salt, name, self._by_key.get(key), text, self)
 
     def num_requests(self, key: str) -> int:
-        """Return how many requests of a session were counted."""
+        """Return the number of counted requests of a session."""
         with self._lock:
             session = self._by_key.get(key)
         return 0 if session is None else session.num_requests
 
     def learn(self, visit: Visit, usage: TokenUsage, parted: Parted | None) -> None:
-        """Count a request whose reply has ended well."""
+        """Count a request, after its reply has ended successfully."""
         with self._lock:
             session = self._by_key.get(visit.key) or self._new(visit)
             number = session.num_requests + 1
@@ -99,7 +98,7 @@ class Sessions:
             self._bound()
 
     def adopt(self, salt: str, name: Name) -> Session:
-        """Add a session that came from elsewhere: no request of it was served here."""
+        """Add an imported session, of which no request was served here."""
         with self._lock:
             visit = Visit(name.key(salt), salt, name, None, lambda _: "", self)
             session = self._by_key.get(visit.key) or self._new(visit)
@@ -109,8 +108,8 @@ class Sessions:
         return session
 
     def find(self, id: str, owner: str | None) -> Session | None:
-        """By its id, or by its key. `owner`: whose it must be; None: anyone's. Raises InvalidRequest where several
-        owners have one of that id."""
+        """Return a session by id or key, or None. `owner`: the required owner; None: any. Raises InvalidRequest if
+        several owners have a session with this id."""
         with self._lock:
             keys = [key for whose, key in self._keys.get(id, {}).items() if owner in (None, whose)]
             if len(keys) > 1:
@@ -123,8 +122,9 @@ class Sessions:
             return found if found is not None and owner in (None, found.owner) else None
 
     def newest(self, owner: str | None, limit: int, before_s: float | None = None) -> list[Session]:
-        """Of one owner or of all, the last used first. `before_s`: only those that were last used before that. Rests
-        now and then, so that the engine's thread does not wait long for the interpreter: not for the event loop."""
+        """Return sessions of one owner or of all, last used first. `before_s`: only sessions that were last used before
+        it. Sleeps regularly so that the engine's thread does not wait long for the interpreter lock; must not run on
+        the event loop."""
         with self._lock:
             sessions = list(self._by_key.values())
         found: list[Session] = []
@@ -138,28 +138,28 @@ class Sessions:
         return found
 
     def count(self, owner: str | None) -> int:
-        """Of one owner or of all."""
+        """Return the number of sessions of one owner or of all."""
         if owner is None:
             return len(self._by_key)
         with self._lock:
             return self._num_owned.get(owner, 0)
 
     def forget(self, salt: str | None, owner: str | None) -> None:
-        """Drop the texts of sessions under a salt, an owner, or all; what was counted stays."""
+        """Remove the texts of sessions under a salt, of an owner, or of all; the counters stay."""
         with self._lock:
             for session in list(self._by_key.values()):
                 if salt == session.salt or (salt is None and owner in (None, session.owner)):
                     self._forget_text(session)
 
     def expire(self, before_s: float) -> None:
-        """Likewise of sessions that were last used before that."""
+        """Remove the texts of sessions that were last used before a time."""
         with self._lock:
             for session in list(self._by_key.values()):
                 if session.last_use_s >= before_s:
                     break
                 self._forget_text(session)
 
-    # With the lock held.
+    # The methods below require the lock.
 
     def _new(self, visit: Visit) -> Session:
         id = self._free_id(visit)
@@ -169,7 +169,7 @@ class Sessions:
         return Session(visit.key, id, visit.salt, visit.name.recognised_by, now_s, now_s)
 
     def _free_id(self, visit: Visit) -> str:
-        """One owner may use a name under several salts."""
+        """Return an id that the owner does not use yet: one owner may use a name under several salts."""
         given, owner = visit.name.given, owner_of(visit.salt)
         is_shown = SHOWN.fullmatch(given) and not LIKE_A_KEY.fullmatch(given)
         choices = (given if is_shown else visit.key[:SHORT], visit.key[:SHORT])
@@ -194,6 +194,6 @@ class Sessions:
             self._by_key[session.key] = replace(session, parted=None)
 
     def _now(self) -> float:
-        """Later than any before: so a list can go on where it ended."""
+        """Return the time, later than any before, so that a paged list can continue where it ended."""
         self._last_s = max(self._clock(), self._last_s + APART_S)
         return self._last_s

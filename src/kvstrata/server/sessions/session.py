@@ -1,4 +1,4 @@
-"""A session, and the text at which a prompt diverged from its last one. Values only."""
+"""A session, and the divergence of a prompt from the session's last one. Values only."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from typing import Literal
 
 from kvstrata.engine.cache_api import owner_of
 
-# By which word of the client, or by what of its first request.
+# The field that names the session, or the part of its first request that identifies it.
 RecognisedBy = Literal[
     "x-kvstrata-session", "prompt_cache_key", "x-claude-code-session-id", "first message", "first tokens"
 ]
-# prompt: something that was sent before is different now. reply: the client sends our reply back otherwise than it was
-# sampled, or only the beginning of it.
+# prompt: text that was sent before has changed. reply: the client sends back a reply that differs from the sampled one,
+# or only its beginning.
 Where = Literal["prompt", "reply"]
 
 
 @dataclass(frozen=True)
 class Parted:
-    """Where a prompt parted from the session's last one, and by which text."""
+    """The point at which a prompt diverged from the session's last one, and the texts there."""
 
     at: int  # the first token that differs
     where: Where
-    before: str  # what both have before it
+    before: str  # common text before it
     was: str
     now: str
-    request: int  # of the session, from 1 on: the one that parted
+    request: int  # number of the diverged request in the session, from 1
 
     @property
     def notes(self) -> dict[str, str]:
-        """For the header that says why a prompt missed."""
+        """Notes for the miss header."""
         return {"at" if self.where == "prompt" else "reply_at": str(self.at), "was": self.was, "now": self.now}
 
 
@@ -37,16 +37,16 @@ class Parted:
 class Session:
     """Names and counters of a session. The engine has the tokens of its conversations."""
 
-    key: str  # its name inside this server: one for each salt and name
-    id: str  # as people see it; one for each session of an owner
+    key: str  # internal name: unique for each salt and name
+    id: str  # public name: unique for each owner
     salt: str
     recognised_by: RecognisedBy
     created_s: float  # since the epoch
-    last_use_s: float  # never the same for two sessions
+    last_use_s: float  # unique among sessions
     num_requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    parted: Parted | None = None  # the last time that a prompt did
+    parted: Parted | None = None  # the last divergence
 
     @property
     def owner(self) -> str:

@@ -1,1 +1,1 @@
-"""Below the app: connections, what clients may send on them, and how long they may take."""
+"""HTTP connections below the app: limits on what clients send and on how long they take."""

@@ -1,10 +1,10 @@
-"""What a client may take: bytes, seconds, connections."""
+"""Limits of a client: bytes, seconds, connections."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# A body, and a client that reads its answer, may take their time as long as this much moves in a second.
+# Least transfer rate of a body and of a response; slower clients time out.
 MIN_BYTES_S = 1024
 
 

@@ -1,4 +1,4 @@
-"""One client's connection: its place among the others, and how it ends. The server waits for no client for ever."""
+"""A client's connection: its place among the others, and how it ends. The server never waits for a client forever."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvstrata.server.wire.half_closed import HalfClosed
 from kvstrata.server.wire.reading import LINGER_S, Reading
 from kvstrata.server.wire.slow_reader import SlowReader
 
-LAST_LINGER_S = 1.0  # when the server ends
-MAX_REFUSED = 64  # connections beyond the limit that are being told so
+LAST_LINGER_S = 1.0  # at shutdown
+MAX_REFUSED = 64  # connections beyond the limit that get a refusal
 
 
 class Connection(Reading):
     def __init__(self, bounds: Bounds, **given: Any) -> None:
         super().__init__(bounds, **given)
         self._slow_reader: SlowReader
-        self._running: RequestResponseCycle | None = None  # the request that the app has; `cycle` is the newest
+        self._running: RequestResponseCycle | None = None  # the request that the app is serving; `cycle` is the newest
 
     @property
     def holds_place(self) -> bool:
@@ -33,12 +33,12 @@ class Connection(Reading):
 
     @property
     def has_begun(self) -> bool:
-        """Whether any byte of a request has come."""
+        """Whether any byte of a request has arrived."""
         return self._num_begun > 0
 
     @property
     def waits_since(self) -> float | None:
-        """The loop's time when it began to wait for a request; None while it has one."""
+        """The loop time at which the connection began to wait for a request, or None while it has one."""
         return None if self._is_answering or self._reads == "body" else self._since
 
     def give_way(self) -> None:
@@ -48,7 +48,7 @@ class Connection(Reading):
             self._refuse(self._too_many())
 
     def shutdown(self) -> None:
-        """Called when the server ends. A request that is still coming in will not be answered any more."""
+        """Close the connection at shutdown. A request that is still arriving is refused."""
         if self._reads == "nothing":
             super().shutdown()
         elif not self._leaving:
@@ -67,14 +67,15 @@ class Connection(Reading):
     def connection_lost(self, exc: Exception | None) -> None:
         self._timers.stop_all()
         self.pipeline.clear()
-        # uvicorn tells only the newest request; an earlier one may be the one that runs.
+        # uvicorn notifies only the newest request, but an earlier one may be running.
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Whether the connection stays open. A client that has sent all it will may still wait for its answer."""
+        """Return whether the connection stays open. A client that has finished sending may still wait for its
+        response."""
         if not self._is_answering or self._running is None:
             return False
         self.cycle.keep_alive = False
@@ -107,7 +108,8 @@ class Connection(Reading):
         self._end_soon()
 
     def _end_soon(self) -> None:
-        """A transport that is closed waits until its client has taken what was written, however long that is."""
+        """Abort the connection after the send timeout: a closed transport waits without a limit until its client has
+        read everything."""
         self._timers.start("flush", self._bounds.send_timeout_s, self.transport.abort)
 
     def _find_place(self) -> bool:

@@ -1,8 +1,8 @@
-"""Tells a client that has only stopped sending from one that is gone.
+"""Detection of clients that are gone, as opposed to those that have only closed their sending side.
 
-Both look the same here: the end of what comes. But the machine of a client that is gone refuses what it is sent, and
-that shows as an error of the socket. Before the answer begins an interim response is there to be sent: HTTP/1.1 has
-clients skip '100 Continue', whether they asked for it or not. Afterwards the answer itself is.
+Both look the same here: the end of input. But the machine of a client that is gone rejects data, which shows as a
+socket error. Before the response begins, an interim response is sent as a probe: HTTP/1.1 clients must skip '100
+Continue', even if they did not ask for it. After that the response itself is the probe.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kvstrata.server.wire.timers import Timers
 
 TIMER = "half closed"
 LOOK_S = 0.1
-ASK_S = 1.0  # an answer that begins sooner needs no interim response
+ASK_S = 1.0  # a response that begins sooner needs no interim response
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class HalfClosed:
-    """Aborts the connection as soon as the client turns out to be gone."""
+    """A watch on a half-closed connection; aborts it as soon as the client turns out to be gone."""
 
     def __init__(self, transport: asyncio.Transport, timers: Timers, cycle: RequestResponseCycle) -> None:
         self._transport = transport
@@ -39,7 +39,7 @@ class HalfClosed:
             self._transport.abort()
             return
         if asyncio.get_running_loop().time() >= self._asks_at:
-            self._asks_at = math.inf  # one such answer is enough to find out
+            self._asks_at = math.inf  # one interim response is enough
             if not self._cycle.response_started and self._cycle.scope["http_version"] == "1.1":
                 self._transport.write(INTERIM)
         self.watch()

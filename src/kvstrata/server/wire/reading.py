@@ -1,7 +1,8 @@
-"""Reads requests off a connection and refuses what a client may not send: headers without end, or not HTTP at all.
+"""Reading of requests from a connection, with limits that uvicorn lacks: the size of headers, the time until they are
+complete, and the number of pipelined requests.
 
-uvicorn's protocol parses and runs the app; here is what it leaves unbounded. A refusal is answered in the API's own
-form where no other answer is under way, and costs no line of the log but at level info.
+uvicorn's protocol parses requests and runs the app. A refusal has the API's error format if no other response is in
+progress, and is logged only at level info.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from kvstrata.sizes import format_bytes
 
 logger = logging.getLogger("kvstrata.server")
 
-# A client that is refused while it sends would lose the answer if the connection closed at once. So the rest of what it
-# sends is read and dropped, so long and so much.
+# A client that is refused while it sends would lose the response if the connection closed at once. So the rest of its
+# input is read and dropped, within these limits.
 LINGER_S = 10.0
 LINGER_BYTES = 128 << 20
 MAX_PIPELINED = 16
@@ -35,15 +36,15 @@ class Reading(HttpToolsProtocol):
         self._timers = Timers(self.loop)
         self._reads: Literal["nothing", "head", "body"] = "nothing"
         self._head_bytes = 0
-        self._num_begun = 0  # requests whose first byte has come
+        self._num_begun = 0  # requests whose first byte has arrived
         self._since = self.loop.time()  # when it last began to wait for a request
         self._upgrades = False
-        self._leaving = False  # refused: what still comes is dropped
+        self._leaving = False  # refused: further input is dropped
         self._dropped_bytes = 0
 
     @property
     def _is_answering(self) -> bool:
-        """Whether a request that came whole has no whole answer yet."""
+        """Whether a completely received request has no complete response yet."""
         return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
 
     def data_received(self, data: bytes) -> None:
@@ -65,7 +66,7 @@ class Reading(HttpToolsProtocol):
             self._ignore_upgrade(piece[upgrade.args[0] :])
         except httptools.HttpParserError:
             self._refuse(InvalidRequest("This is not HTTP/1.1. Check the address: http://, not https://."))
-        # The piece in which a request begins may hold the end of the one before: it is not counted.
+        # The piece in which a request begins may contain the end of the one before, so it is not counted.
         if self._reads == "head" and self._num_begun == num_begun:
             self._head_bytes += len(piece)
             if self._head_bytes > self._bounds.max_header_bytes:
@@ -77,7 +78,7 @@ class Reading(HttpToolsProtocol):
 
     def _on_late_head(self) -> None:
         if self._num_begun == 0:
-            self.transport.close()  # nothing was asked: a browser opens connections that it may never use
+            self.transport.close()  # no request was sent: browsers open connections that they may never use
         else:
             seconds = f"{self._bounds.header_timeout_s:g}"
             self._refuse(RequestTimeout(f"The request's headers did not arrive within {seconds} s. Send it again."))
@@ -116,15 +117,15 @@ class Reading(HttpToolsProtocol):
         self._reads = "nothing"
         self._timers.stop("linger")
         if self.cycle.response_complete:
-            # The answer needed no body. uvicorn stopped its timer when the rest of the body came.
+            # The response did not wait for the body. uvicorn stopped its timer when the rest of the body arrived.
             self._since = self.loop.time()
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
 
     def _ignore_upgrade(self, rest: bytes) -> None:
-        """A server may answer as if there was no such wish. Java's client wishes for h2c with every first request; the
-        parser, which stops there, would lose the body."""
+        """Continue with the request as if it had no Upgrade header, as HTTP allows. Java's client asks for h2c with
+        every first request; the parser stops there and would lose the body."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         if method == b"CONNECT":
             return self._refuse(InvalidRequest("This server is no proxy. Send requests to its own paths."))
@@ -135,7 +136,7 @@ class Reading(HttpToolsProtocol):
         return self._feed(b"\r\n".join([*lines, b"", b""]) + rest)
 
     def _refuse(self, error: RequestError, linger_s: float = LINGER_S) -> None:
-        """Answer, if no other answer is under way, and leave. The client may take its time to notice, but not long."""
+        """Send an error if no other response is in progress, and close the connection after `linger_s` at most."""
         logger.info("%s: %d, %s", self.client[0] if self.client else "a client", error.status, error.message)
         self._leaving = True
         self._timers.stop("head")
@@ -151,7 +152,7 @@ class Reading(HttpToolsProtocol):
             self._timers.start("linger", linger_s, self.transport.abort)
 
     def _may_answer(self) -> bool:
-        """Whether the next bytes that the client gets would be an answer to what is being read."""
+        """Return whether the next bytes to the client would be the response to the request that is being read."""
         if self.pipeline:
             return False
         if self._reads == "body":

@@ -1,7 +1,7 @@
-"""Lets go of a client that does not read its answer.
+"""Disconnection of clients that do not read their response.
 
-The transport holds what the client has not taken. Above its high-water mark the app's next write waits, so a stream
-that is not read stops there; but it would wait for ever, and what the engine goes on to write would pile up meanwhile.
+The transport buffers data that the client has not read. Above its high-water mark the app's next write waits, so an
+unread stream stops there; but it would wait forever, while the engine's further output accumulates.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TIMER = "slow reader"
 
 
 class SlowReader:
-    """Watches while more waits to be sent than the transport likes. Aborts where too little of it is taken."""
+    """A watch on a connection with a full write buffer; aborts it if the client reads too slowly."""
 
     def __init__(self, transport: asyncio.Transport, timers: Timers, timeout_s: float) -> None:
         self._transport = transport

@@ -1,4 +1,4 @@
-"""The timers of one connection, by name, so that none outlives it."""
+"""Named timers of one connection, which can all be stopped when it ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Timers:
         self._handles: dict[str, asyncio.TimerHandle] = {}
 
     def start(self, name: str, delay_s: float, action: Callable[[], object]) -> None:
-        """Once, after that long. One that has this name already starts anew."""
+        """Run `action` once after a delay. A running timer with the same name restarts."""
         self.stop(name)
         self._handles[name] = self._loop.call_later(delay_s, action)
 
