@@ -33,7 +33,7 @@ from __future__ import annotations
 
 
 class KvstrataError(Exception):
-    """The root of the tree."""
+    """Base class of all errors that are shown to users and clients."""
 
 
 class ConfigError(KvstrataError):
@@ -71,7 +71,10 @@ class UnusableFile(InvalidRequest):
 
 
 class ContextTooLong(RequestError):
-    """Where the prompt alone is too long: how many tokens it has, and how many it may have. Otherwise 0."""
+    """The prompt, or the prompt plus max_tokens, exceeds the context.
+
+    `num_tokens` and `max_tokens` are set when the prompt alone is too long, otherwise 0.
+    """
 
     code = "context_length_exceeded"
 
@@ -86,7 +89,10 @@ class NeverFits(RequestError):
 
 
 class MemoryPinned(RequestError):
-    """No 5xx and no 409: clients would send it again and again, and pins do not go by themselves."""
+    """Pinned KV leaves too little memory for the request.
+
+    The status is neither 5xx nor 409: clients retry those, and pins do not expire by themselves.
+    """
 
     code = "memory_pinned"
 

@@ -19,7 +19,8 @@ ROUTER = "kvstrata.fleet.ray.to_named:ToNamed"
 
 
 def build(args: dict[str, Any]) -> Application:
-    """`args`: settings, as a TOML file has them. Problems with them are said here, before a replica starts."""
+    """Build the application. `args` holds settings as in a TOML file; errors in them are raised before a replica
+    starts."""
     settings = load_settings(flags=args)
     router = RequestRouterConfig(request_router_class=ROUTER, request_routing_stats_period_s=REPORT_S)  # pyright: ignore
     replica: Any = serve.deployment(

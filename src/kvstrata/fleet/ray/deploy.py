@@ -1,4 +1,4 @@
-"""The configuration that `serve run`, `serve deploy` and KubeRay (`serveConfigV2`) take, as text. Does not need Ray."""
+"""Configuration text for `serve run`, `serve deploy` and KubeRay (`serveConfigV2`). Does not need Ray."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GRACE_S = 600.0
 
 @dataclass(frozen=True)
 class Scale:
-    """Replicas: a number, or as many as waiting requests ask for."""
+    """Number of replicas, fixed or autoscaled by the number of requests, and the resources of each."""
 
     least: int = 1
     most: int = 2
@@ -29,7 +29,8 @@ class Scale:
 
 
 def deploy_text(settings: Settings, given: Mapping[str, Any], scale: Scale) -> str:
-    """`given`: the settings that were set; the rest have their defaults on the replicas too."""
+    """Return the configuration as YAML. `given` holds the settings that were set; replicas use defaults for the rest.
+    """
     options = {"num_cpus": scale.cpus, **({"num_gpus": scale.gpus} if scale.gpus else {})}
     grace = grace_s(settings)
     config = {
@@ -83,7 +84,7 @@ def _replicas(settings: Settings, scale: Scale) -> dict[str, Any]:
 
 
 def _lines(value: Any, indent: str = "") -> list[str]:
-    """As YAML. Scalars are JSON, which YAML reads."""
+    """Return a value as lines of YAML. Scalars are written as JSON, which is valid YAML."""
     if isinstance(value, Mapping):
         lines: list[str] = []
         for key, inner in value.items():
