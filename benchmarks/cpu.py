@@ -1,13 +1,13 @@
-"""A GGUF file on a plain CPU: ours with activations of 8, 16 and 32 bits, and llama.cpp, in one run and in turns.
+"""A GGUF file on a CPU: kvstrata with activations of 8, 16 and 32 bits and llama.cpp, alternating in one run.
 
-Both have the same file, the same token ids and as many threads, and decode greedily. Each side is a process of its
-own. Decoding is timed without the prompt, prefill without logits. Where llama.cpp is not installed ours are alone.
+Both get the same file, the same token ids and the same number of threads, and decode greedily. Each side is a process
+of its own. Decoding is timed without the prompt, prefill without logits. Without llama.cpp only kvstrata is measured.
 
 loaded    resident memory after loading the model less before, mapped pages included; libraries are loaded before.
-          Of llama.cpp without the heap of Node's V8, where the package keeps tokens that llama.cpp has itself
+          For llama.cpp without the V8 heap of Node, where its package keeps a second copy of the tokens
 process   all resident memory of the process then, Node's or Python's included
-KL        of each side to ours with float32 activations, on a text. What converting the file changed (Q6_K, and plain
-          weights that are quantized) counts as llama.cpp's too
+KL        of each side to kvstrata with float32 activations, on a text. Changes made when converting the file (Q6_K,
+          and plain weights that are quantized) count as llama.cpp's too
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ACTIVATIONS = (8, 16, 32)
 
 @dataclass(frozen=True)
 class Subject:
-    """One model, as each side finds it."""
+    """The measured model: its GGUF file, and the name under which kvstrata loads it."""
 
     gguf: Path
     ours: str | None  # None: the default model, which was made from `gguf`
@@ -94,7 +94,7 @@ class CpuFigures(Figure):
 
 @dataclass(frozen=True)
 class Work:
-    """Something that each side does and times."""
+    """A timed task that each side runs."""
 
     name: str
     do: str
@@ -105,7 +105,7 @@ class Work:
         return float(side.ask(self.do, **self.command)["seconds"])
 
     def warm_up(self, side: Process) -> None:
-        """All shapes, so that kernels are there, but few steps."""
+        """Run all shapes with few steps, so that kernels are compiled."""
         fewer = {"num_tokens": WARM_UP_TOKENS} if self.do == "decode" else {}
         side.ask(self.do, **{**self.command, **fewer})
 
@@ -142,7 +142,8 @@ Loaded = dict[Process, dict[str, Any]]  # sides, and what they answered when the
 
 
 def _compile(subject: Subject, load: Load, progress: Progress) -> None:
-    """In a process of its own: kernels are kept on disk, and a compiler's memory is not the model's."""
+    """Compile kernels and convert the file in a separate process: the compiler's memory must not count as the model's.
+    """
     progress("compiling kernels, and converting the file where it is new")
     with running("ours", our_command()) as side:
         side.ask("load", path=subject.ours, weights=load.weights, activations=load.activations[0])
@@ -159,7 +160,7 @@ def _load_ours(stack: ExitStack, subject: Subject, load: Load, progress: Progres
 
 
 def _load_theirs(stack: ExitStack, subject: Subject, peer: Peer, loaded: Loaded, progress: Progress) -> str:
-    """Adds llama.cpp to what is loaded, or tells why it cannot be."""
+    """Load the model in llama.cpp and add it to `loaded`. Return the reason if that fails, else an empty string."""
     progress(f"loading {LLAMA}")
     side = stack.enter_context(running(LLAMA, peer.command, peer.folder))
     try:
@@ -208,7 +209,8 @@ def _name(bits: int) -> str:
 
 
 def _works(load: Load, ids: Sequence[int]) -> list[Work]:
-    """All from one text, repeated as often as it takes; prompts of a batch begin at different places in it."""
+    """Return the tasks. All prompts are cut from one repeated text; prompts of a batch begin at different places in it.
+    """
     works: list[Work] = []
     for rows in load.batches:
         starts = range(0, rows * load.prompt_tokens, load.prompt_tokens)
@@ -261,7 +263,8 @@ Losses = dict[str, tuple[float, float]]  # by side: KL and same first choice
 
 
 def _losses(load: Load, ids: Sequence[int], sides: Sequence[Process], progress: Progress) -> Losses:
-    """Over windows of the text. Empty where the exact side is not measured."""
+    """Return KL and top-1 agreement of each side over windows of the text; empty if the float32 side is not measured.
+    """
     exact = next((side for side in sides if side.name == _name(EXACT)), None)
     if exact is None or not load.text_tokens:
         return {}
@@ -289,7 +292,7 @@ def _logprobs(side: Process, ids: Sequence[int], folder: Path) -> np.ndarray:  #
 
 
 def _kl(reference: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Of each position. One side may have some more ids than the tokenizer: no token has them."""
+    """Return the KL divergence at each position. A side may have more ids than the other; no token uses those."""
     num = min(reference.shape[-1], other.shape[-1])
     reference, other = reference[:, :num], other[:, :num]
     return np.maximum((np.exp(reference) * (reference - other)).sum(-1), 0.0)

@@ -1,7 +1,7 @@
-"""The engine beside mlx-lm's BatchGenerator: the same model, the same prompts, one process, taking turns.
+"""The engine beside mlx-lm's BatchGenerator: same model, same prompts, alternating in one process.
 
-Decoding is timed while the batch is full: from when every sequence has its first token to when the first of them ends.
-Prefill is timed from handing in one prompt to its first token. Rates are medians over the rounds, ratios are medians of
+Decoding is timed while the batch is full: from the first token of the last sequence to the end of the first sequence.
+Prefill is timed from submitting one prompt to its first token. Rates are medians over the rounds, ratios are medians of
 the rounds' ratios.
 """
 

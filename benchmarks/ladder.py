@@ -1,6 +1,6 @@
-"""Chats that need four times the memory there is: precision that steps down, beside eviction at full precision.
+"""Chats that need four times the available memory: step-down of precision, beside eviction at full precision.
 
-The same load twice, one after the other: every chat comes once, then all of them come back for their next turns.
+Both policies get the same load, one after the other: every chat runs its first turn, then all of them return for more.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Load:
 
     @property
     def chat_tokens(self) -> int:
-        """Of one chat at its end."""
+        """Return the length of one chat at its end."""
         return self.turns * (self.turn_tokens + self.reply_tokens)
 
     @property
     def num_tokens(self) -> int:
-        """All that is computed once, if nothing is ever computed again."""
+        """Return the number of tokens computed if every cached token is reused."""
         return self.chats * self.turns * (self.turn_tokens + self.reply_tokens)
 
 
@@ -80,7 +80,7 @@ class LadderRun(Figure):
 
 
 class PeakMemorySampler:
-    """Looks at the allocator's active memory at a steady rate, on a thread of its own."""
+    """Sampler of the allocator's active memory, at a steady rate on a thread of its own."""
 
     def __init__(self, others_bytes: int) -> None:
         self._others_bytes = others_bytes
@@ -107,7 +107,8 @@ class PeakMemorySampler:
 
 
 def measure(loaded: LoadedModel, load: Load, *, share: float = 0.25, progress: Progress = silent) -> list[LadderRun]:
-    """Both policies under a memory limit that leaves KV this share of what the load needs at full precision."""
+    """Run both policies under a memory limit that leaves KV `share` of the bytes that the load needs at full precision.
+    """
     mx.eval(arrays_in(loaded.module))  # what is lazy belongs to this thread
     layout = probe(loaded.module, None)
     limit_bytes = _limit_bytes(loaded, layout, load, share)

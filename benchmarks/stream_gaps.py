@@ -1,7 +1,7 @@
-"""Gaps between the tokens of running streams while blocks are written, KV is requantized or a prompt is read.
+"""Gaps between the tokens of running streams while blocks are written, KV is requantized or a prompt is prefilled.
 
-spilling       One engine and one set of streams, windows in turns: in one window nothing is written, in the next the
-               whole cache is, until its last byte is on the disk. The disk is then emptied outside of any window.
+spilling       One engine and one set of streams, in alternating windows: one without writes, one in which the whole
+               cache is written, until its last byte is on the disk. The disk is then emptied outside of any window.
 requantize     Precision changes under running streams: pauses, freed bytes, and the cost beside a second prefill.
 prefill-share  A long prompt beside running streams, for several shares of the time that prompts may take.
 """
@@ -89,7 +89,7 @@ class _Window:
     ended_s: float
 
     def intervals(self, streams: Streams) -> list[float]:
-        """Between two tokens of a stream that both came in this window."""
+        """Return the times between two tokens of a stream that both arrived in this window."""
         gaps = [gap for stream in streams for gap in stream.gaps()]
         return [b - a for a, b in gaps if self.began_s <= a and b <= self.ended_s]
 
@@ -168,7 +168,7 @@ def _spill(engine: Engine) -> _Window:
 
 
 def _rest(engine: Engine, seconds: float) -> _Window:
-    """As long, and asked as often."""
+    """Run a window without writes, as long as the other one and with as many engine calls."""
     began = time.perf_counter()
     while time.perf_counter() < began + seconds:
         engine.ask(_is_spilling).result()
@@ -319,21 +319,22 @@ def _change(engine: Engine, streams: Streams, precision: str, prefill_s: float) 
 
 
 def _begin(core: EngineCore, precision: str) -> ChangeResult:
-    """A dry run and the change, between the same two steps: tokens that came between them would be in one only."""
+    """Run the dry run and the change between the same two steps; tokens decoded between them would count in only one.
+    """
     said = CacheApi(core).requantize(PrecisionChange(parse(precision), parse(precision), dry_run=True))
     CacheApi(core).requantize(PrecisionChange(parse(precision), parse(precision)))
     return said
 
 
 def _finish(engine: Engine) -> ChangeProgress:
-    """Each question is answered between two steps: this waits, it does not spin."""
+    """Wait for the change to end. The engine responds between two steps, so this loop blocks rather than spins."""
     while (progress := engine.ask_cache(lambda cache: cache.requantize_progress()).result()).is_running:
         pass
     return progress
 
 
 def _held(core: EngineCore) -> tuple[int, int]:
-    """By our own count, and by MLX's."""
+    """Return the bytes held by kvstrata's count and by MLX's."""
     usage = CacheApi(core).usage()
     return usage.running_bytes + usage.tiers["hot"].nbytes, usage.allocator_bytes
 

@@ -91,7 +91,7 @@ class NeverFits(RequestError):
 class MemoryPinned(RequestError):
     """Pinned KV leaves too little memory for the request.
 
-    The status is neither 5xx nor 409: clients retry those, and pins do not expire by themselves.
+    The status is neither 5xx nor 409: clients retry those again and again, and pins may never expire.
     """
 
     code = "memory_pinned"

@@ -50,7 +50,7 @@ def _store_url(text: str) -> str:
 
 
 class Settings(BaseSettings):
-    """Everything that can be set. See `load`."""
+    """All settings of a server. See `load`."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", frozen=True, arbitrary_types_allowed=True
