@@ -101,7 +101,7 @@ class Stream(Reply):
             self._news.notify_all()
 
     def gaps(self) -> list[tuple[float, float]]:
-        """When each token came, and when the one after it."""
+        """Return the arrival times of each two consecutive tokens."""
         return list(pairwise(list(self.times)))
 
 

@@ -1,4 +1,4 @@
-"""Pictures of figures. Needs matplotlib, which nothing else does."""
+"""Plots of figures. Needs matplotlib, which no other module needs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def save(figure: Any, path: Path) -> None:
 
 
 def plot_quality(rows: Sequence[Quality], path: Path) -> None:
-    """Bits against KL, a panel for each text, mode and context. Low and to the left is better."""
+    """Plot bits against KL, a panel for each text, mode and context. Lower left is better."""
     pyplot = load_pyplot()
     panels = list(dict.fromkeys(_panel_of(row) for row in rows))
     figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 4.2), squeeze=False, sharey=True)
