@@ -142,8 +142,7 @@ Loaded = dict[Process, dict[str, Any]]  # sides, and what they answered when the
 
 
 def _compile(subject: Subject, load: Load, progress: Progress) -> None:
-    """Compile kernels and convert the file in a separate process: the compiler's memory must not count as the model's.
-    """
+    """Compile kernels and convert the file in a separate process: the compiler's memory must not count as the model's."""
     progress("compiling kernels, and converting the file where it is new")
     with running("ours", our_command()) as side:
         side.ask("load", path=subject.ours, weights=load.weights, activations=load.activations[0])
@@ -209,8 +208,7 @@ def _name(bits: int) -> str:
 
 
 def _works(load: Load, ids: Sequence[int]) -> list[Work]:
-    """Return the tasks. All prompts are cut from one repeated text; prompts of a batch begin at different places in it.
-    """
+    """Return the tasks. All prompts are cut from one repeated text; prompts of a batch begin at different places in it."""
     works: list[Work] = []
     for rows in load.batches:
         starts = range(0, rows * load.prompt_tokens, load.prompt_tokens)
@@ -263,8 +261,7 @@ Losses = dict[str, tuple[float, float]]  # by side: KL and same first choice
 
 
 def _losses(load: Load, ids: Sequence[int], sides: Sequence[Process], progress: Progress) -> Losses:
-    """Return KL and top-1 agreement of each side over windows of the text; empty if the float32 side is not measured.
-    """
+    """Return KL and top-1 agreement of each side over windows of the text; empty if the float32 side is not measured."""
     exact = next((side for side in sides if side.name == _name(EXACT)), None)
     if exact is None or not load.text_tokens:
         return {}

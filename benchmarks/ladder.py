@@ -107,8 +107,7 @@ class PeakMemorySampler:
 
 
 def measure(loaded: LoadedModel, load: Load, *, share: float = 0.25, progress: Progress = silent) -> list[LadderRun]:
-    """Run both policies under a memory limit that leaves KV `share` of the bytes that the load needs at full precision.
-    """
+    """Run both policies under a memory limit that leaves KV `share` of the bytes that the load needs at full precision."""
     mx.eval(arrays_in(loaded.module))  # what is lazy belongs to this thread
     layout = probe(loaded.module, None)
     limit_bytes = _limit_bytes(loaded, layout, load, share)

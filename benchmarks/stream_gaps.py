@@ -319,8 +319,7 @@ def _change(engine: Engine, streams: Streams, precision: str, prefill_s: float) 
 
 
 def _begin(core: EngineCore, precision: str) -> ChangeResult:
-    """Run the dry run and the change between the same two steps; tokens decoded between them would count in only one.
-    """
+    """Run the dry run and the change between the same two steps; tokens decoded between them would count in only one."""
     said = CacheApi(core).requantize(PrecisionChange(parse(precision), parse(precision), dry_run=True))
     CacheApi(core).requantize(PrecisionChange(parse(precision), parse(precision)))
     return said

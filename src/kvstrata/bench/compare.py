@@ -259,8 +259,7 @@ def in_turns(standing: Sequence[Standing], plan: Plan) -> Iterator[Turn]:
 
 
 class Clock:
-    """The time budget. Without `fresh`, each round of a side gets an equal share of the remaining time when it begins.
-    """
+    """The time budget. Without `fresh`, each round of a side gets an equal share of the remaining time when it begins."""
 
     def __init__(self, plan: Plan, num_sides: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._plan = plan

@@ -47,8 +47,7 @@ def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
 
 
 def leave_page_cache(files: Iterable[Path]) -> None:
-    """Drop files from the page cache so that they are read from the disk. Does nothing where the system cannot do it.
-    """
+    """Drop files from the page cache so that they are read from the disk. Does nothing where the system cannot do it."""
     if not hasattr(os, "posix_fadvise"):
         return
     for path in files:

@@ -73,8 +73,7 @@ class EncodedSide:
 
 
 class EncodingLayer:
-    """An encoding KV cache of one layer and sequence, with mlx-lm's interface. A window is a mask, not a ring buffer.
-    """
+    """An encoding KV cache of one layer and sequence, with mlx-lm's interface. A window is a mask, not a ring buffer."""
 
     def __init__(self, k: Codec, v: Codec, *, first_raw: int = 4, block: int = 1, window: int | None = None) -> None:
         self.offset = 0

@@ -156,8 +156,7 @@ def serve_all(trace: Trace, store: Replayed, count_from: int = 0) -> Hits:
 
 
 def serve_knowing_the_future(trace: Trace, num_blocks: int, count_from: int = 0) -> Hits:
-    """Serve a trace with the `optimal` policy. A hit before counting begins has no value, so such a block may go first.
-    """
+    """Serve a trace with the `optimal` policy. A hit before counting begins has no value, so such a block may go first."""
     asked_next = _asked_next(trace, count_from)
     held: dict[int, tuple[float, int]] = {}
     farthest: list[tuple[float, int, int]] = []

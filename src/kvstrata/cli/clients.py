@@ -1,7 +1,7 @@
-"""What each coding agent has to be told to use a server of ours, and how it is told without touching its own settings.
+"""Settings that point each coding agent at our server without touching the agent's own settings.
 
 Knows the agents' variables, flags and files. Starts nothing and writes nothing: `cli/launch.py` does. An agent's own
-settings stay in force where they do not say which model is asked, and where.
+settings stay in force except for the choice of model and server.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KEY_VARIABLE = "KVSTRATA_LAUNCH_KEY"
 
 @dataclass(frozen=True)
 class Server:
-    """What an agent has to know of the server."""
+    """The properties of the server that an agent needs."""
 
     url: str  # without /v1
     model: str
@@ -28,13 +28,13 @@ class Server:
 
     @property
     def output_tokens(self) -> int:
-        """The longest reply to ask for. Agents keep as much of the context free for it."""
+        """Return the longest reply to request. Agents reserve this part of the context for the reply."""
         return min(MAX_OUTPUT_TOKENS, max(1, self.context_tokens // 4))
 
 
 @dataclass(frozen=True)
 class Start:
-    """How an agent is started. What people add to `arguments` comes behind them."""
+    """Command line, variables and files that start an agent. The user's own arguments follow `arguments`."""
 
     arguments: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -102,7 +102,7 @@ def opencode(server: Server, _folder: Path) -> Start:
 
 
 def pi(server: Server, folder: Path) -> Start:
-    """A folder of settings would hide its user's own; an extension adds to them."""
+    """Configure Pi by an extension, which adds to the user's settings; a settings folder would replace them."""
     model = {
         "id": server.model,
         "name": server.model,
@@ -151,7 +151,7 @@ def aider(server: Server, folder: Path) -> Start:
 
 
 def toml_text(text: str) -> str:
-    """As a TOML string on one line."""
+    """Return a text as a TOML string on one line."""
     return '"' + "".join(map(_toml_character, text)) + '"'
 
 

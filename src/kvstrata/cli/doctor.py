@@ -1,4 +1,4 @@
-"""`kvstrata doctor`: what this machine offers, what is slow and why, and what to do about it."""
+"""`kvstrata doctor`: the capabilities of this machine, causes of slowness, and advice."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def doctor(
 
 
 def _remote(url: str, token_bytes: float, prefill_tokens_s: float) -> dict[str, float]:
-    """`prefill_tokens_s`: of a running server; 0: none was named, or it has computed no prompt yet."""
+    """Measure a remote store. `prefill_tokens_s` is that of a running server, or 0 if none is known."""
     found = cache_store.measured(url)
     even = {"token_bytes": token_bytes, "break_even_tokens_s": found.break_even(token_bytes)}
     return {**asdict(found), **even, "prefill_tokens_s": prefill_tokens_s}
@@ -128,7 +128,7 @@ def _show(report: Report, findings: list[Finding], *, as_json: bool) -> None:
 
 
 def _write_report(file: Path, report: Report, findings: list[Finding]) -> list[Finding]:
-    """Tells what failed."""
+    """Write the report and return findings for failed checks."""
     from kvstrata.cli.selftest import checks, kernels, timings
 
     try:
@@ -187,7 +187,7 @@ def examine() -> Report:
 
 
 def judge(report: Report) -> list[Finding]:
-    """Pure: facts in, findings out."""
+    """Return the findings of a report. Pure."""
     return [*_judge_speed(report), *_judge_weights(report), *_judge_room(report), *_judge_model(report)]
 
 
@@ -315,7 +315,7 @@ def _shares(memory: dict[str, int]) -> str:
 
 
 def _disk_free(folder: Path) -> int:
-    """Of the nearest folder that exists: the cache folder itself may not have been made yet."""
+    """Return the free bytes at the nearest existing parent: the cache folder may not exist yet."""
     existing = next(place for place in (folder, *folder.parents) if place.exists())
     return shutil.disk_usage(existing).free
 

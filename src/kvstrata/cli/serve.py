@@ -1,4 +1,4 @@
-"""`kvstrata serve`: loads a model and answers until it is told to stop."""
+"""`kvstrata serve`: loads a model and serves it until stopped."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def start_lines(settings: Settings, service: Service, machine: Device, url: str)
 
 
 def _weights_text(loaded: LoadedModel) -> str:
-    """What the weights are in memory, and what the model computes in where that differs."""
+    """Describe the weights in memory, and the compute dtype if it differs."""
     return f"{loaded.weights}; all else in {loaded.dtype}" if loaded.weights else loaded.dtype
 
 

@@ -1,6 +1,6 @@
 """`kvstrata service print`: a unit of systemd or launchd that keeps a server running. Prints, and changes nothing.
 
-Knows both formats and what a server needs of them: time to finish its replies, and open files.
+Knows both formats and a server's needs: time to finish its replies, and open files.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def print_unit(
 
 
 def make_unit(flags: Sequence[str]) -> Unit:
-    """Raises what `kvstrata serve` would raise for these flags."""
+    """Return the unit for these flags. Raises what `kvstrata serve` would raise for them."""
     settings = _settings(flags)
     flush_s = max(settings.drain_timeout_s, MIN_FLUSH_S)
     environment = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
@@ -133,7 +133,7 @@ WantedBy=default.target
 
 
 def _escaped(text: str) -> str:
-    """% begins a specifier."""
+    """Escape %, which begins a specifier in systemd units."""
     return text.replace("%", "%%")
 
 

@@ -71,8 +71,7 @@ class Everyone:
         await self._response(scope, await self._ask_all(scope, body))(scope, nothing, send)
 
     async def holder_of(self, session: str, scope: Scope) -> str | None:
-        """Return the replica that has a session. The id is not URL-quoted, because the path of a scope is decoded text.
-        """
+        """Return the replica that has a session. The id is not URL-quoted, because the path of a scope is decoded text."""
         told = await self._ask_all({**scope, "method": "GET", "path": f"{SESSIONS}/{session}"}, b"")
         return next((name for name, answer in told.items() if answer.is_good), None)
 

@@ -29,8 +29,7 @@ class Scale:
 
 
 def deploy_text(settings: Settings, given: Mapping[str, Any], scale: Scale) -> str:
-    """Return the configuration as YAML. `given` holds the settings that were set; replicas use defaults for the rest.
-    """
+    """Return the configuration as YAML. `given` holds the settings that were set; replicas use defaults for the rest."""
     options = {"num_cpus": scale.cpus, **({"num_gpus": scale.gpus} if scale.gpus else {})}
     grace = grace_s(settings)
     config = {

@@ -1,5 +1,4 @@
-"""Router deployment on Ray Serve: passes Ray's replica reports to `fleet/front.py`, behind a server's keys and limits.
-"""
+"""Router deployment on Ray Serve: passes Ray's replica reports to `fleet/front.py`, behind a server's keys and limits."""
 
 from __future__ import annotations
 
@@ -76,8 +75,7 @@ def _named_by_ray(app: ASGIApp) -> ASGIApp:
 
 
 class RayReplicas:
-    """Replicas reached through a Ray handle. Reports arrive on Ray's thread and are applied on the router's event loop.
-    """
+    """Replicas reached through a Ray handle. Reports arrive on Ray's thread and are applied on the router's event loop."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
