@@ -65,7 +65,7 @@ class Reply:
 
     def __init__(self) -> None:
         self.ids: list[int] = []
-        self.times: list[float] = []  # when each of them came
+        self.times: list[float] = []  # arrival times
         self._began_s = time.perf_counter()
 
     def add(self, ids: Sequence[int]) -> None:
@@ -83,10 +83,10 @@ class Stream(Reply):
     def __init__(self, request_id: str, news: threading.Condition) -> None:
         super().__init__()
         self.request_id = request_id
-        self._news = news  # told of each token and of the end
+        self._news = news  # notified of each token and of the end
         self.ended = threading.Event()
         self.failure = ""
-        self.usage = TokenUsage()  # of a request that finished
+        self.usage = TokenUsage()  # of a finished request
 
     def sink(self, event: Event) -> None:
         with self._news:

@@ -34,9 +34,9 @@ from kvstrata.models.default_model import ensure_default_gguf
 from kvstrata.platform.device import usable_cores
 
 LLAMA = "llama.cpp"
-EXACT = 32  # bits of activations that the others are compared with
+EXACT = 32  # activation bits of the reference
 WARM_UP_TOKENS = 4
-TEXT_WINDOW = 256  # tokens that are read as one
+TEXT_WINDOW = 256  # tokens per pass
 SAMPLE = Path(kvstrata.bench.__file__).with_name("sample.txt")
 ACTIVATIONS = (8, 16, 32)
 
@@ -85,11 +85,11 @@ class CpuFigures(Figure):
     model: str
     threads: int
     rounds: int
-    peer: str  # what llama.cpp it is; empty: none
+    peer: str  # version of llama.cpp; empty: none
     missing: str  # why there is none
     rates: list[Rate]
     sides: list[SideFigures]
-    idle_share: float  # most that waiting sides took of a core while another was timed
+    idle_share: float  # largest share of a core used by idle sides while another was timed
 
 
 @dataclass(frozen=True)
@@ -138,11 +138,12 @@ def measure(
         )
 
 
-Loaded = dict[Process, dict[str, Any]]  # sides, and what they answered when they had loaded the model
+Loaded = dict[Process, dict[str, Any]]  # side -> response to its load command
 
 
 def _compile(subject: Subject, load: Load, progress: Progress) -> None:
-    """Compile kernels and convert the file in a separate process: the compiler's memory must not count as the model's."""
+    """Compile kernels and convert the file in a separate process: the compiler's memory must not count as the
+    model's."""
     progress("compiling kernels, and converting the file where it is new")
     with running("ours", our_command()) as side:
         side.ask("load", path=subject.ours, weights=load.weights, activations=load.activations[0])
@@ -208,7 +209,8 @@ def _name(bits: int) -> str:
 
 
 def _works(load: Load, ids: Sequence[int]) -> list[Work]:
-    """Return the tasks. All prompts are cut from one repeated text; prompts of a batch begin at different places in it."""
+    """Return the tasks. All prompts are cut from one repeated text; prompts of a batch begin at different places in
+    it."""
     works: list[Work] = []
     for rows in load.batches:
         starts = range(0, rows * load.prompt_tokens, load.prompt_tokens)
@@ -261,7 +263,8 @@ Losses = dict[str, tuple[float, float]]  # by side: KL and same first choice
 
 
 def _losses(load: Load, ids: Sequence[int], sides: Sequence[Process], progress: Progress) -> Losses:
-    """Return KL and top-1 agreement of each side over windows of the text; empty if the float32 side is not measured."""
+    """Return KL and top-1 agreement of each side over windows of the text; empty if the float32 side is not
+    measured."""
     exact = next((side for side in sides if side.name == _name(EXACT)), None)
     if exact is None or not load.text_tokens:
         return {}

@@ -64,7 +64,7 @@ class Process:
             self._popen.stdin.flush()
             line = self._popen.stdout.readline()
         except BrokenPipeError:
-            pass  # it has ended, which the empty line tells too
+            pass  # the process has ended; the empty line shows that too
         if not line:
             raise SideFailed(f"{self.name} ended before it answered. What it said is above")
         answer = json.loads(line)
@@ -84,7 +84,7 @@ def running(name: str, command: Sequence[str], folder: Path | None = None) -> It
         try:
             yield Process(name, popen)
         finally:
-            # Both sides end when there is nothing more to read. What is in the middle of a command is not waited for.
+            # Both sides end at the end of their input. A side that is running a command is not waited for.
             assert popen.stdin is not None
             popen.stdin.close()
             try:
@@ -114,7 +114,7 @@ def find_peer(folder: Path = PEERS) -> Peer:
     node = shutil.which("node")
     if node is None:
         return Peer(missing="llama.cpp is installed for Node, which is not here. Next: install Node 20 or newer")
-    # So that memory can be counted without what waits to be collected.
+    # Collect garbage so that it does not count as memory.
     return Peer((node, "--expose-gc", str(SCRIPT)), folder)
 
 
@@ -204,7 +204,7 @@ def _import_libraries() -> None:
 
 
 def main() -> None:
-    # Whatever else is printed must not be taken for an answer.
+    # Other output must not be read as a response.
     answers, sys.stdout = sys.stdout, sys.stderr
     mx.set_default_device(mx.cpu)
     side: Side | None = None

@@ -82,7 +82,7 @@ def measure(
             cache = make()
             _decode_s(cache, WARM_UP_TOKENS)
         except (RuntimeError, ValueError) as error:
-            # MLX's own, for what it has no kernel for.
+            # MLX's own error for an operation without a kernel.
             failed[name] = " ".join(str(error).split())[:200]
         else:
             running[name] = cache

@@ -65,7 +65,7 @@ class LadderRun(Figure):
     budget_bytes: int  # of KV
     needed_bytes: int  # of KV, to keep all of it at full precision
     sampled_peak_bytes: int  # active memory, looked at ten times a second
-    peak_bytes: int  # what the allocator says it ever was
+    peak_bytes: int  # the allocator's own peak
     samples: int
     stepped_down_spans: int
     evicted_tokens: int
@@ -107,8 +107,9 @@ class PeakMemorySampler:
 
 
 def measure(loaded: LoadedModel, load: Load, *, share: float = 0.25, progress: Progress = silent) -> list[LadderRun]:
-    """Run both policies under a memory limit that leaves KV `share` of the bytes that the load needs at full precision."""
-    mx.eval(arrays_in(loaded.module))  # what is lazy belongs to this thread
+    """Run both policies under a memory limit that leaves KV `share` of the bytes that the load needs at full
+    precision."""
+    mx.eval(arrays_in(loaded.module))  # lazy arrays can be evaluated on this thread only
     layout = probe(loaded.module, None)
     limit_bytes = _limit_bytes(loaded, layout, load, share)
     runs = []
@@ -160,7 +161,7 @@ def _needed_bytes(layout: Layout, load: Load) -> int:
 
 def _run(loaded: LoadedModel, load: Load, policy: str, limit_bytes: int, needed_bytes: int) -> LadderRun:
     gc.collect()
-    # What else the process holds is not counted.
+    # Other memory of the process is not counted.
     others_bytes = max(0, mx.get_active_memory() - loaded.weight_bytes)
     # No longer context than a chat has: one policy must not get less KV because it could hold longer ones.
     limits = EngineLimits(

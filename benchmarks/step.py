@@ -79,7 +79,7 @@ class Products:
     """Multiplications for one token."""
 
     in_layers: int
-    in_output: int  # which a prompt needs once
+    in_output: int  # needed once per prompt
 
 
 def products(config: Mapping[str, Any]) -> Products | None:
@@ -94,11 +94,11 @@ def products(config: Mapping[str, Any]) -> Products | None:
     return Products(layers * (attention + mlp), hidden * config["vocab_size"])
 
 
-LOOK_S = 0.002  # more often, and the looking shows in the figures
+LOOK_S = 0.002  # shorter intervals would distort the figures
 
 PREFILL_TOKENS, PREFILLS = 512, 3
 
-# Innermost first: where a file's path has such a piece, that is what the time is for.
+# Part of a source path -> place that the time counts for. `place_of` searches from the innermost frame outwards.
 PLACES = (
     ("kvstrata/packed/", "products of packed weights"),
     ("kvstrata/attention/", "attention"),
@@ -183,7 +183,7 @@ class Looks:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        # A thread that computes in Python lets others in this often.
+        # Interval at which a thread that runs Python code releases the GIL.
         before_s = sys.getswitchinterval()
         sys.setswitchinterval(LOOK_S / 2)
         self._looker.start()
@@ -263,7 +263,7 @@ def _prefill(loaded: LoadedModel, engine: Engine, machine: Machine) -> Limit | N
     rng = random.Random(0)
     prompts = [random_prompt(rng, loaded, PREFILL_TOKENS) for _ in range(1 + PREFILLS)]
     times = [answer(engine, greedy(prompt, 2, uuid.uuid4().hex)).first_token_s for prompt in prompts]
-    took_ms = 1e3 * statistics.median(times[1:])  # the first one warms
+    took_ms = 1e3 * statistics.median(times[1:])  # the first one is a warm-up
     num_products = PREFILL_TOKENS * asked.in_layers + asked.in_output
     return machine.multiplying(f"a prompt of {PREFILL_TOKENS} tokens, as a product", num_products, took_ms)
 

@@ -78,7 +78,7 @@ class Spilling(Figure):
 @dataclass(frozen=True)
 class SpillingLoad:
     streams: int = 4
-    conversations: int = 8  # that are spilled in each round
+    conversations: int = 8  # spilled in each round
     conversation_tokens: int = 512
     precision: str = "raw"
 
@@ -99,7 +99,7 @@ def measure_spilling(
 ) -> Spilling:
     with tempfile.TemporaryDirectory(prefix="kvstrata-bench-") as folder:
         disk = DiskOptions(Path(folder), DISK_BYTES, reserve_bytes=0, flush_s=0)
-        # Stored before the windows, written in them.
+        # Cached before the windows, written within them.
         storage = KvConfig(k=parse(load.precision), v=parse(load.precision), disk_write="at-eviction")
         limits = EngineLimits(max_running=load.streams)
         with running(Engine(loaded, limits, Metrics(), storage, disk)) as engine:
@@ -161,7 +161,7 @@ def _windows(engine: Engine, streams: Streams, rounds: int, progress: Progress) 
 def _spill(engine: Engine) -> _Window:
     engine.ask(lambda core: _cache_of(core).offloader.offer_changed()).result()
     began = time.perf_counter()
-    # Each question is answered between two steps: this waits, it does not spin.
+    # The engine responds between two steps, so this loop blocks rather than spins.
     while engine.ask(_is_spilling).result():
         pass
     return _Window(began, time.perf_counter())
@@ -200,7 +200,7 @@ def _store(engine: Engine, loaded: LoadedModel, load: SpillingLoad) -> None:
     for _ in range(load.conversations):
         stored.start(greedy(random_prompt(rng, loaded, load.conversation_tokens), 1))
     stored.wait()
-    # Trimmed or encoded: from here on there is nothing to do but to spill.
+    # Trimmed or encoded: from here on only spilling is left to do.
     while engine.ask(lambda core: core.pacer.has_work).result():
         engine.ask(lambda core: core.pacer.run_slice(1.0)).result()
 
@@ -217,7 +217,7 @@ def _start_streams(engine: Engine, loaded: LoadedModel, count: int) -> Streams:
 
 
 REQUANTIZING_STEADY_TOKENS = 12  # of each stream, before anything is changed
-USUAL_STEPS = 8  # before a change, that tell how long a step usually takes
+USUAL_STEPS = 8  # before a change, to measure the usual time of a step
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def measure_requantizing(
     reply_tokens: int = 160,
     precisions: tuple[str, ...] = ("planes:8", "planes:4"),
 ) -> list[Requantized]:
-    mx.eval(arrays_in(loaded.module))  # what is lazy belongs to this thread
+    mx.eval(arrays_in(loaded.module))  # lazy arrays can be evaluated on this thread only
     metrics, rng = Metrics(), random.Random(1)
     # All prompts first: the streams then run together, however many there are.
     limits = EngineLimits(max_running=streams, buffer_step_tokens=reply_tokens, prefill_share=1.0)
@@ -319,7 +319,8 @@ def _change(engine: Engine, streams: Streams, precision: str, prefill_s: float) 
 
 
 def _begin(core: EngineCore, precision: str) -> ChangeResult:
-    """Run the dry run and the change between the same two steps; tokens decoded between them would count in only one."""
+    """Run the dry run and the change between the same two steps; tokens decoded between them would count in only
+    one."""
     said = CacheApi(core).requantize(PrecisionChange(parse(precision), parse(precision), dry_run=True))
     CacheApi(core).requantize(PrecisionChange(parse(precision), parse(precision)))
     return said
@@ -379,7 +380,7 @@ def measure_prefill_shares(
     prompt_tokens: int = 3000,
     progress: Progress = silent,
 ) -> list[Sharing]:
-    mx.eval(arrays_in(loaded.module))  # what is lazy belongs to this thread
+    mx.eval(arrays_in(loaded.module))  # lazy arrays can be evaluated on this thread only
     rows = []
     for share in shares:
         progress(f"share {share:g}: {prompt_tokens} prompt tokens, alone and beside {streams}")

@@ -25,7 +25,7 @@ REQUEST_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
-# What the cache counts since the start; shown as 0 before it happens for the first time.
+# Counters of the cache since the start; exported as 0 until the first event.
 CACHE_COUNTERS = {
     "queried_tokens": "Prompt tokens that were looked up",
     "hit_tokens": "Of those, found and really not computed",
@@ -38,7 +38,7 @@ CACHE_COUNTERS = {
     "ttl_pins": "Prompts pinned for some time because their request asked for it",
     "ttl_pins_over_quota": "Prompts that were not, because their key's quota is used up",
 }
-# Counted along with the rest, but they rise and fall.
+# Gauges among the cache's counters.
 CACHE_LEVELS = {
     "disk_queue_bytes": "Bytes that wait to be written to the disk",
     "disk_limit_bytes": "Most that the disk tier may take",
@@ -50,7 +50,7 @@ CACHE_LEVELS = {
 EVENT_KINDS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 REFUSED = "refused_"  # and the reason
 DROPPED = "dropped_tokens_"  # and the reason
-DISK = "disk_"  # and the event, and the reason; but for what ends in _bytes
+DISK = "disk_"  # and the event and reason, except names that end in _bytes
 REMOTE = "remote_"  # likewise
 
 
@@ -162,7 +162,7 @@ class Metrics:
         registry = CollectorRegistry()
         self.registry = registry
 
-        # Under the names that dashboards know.
+        # vLLM's names, which dashboards use.
         self.running = Gauge("vllm:num_requests_running", "Requests in the batch", registry=registry)
         self.waiting = Gauge("vllm:num_requests_waiting", "Requests in the queue", registry=registry)
         self.kv_usage = Gauge("vllm:kv_cache_usage_perc", "Share of the KV budget in use, 0 to 1", registry=registry)
@@ -191,7 +191,7 @@ class Metrics:
             "vllm:e2e_request_latency", "From arrival to the end of the reply", REQUEST_BUCKETS, registry
         )
 
-        # Our own.
+        # kvstrata's own names.
         self.prefill_tokens = Counter(
             "kvstrata_prefill_tokens", "Prompt tokens really computed (again after being set aside)", registry=registry
         )

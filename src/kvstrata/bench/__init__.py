@@ -1,1 +1,2 @@
-"""Benchmarks for users, one module for each. They return plain values; the command prints them as a table or as JSON."""
+"""Benchmarks for users, one module for each. They return plain values; the command prints them as a table or as
+JSON."""

@@ -28,10 +28,10 @@ class Answer:
     """The reply to a request, or its failure. Times are those of `time.perf_counter`."""
 
     began_s: float
-    times: tuple[float, ...] = ()  # when each piece of the reply came
+    times: tuple[float, ...] = ()  # arrival of each piece of the reply
     ended_s: float = 0.0
     text: str = ""
-    prompt_tokens: int | None = None  # what follows is None where the server did not tell
+    prompt_tokens: int | None = None  # this and the next two: None if not reported
     cached_tokens: int | None = None
     reply_tokens: int | None = None
     failure: str = ""
@@ -59,12 +59,12 @@ class Door:
     model: str
     key: str = "none"
     timeout_s: float = 600.0
-    extra: Mapping[str, Any] = field(default_factory=dict)  # more fields of each request
+    extra: Mapping[str, Any] = field(default_factory=dict)  # additional fields of each request
 
     def open(self) -> httpx.AsyncClient:
         headers = {"Authorization": f"Bearer {self.key}"}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        # Proxies of the environment must not see a load, and reading certificates takes 65 ms where there is no TLS.
+        # Bypass proxies of the environment. Skip loading certificates without TLS: it takes 65 ms.
         secure = self.url.startswith("https:")
         return httpx.AsyncClient(
             base_url=self.url, headers=headers, timeout=self.timeout_s, limits=limits, trust_env=False, verify=secure
@@ -194,7 +194,7 @@ class PrefillTime:
             return 0
         if left_s >= self.seconds(num_tokens, num_tokens) - self.fixed_s:
             return num_tokens
-        # c m^2 - (b + 2 c n) m + left = 0: the smaller root, in the form that a small c does not spoil.
+        # Smaller root of c m^2 - (b + 2 c n) m + left = 0, in the form that is stable for small c.
         slope = self.token_s + 2 * self.pair_s * num_tokens
         return round(2 * left_s / (slope + math.sqrt(slope**2 - 4 * self.pair_s * left_s)))
 
@@ -210,7 +210,7 @@ def fit(samples: Sequence[Sample]) -> PrefillTime:
     took = np.array([seconds for _, seconds in samples])
     columns = np.stack([np.ones_like(lengths), lengths, lengths**2], axis=1) / took[:, None]
     best, least = np.zeros(3), np.inf
-    # With three parts, trying every subset is the whole search for the best one without a negative.
+    # With three coefficients, trying every subset finds the best fit without negative ones.
     for chosen in [c for size in (1, 2, 3) for c in combinations(range(3), size) if c != (0,)]:
         found, _, rank, _ = np.linalg.lstsq(columns[:, chosen], np.ones_like(took), rcond=None)
         error = float(((columns[:, chosen] @ found - 1) ** 2).sum())

@@ -29,13 +29,13 @@ from kvstrata.errors import KvstrataError
 
 @dataclass(frozen=True)
 class Plan:
-    share: float = 1.0  # of the full lengths
+    share: float = 1.0  # of the full prompt lengths
     rounds: int = 3
-    fresh: bool = True  # a new server for each scenario: then peaks of memory are its own
+    fresh: bool = True  # a new server for each scenario, so that memory peaks are its own
     chosen: tuple[int, ...] = tuple(range(1, 10))
-    scenario_s: float = 900.0  # longest that one may take
+    scenario_s: float = 900.0  # time limit of one scenario
     start_s: float = 300.0
-    total_s: float | None = None  # for all sides together; each gets its share of what is left when its turn comes
+    total_s: float | None = None  # for all sides together; see Clock
     calibration: tuple[int, ...] = (64, 512, 2000, 4000)
     seed: str = "0"
 
@@ -46,7 +46,7 @@ class Plan:
 
 
 QUICK = Plan(share=0.25, rounds=1, fresh=False, scenario_s=120.0, calibration=(32, 128, 512))
-LEAST_S = 5.0  # a server that starts late has at least so long for its scenario
+LEAST_S = 5.0  # minimum time for a scenario whose server starts late
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class SideFigure(Figure):
     known_by: str
     known_note: str
     as_it_comes: bool
-    command: str = ""  # the last one without a limit, and the last one with
+    command: str = ""  # the last commands without and with a limit
     limited_command: str = ""
     prefill_time: PrefillTime | None = None
 
@@ -88,7 +88,7 @@ class Standing:
         self._log = log or self._folder / "log"
         self._process: Process | None = None
         self._mark = 0
-        self.commands: dict[bool, str] = {}  # the last ones, by whether they had a limit
+        self.commands: dict[bool, str] = {}  # has a limit -> last command
 
     @property
     def url(self) -> str:
@@ -241,7 +241,7 @@ def in_turns(standing: Sequence[Standing], plan: Plan) -> Iterator[Turn]:
     for number in range(plan.rounds):
         every = scenarios(Lengths(plan.share, f"{plan.seed} {number}"))
         chosen = [scenario for scenario in every if scenario.number in plan.chosen]
-        # Which side comes first takes turns too.
+        # Alternate the first side as well.
         order = list(standing) if number % 2 == 0 else list(reversed(standing))
         for each in order:
             each.known = None
@@ -252,21 +252,22 @@ def in_turns(standing: Sequence[Standing], plan: Plan) -> Iterator[Turn]:
                     each.end()
         else:
             for each in order:
-                # What needs a server of its own comes last.
+                # Scenarios that need a server of their own come last.
                 for scenario in sorted(chosen, key=lambda scenario: scenario.limit_tokens > 0):
                     yield number, scenario, each
                 each.end()
 
 
 class Clock:
-    """The time budget. Without `fresh`, each round of a side gets an equal share of the remaining time when it begins."""
+    """The time budget. Without `fresh`, each round of a side gets an equal share of the remaining time when it
+    begins."""
 
     def __init__(self, plan: Plan, num_sides: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._plan = plan
         self._num_waiting = num_sides * plan.rounds
         self._clock = clock
         self._until_s = clock() + (math.inf if plan.total_s is None else plan.total_s)
-        self._ends_s: dict[tuple[Standing, int], float] = {}  # of each side's round that has begun
+        self._ends_s: dict[tuple[Standing, int], float] = {}  # of each round of a side that has begun
 
     def left_s(self, each: Standing, number: int) -> float:
         """Return the time that a side has left in this round; zero or less if it is used up."""

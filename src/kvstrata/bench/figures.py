@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-Progress = Callable[[str], None]  # hears what is measured next
+Progress = Callable[[str], None]  # called with the name of the next measurement
 
 MIB = 1 << 20
 
@@ -34,7 +34,7 @@ def in_turns(cases: Mapping[str, Callable[[], T]], rounds: int, progress: Progre
     """Run the cases alternately and return each one's results by round."""
     found: dict[str, list[T]] = {name: [] for name in cases}
     for number in range(rounds):
-        # The case that goes last may find the machine warmer: take turns at that too.
+        # The last case may find the machine warmer, so reverse the order every other round.
         for name in list(cases) if number % 2 == 0 else reversed(list(cases)):
             progress(f"{name}, round {number + 1}")
             found[name].append(cases[name]())
@@ -47,7 +47,8 @@ def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
 
 
 def leave_page_cache(files: Iterable[Path]) -> None:
-    """Drop files from the page cache so that they are read from the disk. Does nothing where the system cannot do it."""
+    """Drop files from the page cache so that they are read from the disk. Does nothing where the system cannot do
+    it."""
     if not hasattr(os, "posix_fadvise"):
         return
     for path in files:

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Watch:
-    told: Callable[[str], None] = lambda _: None  # hears what comes next
+    told: Callable[[str], None] = lambda _: None  # called with the name of the next step
     advanced: Callable[[], None] = lambda: None  # called after each pass
     title: str = ""
 
@@ -50,7 +50,7 @@ class Asked:
 
     ask: Ask
     answer: Answer
-    sent_tokens: int  # about, counted here
+    sent_tokens: int  # estimated by the client
 
     @property
     def prompt_tokens(self) -> int:
@@ -77,12 +77,12 @@ class ServeFigures(Figure):
     seconds: float
     prompt_tokens: int
     reply_tokens: int
-    prompt_tokens_counted_here: bool  # the server did not tell
+    prompt_tokens_counted_here: bool  # not reported by the server
     reply_tokens_s: float
     first_token: Spread | None
     between_tokens: Spread | None
     cached_reported: int | None
-    judged_requests: int  # those that the next two are about: alone, and calibrated
+    judged_requests: int  # requests that the next two cover: alone and calibrated
     judged_tokens: int
     cached_inferred: int | None
     prefill_time: PrefillTime | None

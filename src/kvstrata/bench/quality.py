@@ -37,7 +37,7 @@ class EncodedSide:
         self._block = block
         self._done: mx.array | None = None  # [1, heads, tokens, dim]: raw and decoded, in order
         self._num_done = 0
-        self._pending: mx.array | None = None  # not a whole block yet
+        self._pending: mx.array | None = None  # tokens of an incomplete block
         self.encoded_bytes = 0
         self.encoded_values = 0
 
@@ -47,7 +47,7 @@ class EncodedSide:
             count = min(self._first_raw - self._num_done, pending.shape[2])
             self._append(pending[:, :, :count])
             pending = pending[:, :, count:]
-        # A prompt is encoded whole, as a span is; single tokens wait for their block.
+        # A prompt is encoded as a whole, like a span; single tokens wait until their block is full.
         if pending.shape[2] >= self._block:
             self._append(self._passed_through(pending))
             pending = pending[:, :, :0]
@@ -73,7 +73,8 @@ class EncodedSide:
 
 
 class EncodingLayer:
-    """An encoding KV cache of one layer and sequence, with mlx-lm's interface. A window is a mask, not a ring buffer."""
+    """An encoding KV cache of one layer and sequence, with mlx-lm's interface. A window is a mask, not a ring
+    buffer."""
 
     def __init__(self, k: Codec, v: Codec, *, first_raw: int = 4, block: int = 1, window: int | None = None) -> None:
         self.offset = 0

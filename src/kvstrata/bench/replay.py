@@ -45,8 +45,8 @@ class Row(Figure):
     bits: int
     hit_rate: float  # blocks found / blocks asked for
     budget_blocks: int  # how many blocks that holds at these bits
-    num_requests: int  # that count
-    above_lru: float | None = None  # of `kvstrata`, where `lru` ran too: how much more it found
+    num_requests: int  # counted ones
+    above_lru: float | None = None  # hit rate of `kvstrata` less that of `lru`, if both ran
     above_lru_error: float | None = None  # the standard error of that difference
 
 
@@ -156,7 +156,8 @@ def serve_all(trace: Trace, store: Replayed, count_from: int = 0) -> Hits:
 
 
 def serve_knowing_the_future(trace: Trace, num_blocks: int, count_from: int = 0) -> Hits:
-    """Serve a trace with the `optimal` policy. A hit before counting begins has no value, so such a block may go first."""
+    """Serve a trace with the `optimal` policy. A hit before counting begins has no value, so such a block may go
+    first."""
     asked_next = _asked_next(trace, count_from)
     held: dict[int, tuple[float, int]] = {}
     farthest: list[tuple[float, int, int]] = []

@@ -117,7 +117,7 @@ def _line(name: str, rows: Sequence[Data], scenario: Scenario) -> list[str]:
 def _said(row: Data) -> list[str]:
     said = [row["failure"]] if row["failure"] else []
     reported, inferred = row["prefilled_reported"], row["prefilled_inferred"]
-    # Time says little of requests that were sent at once.
+    # Times say little about concurrent requests.
     if (
         row["scenario"] not in AT_ONCE
         and row["known_by"] == "reported"

@@ -18,7 +18,7 @@ from kvstrata.bench.load import Asked, Client
 from kvstrata.bench.peers.base import KnownBy
 from kvstrata.bench.scenarios import Beside, Requested, Restart, Scenario, Together
 
-SETTLE_S = 0.3  # until a server has logged and counted what it just answered
+SETTLE_S = 0.3  # time for a server to log and count its last response
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Outcome(Figure):
     prefilled_reported: int | None
     prefilled_logged: int | None
     prefilled_inferred: int | None
-    known_by: KnownBy  # which of the three is taken
+    known_by: KnownBy  # the one of the three that is used
     first_token_s: list[float]  # of timed requests
     slowest_gap_s: float | None  # between two tokens of the stream, where there is one
     reply_tokens: int

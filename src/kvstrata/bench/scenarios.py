@@ -18,7 +18,7 @@ from kvstrata.bench.workloads import Ask, Message, Shape, agent, chat_asks, syst
 Part = Literal["setup", "counted", "timed"]
 Metric = Literal["first token", "throughput", "pause"]
 
-CONVERSATIONS = 16  # of the scenario in which memory has no room for all
+CONVERSATIONS = 16  # in the scenario with too little memory for all of them
 CONVERSATION_TOKENS = 600
 STORY = "Tell a very long story about a river and a town. Give it many chapters, and never stop writing."
 
@@ -59,7 +59,7 @@ class Scenario:
     title: str
     steps: tuple[Step, ...]
     metric: Metric = "first token"
-    limit_tokens: int = 0  # the memory for stored KV has room for so many; 0: as the server comes
+    limit_tokens: int = 0  # capacity of the cache; 0: the server's default
 
     @property
     def requests(self) -> list[Requested]:

@@ -28,7 +28,7 @@ class Asked:
 
     time_s: float
     blocks: TokenIds
-    num_tokens: int | None = None  # of the prompt, where that is told: its last block may be a part of one
+    num_tokens: int | None = None  # of the prompt, if known: its last block may be partial
     num_reply_tokens: int = 0
 
     @property
@@ -41,7 +41,7 @@ class Trace:
     name: str
     requests: tuple[Asked, ...]
     num_distinct: int  # blocks, of all requests together
-    numbers: tuple[TokenIds, ...]  # for each request its blocks' numbers: equal only where all before is equal too
+    numbers: tuple[TokenIds, ...]  # block numbers of each request: equal only for equal prefixes
 
     @property
     def num_blocks(self) -> int:
@@ -95,7 +95,7 @@ def sessions(trace: Trace) -> tuple[int, ...]:
     A request continues a session if it begins with all whole blocks of an earlier request of that session. These must
     be more than other sessions began with, otherwise a common system prompt would join all requests to one session.
     """
-    ends: dict[int, int] = {}  # the last whole block of a request, and its session
+    ends: dict[int, int] = {}  # last whole block of a request -> its session
     found = list[int]()
     num_sessions = num_known = 0
     for request, numbers in zip(trace.requests, trace.numbers, strict=True):
@@ -121,7 +121,7 @@ def _made_up(num_requests: int, seed: int, requests_s: float) -> Iterator[Asked]
     rng = random.Random(seed)
     systems = [list(range(8 * which, 8 * which + rng.randint(1, 8))) for which in range(16)]
     next_id = 8 * len(systems)
-    waiting: list[tuple[float, list[int]]] = []  # chats that will go on, by time
+    waiting: list[tuple[float, list[int]]] = []  # chats that will continue, by time
     now = 0.0
     for _ in range(num_requests):
         now += rng.expovariate(requests_s)

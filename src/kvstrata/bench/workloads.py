@@ -54,7 +54,7 @@ class Ask:
     chat: str
     messages: tuple[Message, ...]
     reply_tokens: int
-    at_s: float = 0.0  # not before, after the lane began
+    at_s: float = 0.0  # earliest time, relative to the start of the lane
 
 
 Lane = tuple[Ask, ...]

@@ -100,11 +100,12 @@ for _name, _summary in COMMANDS.items():
 
 
 def main() -> None:
-    """Run the command line. Errors of kvstrata are printed as one message with exit code 1; wrong usage exits with 2."""
+    """Run the command line. Errors of kvstrata are printed as one message with exit code 1; wrong usage exits with
+    2."""
     try:
-        app(prog_name="kvstrata")  # also as python -m kvstrata: completion goes by it
+        app(prog_name="kvstrata")  # also for python -m kvstrata: shell completion depends on it
     except KvstrataError as error:
-        # A message may quote what a server or a file said.
+        # A message may quote a server or a file.
         print(f"kvstrata: {printable(str(error))}", file=sys.stderr)
         sys.exit(1)
     except ImportError:

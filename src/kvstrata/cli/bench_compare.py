@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from kvstrata.bench.peers.base import Model
     from kvstrata.bench.scenario_run import Outcome
 
-AS_THEY_COME_S = (30.0, 600.0)  # for each such side in all: quick, full
+AS_THEY_COME_S = (30.0, 600.0)  # total per such side: quick, full
 QUICK_MINUTES = 10.0
-REPORT_SHARE = 0.02  # of the time
+REPORT_SHARE = 0.02  # of the time budget
 
 
 def compare(

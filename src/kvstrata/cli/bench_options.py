@@ -62,7 +62,7 @@ def watched(num_passes: int) -> Iterator[Watch]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # Rows that go to a file or a pipe must not be turned into lines above the bar.
+    # Redirect stdout only on a terminal: rows for a file or a pipe must not appear above the bar.
     with Progress(*columns, console=Console(stderr=True), redirect_stdout=sys.stdout.isatty()) as progress:
         task = progress.add_task("loading", total=num_passes)
         yield Watch(

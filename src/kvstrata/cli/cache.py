@@ -183,8 +183,8 @@ def _show(answer: Mapping[str, Any], as_json: bool, table: tables.Table) -> None
         return
     from rich.console import Console
 
-    # No markup: prompts may look like it.
-    # A line that must not be folded is left to the terminal.
+    # No markup: prompts may contain it.
+    # Lines must not be folded here; the terminal wraps them.
     Console(markup=False, highlight=False).print(table(printable_values(answer)), crop=False)
 
 

@@ -39,7 +39,7 @@ def export(
         raise KvstrataError(f"{file} is there already. Give another name, or --force.")
     path = f"/cache/sessions/{quote(session, safe='')}/export{'?format=mlx' if mlx else ''}"
     with connect(url, api_key) as remote:
-        # By rename, so that a broken connection leaves no half of a file under the name.
+        # Write and rename, so that a broken connection leaves no partial file under the name.
         unfinished = file.with_name(f"{file.name}.part")
         try:
             headers, size_bytes = _download(remote, path, unfinished)

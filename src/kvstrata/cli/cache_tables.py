@@ -18,7 +18,7 @@ Table = Callable[[Answer], "RenderableType"]
 
 size = partial(format_bytes, digits=1)
 
-# Warm is heavy: what takes the most bytes is what people look for.
+# Warm colours mark the precisions that take the most bytes.
 STYLES = {"raw": "red", "8": "yellow", "6": "yellow", "5": "green", "4": "green", "3": "cyan", "2": "blue"}
 
 

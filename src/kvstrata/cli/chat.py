@@ -88,7 +88,7 @@ def chat(
     import httpx
 
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    # No read timeout: a long prompt takes as long as it takes, and comments show that the server lives.
+    # No read timeout: a long prompt may take minutes, and SSE comments keep the connection alive.
     timeout = httpx.Timeout(10.0, read=None)
     with httpx.Client(base_url=url, headers=headers, timeout=timeout) as client:
         model = _model_name(client, url)

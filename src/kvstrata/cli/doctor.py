@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PACKAGES = ("kvstrata", "mlx", "mlx-lm", "numpy", "transformers", "huggingface_hub")
-ENOUGH_OF_NUMPY = 0.5  # of numpy's rate, below which MLX's products are called slow
+ENOUGH_OF_NUMPY = 0.5  # share of numpy's rate below which MLX's matrix products are reported as slow
 LOW_MEMORY_BYTES = 2 << 30
 LOW_DISK_BYTES = 5 << 30
 # At planes:8, which is what blocks of a remote cache have by default: Qwen3-8B, and of any model by its 16-bit KV.
@@ -56,10 +56,12 @@ class Report:
     versions: dict[str, str]
     heap: Heap
     open_files: OpenFiles
-    kernels: tuple[dict[str, str], ...]  # back-end of each operation on KV, and why: of a usual or the served model
-    weights: str = ""  # what becomes of quantized ones, on a CPU
-    served_memory: dict[str, int] | None = None  # what the limit of a running server consists of
-    remote: dict[str, float] | None = None  # how fast a store is that servers share
+    kernels: tuple[
+        dict[str, str], ...
+    ]  # back-end of each operation on KV and the reason, for a typical or the served model
+    weights: str = ""  # form of quantized weights on a CPU
+    served_memory: dict[str, int] | None = None  # parts of a running server's memory limit
+    remote: dict[str, float] | None = None  # speed of the remote store
 
 
 def doctor(
@@ -153,7 +155,7 @@ def _write_report(file: Path, report: Report, findings: list[Finding]) -> list[F
         "checks": [{**asdict(check), "passed": check.passed} for check in tried],
         "timings": [asdict(timing) for timing in timings()],
     }
-    # A user may show it to others: it must not say whose machine it is from.
+    # Users publish reports: remove whatever identifies the machine's owner.
     home = Path.home()
     text = json.dumps(told, indent=2)
     file.write_text((text.replace(str(home), "~") if home != home.parent else text) + "\n")
@@ -285,7 +287,7 @@ def _kernel_lines(choices: Sequence[Mapping[str, str]]) -> list[str]:
     labels = {label for choice in choices if (label := choice["operation"].partition(" (")[2])}
     operations: dict[str, list[str]] = {}
     for choice in choices:
-        # Heads of one kind are named once.
+        # A label that all operations share goes into the title.
         name = choice["operation"] if len(labels) > 1 else choice["operation"].partition(" (")[0]
         operations.setdefault(f"{choice['backend']} ({choice['reason']})", []).append(name)
     title = [f"for {labels.pop().rstrip(')')}:"] if len(labels) == 1 else []

@@ -45,7 +45,7 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
         metavar=None if field.annotation is bool else str(extra["unit"] or "text"),
         rich_help_panel=str(extra["panel"]),
     )
-    # Values stay text here: Settings checks them all, and tells every problem at once.
+    # Values stay text here: Settings validates them all and reports every problem at once.
     kind: Any = {bool: bool | None, tuple[str, ...]: list[str] | None}.get(field.annotation, str | None)  # pyright: ignore
     keyword_only = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, keyword_only, default=None, annotation=Annotated[kind, option])

@@ -24,7 +24,7 @@ from kvstrata.cli.clients import CLIENTS, Client, Server, Start
 from kvstrata.cli.remote import DEFAULT_URL, Key, Url, connect
 from kvstrata.errors import KvstrataError
 
-NO_KEY = "none"  # a server without keys takes any; agents want one
+NO_KEY = "none"  # a server without keys accepts any; agents require one
 SHOWN_FOLDER = Path("TEMPORARY")
 SHOWN_KEY = "<hidden>"
 
@@ -111,7 +111,7 @@ def run(command: Sequence[str], variables: Mapping[str, str]) -> int:
     children: list[subprocess.Popen[bytes]] = []
 
     def hand_on(number: int, _frame: Any) -> None:
-        # The terminal sends Ctrl-C to both of us, and what it means is the agent's to say.
+        # The terminal sends Ctrl-C to both processes; the agent decides what it does.
         if children and number != signal.SIGINT:
             children[0].send_signal(number)
 

@@ -26,7 +26,7 @@ Backend = Literal["metal", "cuda", "cpu"]
 DEFAULT_LIMIT = "75%"
 WANTED_TOKENS = 32768
 WANTED_CONVERSATIONS = 4
-# What Metal recommends for one process was two thirds of the memory on smaller Macs, three quarters on others.
+# Metal's recommended working set was two thirds of the memory on smaller Macs, three quarters on others.
 LARGE_MAC_BYTES = 36 * 1000**3
 SMALL_MAC_SHARE, LARGE_MAC_SHARE = 2 / 3, 3 / 4
 
@@ -37,7 +37,7 @@ class Place:
 
     backend: MlxBackend
     memory_bytes: int
-    working_set_bytes: int  # most of it that a process should take
+    working_set_bytes: int  # largest part of it that a process should use
 
 
 def plan(
@@ -116,7 +116,7 @@ class Shown:
     outline: ModelOutline
     forecast: Forecast
     advice: PrecisionForecast | None
-    tokens: int  # of a conversation that the advice is for
+    tokens: int  # length of the conversation that the advice assumes
     command: str
     notes: tuple[str, ...]
 

@@ -42,7 +42,7 @@ def _key_option(*variables: str, also: str = "") -> Any:
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 Url = Annotated[str, typer.Option("--url", help="Address of the running server.", envvar="KVSTRATA_URL", metavar="url")]
-# An admin may have both in the environment: a chat takes the API key, a cache command the admin key.
+# An admin may have both variables set: chat prefers the API key, cache commands the admin key.
 Key = Annotated[str | None, _key_option("KVSTRATA_API_KEY", "KVSTRATA_ADMIN_KEY")]
 AdminKey = Annotated[
     str | None,
@@ -112,7 +112,7 @@ def connect(url: str, api_key: str | None) -> Iterator[Remote]:
 
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        # The engine answers between two steps, and a step over a long prompt takes a while.
+        # The engine responds between two steps, and a prefill step may take seconds.
         client = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(60.0, connect=10.0))
     except httpx.InvalidURL:
         raise KvstrataError(f"'{url}' is not an address. Write it like --url {DEFAULT_URL}") from None

@@ -34,7 +34,7 @@ ONE = 1  # a new buffer begins with one token
 
 TIMED_TOKENS, TIMED_KV_HEADS = 8192, 8
 
-OFFSET = 6.0  # of keys: what they have in common is far larger than what differs
+OFFSET = 6.0  # of keys: their mean is far larger than their differences
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
@@ -43,7 +43,7 @@ PRECISIONS = ("raw", "planes:8", "planes:4", "planes:2", "affine:8")
 # Of the largest value of the output, which is rounded to the model's dtype.
 ALLOWED = {"float32": 2e-3, "bfloat16": 1.2e-2, "float16": 4e-3}
 
-# What a precision may lose of keys and values, as a share of their spread.
+# Largest error of a precision, as a share of the spread of keys and values.
 LOSES = {"raw": 1e-2, "planes:8": 0.02, "planes:4": 0.2, "planes:2": 0.7, "affine:8": 0.03}
 
 
@@ -127,7 +127,7 @@ def _tried(what: str, allowed: float, measure: Callable[[], float]) -> Check:
     try:
         return Check(what, measure(), allowed)
     except Exception as error:  # noqa: BLE001
-        # Whatever a back-end does not have: the report is there to say so.
+        # Any error of a back-end belongs into the report.
         return Check(what, None, allowed, f"{type(error).__name__}: {error}"[:300])
 
 

@@ -59,7 +59,7 @@ def serve(
     from kvstrata.config import load as load_settings
     from kvstrata.platform.logging import show_messages
 
-    show_messages("warning")  # until the settings say which
+    show_messages("warning")  # until the settings are loaded
     run(load_settings(config, given(context, {"model": model, **flags})))
 
 
@@ -82,7 +82,7 @@ def _started(settings: Settings, listener: socket.socket, starting: Starting) ->
     from kvstrata.platform.network import url_of
 
     begin("libraries", "Loading libraries")
-    # Only now what takes seconds to import.
+    # Import slow modules only after the quick checks.
     from kvstrata.platform.device import device
     from kvstrata.server.assemble import bind_sockets, load_model, start_service
     from kvstrata.server.run import Server

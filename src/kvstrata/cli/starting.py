@@ -33,7 +33,7 @@ class Starting(logging.Handler):
         self._clock = clock
         self._began = self._stage_began = clock()
         self._stage, self._doing = "", "Starting"
-        self.seconds: dict[str, float] = {}  # of each stage that has ended
+        self.seconds: dict[str, float] = {}  # of each finished stage
         self._live = _line(self._drawn) if live else None
         self._source = logging.getLogger(STAGES_LOGGER)
 
@@ -94,5 +94,5 @@ def _line(drawn: Callable[[], Text]) -> Live:
     from rich.console import Console
     from rich.live import Live
 
-    # Gone when the start has ended: what is said then has the seconds.
+    # Erased at the end: the final message has the times.
     return Live(get_renderable=drawn, console=Console(stderr=True), refresh_per_second=REFRESH_HZ, transient=True)

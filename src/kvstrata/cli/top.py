@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
 
-CONVERSATIONS_EVERY_S = 4.0  # with a disk each look hashes the tokens of all that are shown
-PRINTED_ROWS = 11  # of a section where there is no screen to fill: its title and ten
+CONVERSATIONS_EVERY_S = 4.0  # with a disk tier each request hashes the tokens of all conversations shown
+PRINTED_ROWS = 11  # per section without a screen: the title and ten rows
 
 
 def top(
@@ -45,7 +45,7 @@ def top(
     """
     from rich.console import Console
 
-    # No markup: names may look like it.
+    # No markup: names may contain it.
     console = Console(markup=False, highlight=False)
     with connect(url, api_key) as remote:
         view = View(remote)
@@ -53,7 +53,7 @@ def top(
             console.print(view.printed(console))
             return
         ended = threading.Event()
-        # Not an exception, which could be raised, and lost, anywhere.
+        # An event, because KeyboardInterrupt could be raised and lost anywhere.
         signal.signal(signal.SIGINT, lambda *_: ended.set())
         has_screen = console.is_terminal and not console.is_dumb_terminal
         (_watch if has_screen else _print_on)(view, every_s, console, ended)
@@ -98,7 +98,7 @@ class View:
         self._hour = Hour()
         self._seen: Seen | None = None
         self._conversations: Mapping[str, Any] = {}
-        self._conversations_s = -math.inf  # when they were asked for
+        self._conversations_s = -math.inf  # time of the last request for conversations
 
     def printed(self, console: Console) -> RenderableType:
         """Return all sections, up to PRINTED_ROWS rows each, whatever the height of the terminal."""

@@ -28,7 +28,7 @@ def share_rows(height: int, wishes: Sequence[Wish]) -> list[int]:
         if least <= left:
             given[place] = least
             left -= least
-    # One more for each in turn, so that none starves while another is full.
+    # Add one row to each in turn, so that none starves.
     while left > 0 and (hungry := [place for place in order if 0 < given[place] < wishes[place].wanted]):
         for place in hungry[:left]:
             given[place] += 1

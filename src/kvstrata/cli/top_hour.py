@@ -18,9 +18,9 @@ SPANS_S = (600.0, 1800.0, KEPT_S)
 
 class Hour:
     def __init__(self) -> None:
-        self.now_s = 0.0  # the server's clock; 0: nothing was told yet
+        self.now_s = 0.0  # the server's clock; 0: no response yet
         self.slot_s = 10.0
-        self.slots: dict[float, Answer] = {}  # by when they begin, the oldest first
+        self.slots: dict[float, Answer] = {}  # start time -> slot, oldest first
         self.requests: deque[Answer] = deque(maxlen=KEPT_REQUESTS)
         self.events: deque[Answer] = deque(maxlen=KEPT_EVENTS)
 
@@ -33,7 +33,7 @@ class Hour:
         if answer["now"] < self.now_s:  # another server, or its clock was set back
             self.clear()
         self.now_s, self.slot_s = answer["now"], answer["slot_s"]
-        # The slot that had not ended comes again.
+        # The unfinished slot is sent again.
         told = {slot["time"]: slot for slot in answer["slots"]}
         kept = {time: slot for time, slot in self.slots.items() if time >= self.now_s - KEPT_S}
         self.slots = dict(sorted({**kept, **told}.items()))

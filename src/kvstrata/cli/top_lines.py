@@ -24,13 +24,13 @@ OTHER_SHADES = {RUNNING: "▞", ON_DISK: "▁", SHARED: "▔", FREE: "·"}
 OTHER_STYLES = {RUNNING: "white", ON_DISK: "magenta", SHARED: "blue", FREE: "dim"}
 TIERS_TOLD = "▁ disk  ▔ shared store"
 EVENT_STYLES = {"failed": "red", "evicted": "yellow", "dropped": "yellow", "refused": "yellow", "pressure": "yellow"}
-LABEL_CELLS = 12  # of what stands before a line of the last hour
+LABEL_CELLS = 12  # label before a line of the last hour
 SPARK_NOTE_CELLS = 31
 # Of a request, from left to right: where a column's text ends or begins.
 TIME_CELLS, API_CELLS, NUMBER_CELLS, HIT_CELLS, SECONDS_CELLS, SPEED_CELLS = 8, 12, 8, 6, 8, 7
 LEAST_WHY_CELLS = 16
-ID_CHARS = 12  # of a conversation that has no other name
-PARTED_CHARS = 24  # of either side where prompts part
+ID_CHARS = 12  # of the id of a conversation without a name
+PARTED_CHARS = 24  # of either text where prompts diverge
 
 
 def plain(text: object) -> str:
@@ -71,7 +71,7 @@ def memory(usage: Answer, width: int) -> list[Text]:
     held = {RUNNING: usage["running_bytes"], **usage["tiers"]["hot"]["by_precision"]}
     used = sum(held.values())
     said = f"  {size(used)} of {size(budget)} ({share(used, budget)})"
-    # The shades of all bars are told here.
+    # This line is the legend of all bars.
     names = [f"{shade_of(name)} {plain(name)} {size(nbytes)}" for name, nbytes in held.items() if nbytes]
     whose = "" if usage["under"] == "all" else "this key's: "
     facts = [whose + (", ".join(names) or "nothing held")]
@@ -118,7 +118,7 @@ def conversations(answer: Answer, width: int) -> list[Text]:
     cells = max(10, width - id_cells - 1 - len(names))
     for row in sorted(rows, key=lambda row: (row["left_behind"], -row["last_use"])):
         start = min(cells - 1, round(cells * row["starts_at"] / longest))
-        # What no tier has any more is not drawn.
+        # KV that no tier has any more is not drawn.
         end = row["starts_at"] + sum(part["tokens"] for part in row["parts"])
         own = max(1, round(cells * end / longest) - start)
         parts = [(part["k"] if part["tier"] == "hot" else part["tier"], part["tokens"]) for part in row["parts"]]

@@ -47,7 +47,7 @@ KEY_SETTINGS = ("api_key", "api_key_file", "admin_key", "admin_key_file")
 def load(config: Path | None = None, flags: Mapping[str, Any] | None = None) -> Settings:
     """Return the settings from all four sources. `flags` that are None were not given. Raises ConfigError with every
     problem."""
-    # pydantic takes a blank variable as not set; but who sets one of these wants a locked server.
+    # pydantic ignores a blank variable, but a user who sets one of these wants a server with keys: report it.
     given: dict[str, Any] = {name: "" for name in KEY_SETTINGS if os.environ.get(env_name(name)) == ""}
     given |= {name: value for name, value in (flags or {}).items() if value is not None}
     port_name = env_name("port")

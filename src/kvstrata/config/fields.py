@@ -69,7 +69,7 @@ def _split(value: object) -> object:
         return value
     parts = tuple(part.strip() if isinstance(part, str) else part for part in value)
     if "" in parts:
-        # Of keys: a user who gives one, even as a variable that is not set, wants a locked server.
+        # A user who gives a key, even by an empty shell variable, wants a server with keys.
         raise PydanticCustomError("empty", "given, but empty. Write a value, or leave it out")
     return parts
 

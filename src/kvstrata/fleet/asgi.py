@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope
 
-# Messages that the app may be ahead of its reader.
+# Messages buffered between the app and its reader.
 AHEAD = 16
 
 

@@ -25,7 +25,7 @@ from kvstrata.server.errors import error_response
 
 METRICS, HEALTH, PROPS, SESSIONS = "/metrics", "/health", "/props", "/cache/sessions"
 HISTORY, CONVERSATIONS = "/cache/history", "/cache/conversations"
-# What only one replica knows, and the others have never heard of.
+# Paths whose object exists on one replica only; the others respond with an error.
 ONE_KNOWS = re.compile(r"/cache/sessions/[^/]+|/cache/conversations/[^/]+(?:/pin|/unpin)?")
 SUMMED = {
     ("GET", "/cache/usage"),
@@ -35,7 +35,7 @@ SUMMED = {
     ("DELETE", "/cache/requantize"),
 }
 DEFAULT_SESSIONS = 100
-# For one replica's answer; by then the others' should not wait any longer.
+# Timeout for the response of one replica, so that a slow one does not hold back the others' responses.
 ANSWER_S = 30.0
 
 
@@ -71,7 +71,8 @@ class Everyone:
         await self._response(scope, await self._ask_all(scope, body))(scope, nothing, send)
 
     async def holder_of(self, session: str, scope: Scope) -> str | None:
-        """Return the replica that has a session. The id is not URL-quoted, because the path of a scope is decoded text."""
+        """Return the replica that has a session. The id is not URL-quoted, because the path of a scope is decoded
+        text."""
         told = await self._ask_all({**scope, "method": "GET", "path": f"{SESSIONS}/{session}"}, b"")
         return next((name for name, answer in told.items() if answer.is_good), None)
 

@@ -38,7 +38,7 @@ RESPONSE_ID = re.compile(rb"(resp_[0-9a-f]{32})")
 PREVIOUS = re.compile(rb'"previous_response_id"\s*:\s*"(resp_[0-9a-f]{32})"')
 EXPORT = re.compile(r"/cache/sessions/([^/]+)/export")
 OF_SESSIONS = ("/cache/explain", "/cache/pin", "/cache/unpin")
-LOOKED_BYTES = 4096  # of an answer, for the id of its response
+LOOKED_BYTES = 4096  # of a response, searched for its id
 REPLICA, ROUTE = b"x-kvstrata-replica", b"x-kvstrata-route"
 LOST = "The replica that was answering has ended. Send the request again; what it had cached may be computed anew."
 
@@ -61,14 +61,14 @@ class Front:
         self._prompts = prompts
         self._clock = clock
         self._everyone = Everyone(replicas)
-        self._responses: OrderedDict[str, str] = OrderedDict()  # the replica that keeps each
+        self._responses: OrderedDict[str, str] = OrderedDict()  # response id -> replica that keeps it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         try:
             body = await _body(receive)
-        except RequestError as error:  # it is too large, or too slow
+        except RequestError as error:  # the body is too large or too slow
             await error_response(error)(scope, receive, send)
             return
         await self._answer(scope, body, send)
@@ -143,7 +143,7 @@ class _Place:
 
 
 class _Answer:
-    """One attempt to serve a request."""
+    """Attempt to serve a request at one replica."""
 
     def __init__(self, front: Front, choice: Choice | None, place: _Place, scope: Scope, send: Send) -> None:
         self._front = front
@@ -162,12 +162,12 @@ class _Answer:
                 if message["type"] == "http.response.start":
                     begun = self._marked(message)
                     continue
-                if begun is not None:  # together with the first byte: until then another replica can answer
+                if begun is not None:  # sent with the first byte: until then another replica can take over
                     await self._send(begun)
                     begun, self.has_begun = None, True
                 self._look(message.get("body", b""))
                 if not message.get("more_body", False):
-                    self._place.leave()  # before the client can ask again
+                    self._place.leave()  # before the client can send its next request
                 await self._send(message)
         finally:
             with contextlib.suppress(Exception):
@@ -206,7 +206,7 @@ def _session_in(body: bytes) -> str:
     try:
         require_few_values(body, MIN_VALUES)
         asked = from_json(body)
-    except (ValueError, RequestError):  # the replica says what is wrong with it
+    except (ValueError, RequestError):  # the replica will report the error
         return ""
     named = asked.get("session") if isinstance(asked, dict) else None
     return named if isinstance(named, str) else ""

@@ -36,7 +36,7 @@ from kvstrata.text.tokenizer import encode_prompt
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-# A prompt that takes longer to tokenize than this is sent without keys.
+# Larger bodies are routed without keys: tokenizing them takes too long.
 MAX_BODY_BYTES = 16 << 20
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -56,7 +56,7 @@ class Prompts:
         self._tokenizer = tokenizer
         self._renderer = renderer
         self._identity = identity
-        self._lock = threading.Lock()  # guards the next
+        self._lock = threading.Lock()  # guards _keys
         self._keys = PromptKeys()
         self._readers: Mapping[str, Callable[[bytes, Scope], _Prompt]] = {
             CHAT: self._of_openai,

@@ -15,14 +15,14 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-# What a running request costs the next one, as tokens of a prompt. Larger: more even, and fewer hits.
+# Cost of a request in flight, in prompt tokens. Larger values balance load better and give fewer hits.
 LOAD_TOKENS = 64
-# Of a prompt: a shorter prefix is no reason to go where it is. `bench fleet`: docs/scale.md.
+# Smallest share of a prompt that a cached prefix must have to influence routing. Measured in docs/scale.md.
 LEAST_SHARE = 0.25
-# What a replica was sent counts as held for so long; by then it has reported.
+# Time for which a prompt sent to a replica counts as cached there; the next report comes earlier.
 EXPECTED_S = 60.0
 MAX_EXPECTED = 1 << 14
-# A session's replica may hold more than it reports: on its disk, or replies as they were sampled.
+# A session's replica may have cached more than it reports: on its disk, or sampled replies.
 SESSION_SHARE = 0.5
 SESSION_S = 3600.0
 MAX_SESSIONS = 1 << 16
@@ -34,7 +34,7 @@ class Asked:
 
     num_tokens: int
     keys: Sequence[tuple[int, int]] = ()  # position and key, from the shortest prefix to the longest
-    session: str = ""  # empty: it is of none
+    session: str = ""  # empty: no session
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Report:
     """A replica's report of its cached prefixes and capacity."""
 
     keys: frozenset[int] = frozenset()
-    capacity: int = 1  # requests that it runs at once
+    capacity: int = 1  # concurrent requests
 
 
 @dataclass(frozen=True)
 class Choice:
     replica: str
-    num_cached: int  # tokens that it is believed to hold
+    num_cached: int  # tokens that the replica is believed to have cached
     why: str  # prefix, session, load
 
 
@@ -113,7 +113,7 @@ class Router:
             num_saved = 0 if choice.why == "load" else choice.num_cached
             tokens = asked.num_tokens - num_saved + self._load_tokens * replica.in_flight
             is_elsewhere = last is not None and last.replica != choice.replica
-            # New conversations go round, so that no replica gets all of them.
+            # Least recently chosen first, so that new conversations are spread over the replicas.
             return tokens, is_elsewhere, replica.in_flight, replica.last_chosen
 
         return min(choices, key=cost)

@@ -36,8 +36,8 @@ class Summary:
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self._max_keys = max_keys
         self._keys = PromptKeys()
-        self._lock = threading.Lock()  # guards the next
-        self._held: OrderedDict[int, None] = OrderedDict()  # the newest last
+        self._lock = threading.Lock()  # guards _held and _keys
+        self._held: OrderedDict[int, None] = OrderedDict()  # newest last
 
     def stored(self, root_key: bytes, ids: TokenIds, start: int) -> None:
         """Make all keys of a prompt's prefix the newest, so that reused prefixes stay."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Of these the largest counts: times that go on side by side, and estimates.
+# Fields merged by their maximum: concurrent times, and estimates.
 LARGEST = frozenset({
     "latency_s", "seconds", "expected_error", "next_before", "p50", "p95", "p99", "first_token_p50_s",
     "first_token_p95_s", "time", "slot_s",

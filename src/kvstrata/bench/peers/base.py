@@ -25,7 +25,7 @@ from kvstrata.errors import KvstrataError
 ROOT = Path(__file__).parents[4]
 FOLDER = ROOT / ".peers"  # where `make peers` puts them
 
-# How the tokens that a server really computed are known.
+# Source of the number of tokens that a server really computed.
 KnownBy = Literal["reported", "log", "time"]
 
 
@@ -34,7 +34,7 @@ class Model:
     """The compared model in the forms that the peers need."""
 
     name: str
-    ours: str | None  # what kvstrata serve takes; None: the default model
+    ours: str | None  # argument of kvstrata serve; None: the default model
     folder: Path  # for mlx-lm, weights as they are served
     dense: Path  # the same in float32 where the CPU multiplies packed weights slowly, else `folder`
     gguf: Path | None
@@ -49,8 +49,8 @@ class Start:
 
     model: Model
     port: int
-    home: Path  # a folder for what it keeps; the same one after a restart
-    limit_tokens: int = 0  # stored KV has room for so many; 0: as it comes
+    home: Path  # folder for the server's files, kept over a restart
+    limit_tokens: int = 0  # capacity of the cache; 0: the server's default
     blas: Path | None = None  # for those on MLX
 
     def limit_bytes(self, value_bytes: int | None = None) -> int:
@@ -61,9 +61,9 @@ class Start:
 class Peer(ABC):
     name: str
     known_by: KnownBy = "reported"
-    known_note: str = ""  # why, where it is not plain
+    known_note: str = ""  # explanation of known_by
     on_mlx = False
-    compiles = False  # for a long time, when it is first started on a machine
+    compiles = False  # takes long to compile at the first start on a machine
     ready_path = "/health"
 
     def __init__(self, folder: Path = FOLDER) -> None:

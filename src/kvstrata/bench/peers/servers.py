@@ -89,7 +89,7 @@ class LlamaCppPython(_LlamaCpp):
         return [
             *(str(self._python), "-m", "llama_cpp.server", "--model", str(start.model.gguf)),
             *("--host", "127.0.0.1", "--port", str(start.port), "--n_ctx", str(start.model.context_tokens)),
-            # Half of the cores by default.
+            # The default is half of the cores.
             *("--n_threads", str(usable_cores()), "--n_threads_batch", str(usable_cores())),
             *("--cache", "true", "--cache_size", str(size), "--interrupt_requests", "false", "--verbose", "true"),
         ]

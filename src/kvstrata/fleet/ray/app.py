@@ -13,7 +13,7 @@ from kvstrata.fleet.ray.deploy import grace_s
 from kvstrata.fleet.ray.front import RayFront
 from kvstrata.fleet.ray.replica import Replica
 
-# Between two reports of what a replica holds. What it was sent in between is known anyway.
+# Interval of a replica's reports. The router itself knows the prompts sent in between.
 REPORT_S = 2.0
 ROUTER = "kvstrata.fleet.ray.to_named:ToNamed"
 
@@ -27,7 +27,7 @@ def build(args: dict[str, Any]) -> Application:
         Replica,
         name="Replica",
         request_router_config=router,
-        # A full server says so itself, in the words of its API.
+        # Above this limit the server itself responds with an error in the shape of its API.
         max_ongoing_requests=settings.max_running + settings.max_waiting,
         graceful_shutdown_timeout_s=grace_s(settings),
         health_check_period_s=5.0,

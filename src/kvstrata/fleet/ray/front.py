@@ -1,4 +1,5 @@
-"""Router deployment on Ray Serve: passes Ray's replica reports to `fleet/front.py`, behind a server's keys and limits."""
+"""Router deployment on Ray Serve: passes Ray's replica reports to `fleet/front.py`, behind a server's keys and
+limits."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def _named_by_ray(app: ASGIApp) -> ASGIApp:
 
 
 class RayReplicas:
-    """Replicas reached through a Ray handle. Reports arrive on Ray's thread and are applied on the router's event loop."""
+    """Replicas reached through a Ray handle. Reports arrive on Ray's thread and are applied on the router's event
+    loop."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
@@ -101,7 +103,7 @@ class RayReplicas:
         self, name: str | None, request: Mapping[str, Any], body: bytes, *, only: bool
     ) -> AsyncIterator[Message]:
         asking = self._handle.options(stream=True).ask
-        # A context of its own: Ray takes calls that are made for one request for the same call, and mixes up replicas.
+        # A fresh context: Ray identifies calls within one request's context and would mix up the replicas.
         answer: Any = Context().run(asking.remote, request, body, to=name or "", only=only)
         has_ended = False
         try:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-Reports = Mapping[str, Mapping[str, Any]]  # by the name of the replica
+Reports = Mapping[str, Mapping[str, Any]]  # by replica name
 
 _lock = threading.Lock()
 _listeners: list[Callable[[Reports], object]] = []

@@ -19,7 +19,7 @@ from kvstrata.prefix_cache.entry_table import CacheListener
 from kvstrata.server.journal.sampling import JournalSampler
 from kvstrata.server.service import Service
 
-GONE = "replica_gone"  # instead of an answer
+GONE = "replica_gone"  # message type that replaces a response
 
 
 class Replica:
@@ -35,7 +35,7 @@ class Replica:
         self._app = behind_front(self._service)
         self._capacity = own.max_running
         self._has_ended = False
-        self._sampling: asyncio.Task[None] | None = None  # begins with the first request, on Ray's event loop
+        self._sampling: asyncio.Task[None] | None = None  # started by the first request, on Ray's event loop
 
     async def ask(
         self, request: Mapping[str, Any], body: bytes, *, to: str = "", only: bool = False

@@ -17,7 +17,7 @@ class ToNamed(RequestRouter):
         """Return the named replica, or all of them if it is gone; the call's `only` argument then decides."""
         if pending_request is None:
             return [list(candidate_replicas)]
-        pending_request.routing_context.should_backoff = True  # else Ray asks again and again, without a pause
+        pending_request.routing_context.should_backoff = True  # otherwise Ray retries in a busy loop
         wanted = pending_request.kwargs.get("to")
         named = [replica for replica in candidate_replicas if replica.replica_id.unique_id == wanted]
         return [named or list(candidate_replicas)]
