@@ -32,7 +32,7 @@ class Rate(Figure):
     what: str
     microseconds: float
     gigabytes_s: float
-    of_copy: float  # its rate as a share of the copy's
+    of_copy: float  # rate, as a share of the copy's
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class Load:
     activations: tuple[int, ...] = (8, 16, 32)
     batches: tuple[int, ...] = (1, 8)
     prefills: tuple[int, ...] = (512, 2048)
-    prompt_tokens: int = 64  # of what is decoded
+    prompt_tokens: int = 64  # per sequence, before decoding
     reply_tokens: int = 64
     text_tokens: int = TEXT_WINDOW  # for KL; 0: none
     text: str = field(default_factory=SAMPLE.read_text)

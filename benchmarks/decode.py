@@ -32,7 +32,7 @@ from kvstrata.models.probe import probe
 PRECISIONS = ("raw", "planes:8", "planes:4")
 QUANTIZED_BITS = (8, 4)  # of mlx-lm's quantized cache, in groups of 64
 WARM_UP_TOKENS = 8
-CHUNK_TOKENS = 4096  # of random numbers at a time
+CHUNK_TOKENS = 4096  # filled with random KV at a time
 
 
 @dataclass(frozen=True)

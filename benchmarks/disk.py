@@ -250,7 +250,7 @@ def _written_tokens(trace: Trace) -> tuple[int, int]:
     """Return the lower and the upper bound of written tokens."""
     least = most = 0
     known: set[int] = set()
-    ends: dict[int, int] = {}  # of each session's last prompt and reply
+    ends: dict[int, int] = {}  # session -> end of its last prompt and reply, in tokens
     for request, numbers, session in zip(trace.requests, trace.numbers, sessions(trace), strict=True):
         ids = numbers.tolist()
         num_known = next((at for at, number in enumerate(ids) if number not in known), len(ids))

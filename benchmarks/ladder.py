@@ -39,7 +39,7 @@ SAMPLE_S = 0.1  # 10 Hz
 class Load:
     chats: int = 12
     turns: int = 3
-    turn_tokens: int = 192  # that each turn adds to the prompt
+    turn_tokens: int = 192  # added to the prompt by each turn
     reply_tokens: int = 24
     at_once: int = 2  # requests that run together
 
@@ -61,7 +61,7 @@ class LadderRun(Figure):
     failed: int
     prompt_tokens: int
     cached_tokens: int
-    limit_bytes: int  # of all memory: weights, KV and what passes take
+    limit_bytes: int  # of all memory: weights, KV and activations
     budget_bytes: int  # of KV
     needed_bytes: int  # of KV, to keep all of it at full precision
     sampled_peak_bytes: int  # active memory, looked at ten times a second

@@ -107,7 +107,7 @@ def write_random_model(
     from mlx_lm.utils import save_config, save_model
 
     theirs = json.loads((tokenizer / "config.json").read_text()) if (tokenizer / "config.json").is_file() else {}
-    theirs |= theirs.get("text_config", {})  # of a model that sees pictures, too
+    theirs |= theirs.get("text_config", {})  # for vision-language models
     if "vocab_size" not in theirs:
         raise ConfigError(f"{tokenizer} has no config.json that tells its vocab_size. Name another folder.")
     taken = {name: theirs[name] for name in ("vocab_size", "bos_token_id", "eos_token_id") if name in theirs}

@@ -42,7 +42,7 @@ DISK_BYTES = 8 << 30
 STREAM_PROMPT_TOKENS = 64
 MAX_REPLY_TOKENS = 4096
 SPILLING_STEADY_TOKENS = 8
-# What a server may add to the time between two tokens by spilling.
+# Allowed increase of the time between two tokens by spilling.
 SPILLING_BOUND = 1.2
 
 
@@ -340,7 +340,7 @@ def _held(core: EngineCore) -> tuple[int, int]:
 
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
-# Of each stream, before the prompt comes and after its first token: how long a step takes without it.
+# Tokens of each stream before the prompt and after its first token, to measure a step without the prompt.
 SHARING_STEADY_TOKENS = 24
 # At the default share: what a running stream and a new prompt may lose to each other.
 SHARING_BOUND = 2.5

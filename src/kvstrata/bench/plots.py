@@ -52,7 +52,7 @@ def _panel(axis: Any, panel: str, rows: Sequence[Quality]) -> None:
         family = row.k.partition(":")[0]
         axis.scatter(row.bits_per_value, row.kl_mean, color=COLOURS.get(family, "black"), s=40, zorder=3)
         name = row.k if row.k == row.v else f"{row.k} / {row.v}"
-        below = -11 if family == "planes" else 5  # so that neighbours of two families stay readable
+        below = -11 if family == "planes" else 5  # keeps labels of neighbouring points of two families apart
         at = (row.bits_per_value, row.kl_mean)
         axis.annotate(name, at, textcoords="offset points", xytext=(6, below), fontsize=8)
     axis.set_yscale("log")

@@ -19,7 +19,7 @@ OURS = "kvstrata"
 Data = Mapping[str, Any]
 
 KNOWN = {"reported": "its usage", "log": "its log", "time": "inferred from time"}
-MUCH = 0.25  # of the prompts: reports that differ by more from what time says are pointed out
+MUCH = 0.25  # share of the prompts: larger differences between reported and inferred tokens are pointed out
 FEW_TOKENS = 64
 AT_ONCE = (4, 7)  # scenarios
 

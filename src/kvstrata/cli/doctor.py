@@ -29,7 +29,7 @@ PACKAGES = ("kvstrata", "mlx", "mlx-lm", "numpy", "transformers", "huggingface_h
 ENOUGH_OF_NUMPY = 0.5  # share of numpy's rate below which MLX's matrix products are reported as slow
 LOW_MEMORY_BYTES = 2 << 30
 LOW_DISK_BYTES = 5 << 30
-# At planes:8, which is what blocks of a remote cache have by default: Qwen3-8B, and of any model by its 16-bit KV.
+# At planes:8, the default of remote blocks: bytes of a token of Qwen3-8B, and bytes per value of K and V for any model.
 TYPICAL_TOKEN_BYTES = 75_000.0
 PLANES_SHARE = 1.02
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}

@@ -40,7 +40,7 @@ DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
 PRECISIONS = ("raw", "planes:8", "planes:4", "planes:2", "affine:8")
 
-# Of the largest value of the output, which is rounded to the model's dtype.
+# Allowed error, as a share of the largest output, which is rounded to the model's dtype.
 ALLOWED = {"float32": 2e-3, "bfloat16": 1.2e-2, "float16": 4e-3}
 
 # Largest error of a precision, as a share of the spread of keys and values.

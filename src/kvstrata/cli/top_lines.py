@@ -26,7 +26,7 @@ TIERS_TOLD = "▁ disk  ▔ shared store"
 EVENT_STYLES = {"failed": "red", "evicted": "yellow", "dropped": "yellow", "refused": "yellow", "pressure": "yellow"}
 LABEL_CELLS = 12  # label before a line of the last hour
 SPARK_NOTE_CELLS = 31
-# Of a request, from left to right: where a column's text ends or begins.
+# Columns of a request from left to right: where a column's text ends or begins.
 TIME_CELLS, API_CELLS, NUMBER_CELLS, HIT_CELLS, SECONDS_CELLS, SPEED_CELLS = 8, 12, 8, 6, 8, 7
 LEAST_WHY_CELLS = 16
 ID_CHARS = 12  # of the id of a conversation without a name
@@ -148,7 +148,7 @@ def requests(hour: Hour, width: int) -> list[Text]:
         failed = request["status"] >= 400 or request["error"]
         took = f"{'' if first is None else f'{first:.2f} s':>{SECONDS_CELLS}}"
         took += f"{'' if speed is None else f'{speed:.1f}':>{SPEED_CELLS}}"
-        # What went wrong may take the place of figures that there are not.
+        # An error may use the space of missing figures.
         cells = why_cells - 2 if took.strip() else why_cells - 2 + len(took)
         lines.append(
             line(

@@ -40,7 +40,7 @@ class Model:
     gguf: Path | None
     context_tokens: int
     token_values: int  # K and V of a token, in numbers
-    mlx_value_bytes: int  # of such a number on MLX: 4 on a CPU, where models run in float32, else 2
+    mlx_value_bytes: int  # size of a number of K or V on MLX: 4 on a CPU, where models run in float32, else 2
 
 
 @dataclass(frozen=True)
