@@ -1,7 +1,7 @@
 """Speed of encoding and decoding each precision on this machine, beside a plain copy of the same vectors.
 
-A rate counts what is read and what is written: of a copy twice the vectors, of encoding and decoding the vectors and
-their codes. Vectors of one layer of a long conversation, more than a GPU's cache holds.
+A rate counts bytes read and bytes written: for a copy twice the vectors, for encoding and decoding the vectors and
+their codes. The vectors are one layer of a long conversation and exceed a GPU's cache.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Rate(Figure):
     what: str
     microseconds: float
     gigabytes_s: float
-    of_copy: float  # its rate as a share of the copy's
+    of_copy: float  # rate, as a share of the copy's
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def measure(num_tokens: int, rounds: int, dtype: mx.Dtype, progress: Progress = 
 
 
 def _cases(x: mx.array) -> Iterator[tuple[str, tuple[int, Callable[[], object]]]]:
-    """The bytes that each moves, and what it does."""
+    """Yield each case's name, the bytes that it reads and writes, and the work."""
     bits = x.view(mx.uint16 if x.itemsize == 2 else mx.uint32)
     yield "copy", (2 * x.nbytes, lambda: mx.eval(bits | 0))
     for name in CODECS:

@@ -1,4 +1,4 @@
-"""Streams of an engine, and the options, models and output that the benchmarks share."""
+"""Engine streams, and the options, models and output that the benchmarks share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def command_line() -> typer.Typer:
 
 
 def run_app(app: typer.Typer) -> None:
-    """Run a command line. Show an error of kvstrata as one line."""
+    """Run a command line. Print an error of kvstrata as one line."""
     try:
         app()
     except KvstrataError as error:
@@ -61,11 +61,11 @@ def greedy(prompt: Prompt, reply_tokens: int, salt: str = "") -> Request:
 
 
 class Reply:
-    """Tokens as they come, and when. The clock starts now."""
+    """Tokens of a reply with their arrival times. The clock starts at construction."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
-        self.times: list[float] = []  # when each of them came
+        self.times: list[float] = []  # arrival times
         self._began_s = time.perf_counter()
 
     def add(self, ids: Sequence[int]) -> None:
@@ -78,15 +78,15 @@ class Reply:
 
 
 class Stream(Reply):
-    """The reply to a request that an engine runs."""
+    """The reply stream of a request in an engine."""
 
     def __init__(self, request_id: str, news: threading.Condition) -> None:
         super().__init__()
         self.request_id = request_id
-        self._news = news  # told of each token and of the end
+        self._news = news  # notified of each token and of the end
         self.ended = threading.Event()
         self.failure = ""
-        self.usage = TokenUsage()  # of a request that finished
+        self.usage = TokenUsage()  # of a finished request
 
     def sink(self, event: Event) -> None:
         with self._news:
@@ -101,12 +101,12 @@ class Stream(Reply):
             self._news.notify_all()
 
     def gaps(self) -> list[tuple[float, float]]:
-        """When each token came, and when the one after it."""
+        """Return the arrival times of each two consecutive tokens."""
         return list(pairwise(list(self.times)))
 
 
 class Streams:
-    """Requests that run together in one engine."""
+    """Streams that run together in one engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -125,24 +125,26 @@ class Streams:
         self._engine.submit(request, stream.sink)
 
     def wait_for(self, num_tokens: int) -> None:
-        """Until every stream has so many tokens more, or has ended."""
+        """Wait until every stream has `num_tokens` more tokens or has ended."""
         with self._news:
             wanted = [(stream, len(stream.times) + num_tokens) for stream in self._streams]
             self._news.wait_for(lambda: all(s.ended.is_set() or len(s.times) >= count for s, count in wanted))
 
     def wait(self) -> None:
-        """Until every stream has ended. No token wakes the caller: what is timed has the machine for itself."""
+        """Wait until every stream has ended. Tokens do not wake the caller, so the timed work has the machine for
+        itself."""
         for stream in self._streams:
             stream.ended.wait()
 
     def finish(self) -> None:
-        """Until every stream has all of its reply."""
+        """Wait until every stream has ended; raise KvstrataError if one failed."""
         self.wait()
         if failures := [stream.failure for stream in self._streams if stream.failure]:
             raise KvstrataError(f"A request failed: {failures[0]}")
 
     def require_running(self, hint: str) -> None:
-        """`hint`: what helps where a stream ended because it had all of its reply."""
+        """Raise KvstrataError if a stream has ended. `hint` is the advice for a stream that ended with a complete
+        reply."""
         if any(stream.ended.is_set() for stream in self._streams):
             failures = [stream.failure for stream in self._streams if stream.failure]
             raise KvstrataError(f"A stream ended early: {failures[0] if failures else hint}")
@@ -153,7 +155,7 @@ class Streams:
 
 
 def answer(engine: Engine, request: Request) -> Stream:
-    """A request alone, to its end."""
+    """Run a single request to its end and return its stream."""
     streams = Streams(engine)
     streams.start(request)
     streams.finish()

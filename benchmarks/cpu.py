@@ -1,13 +1,13 @@
-"""A GGUF file on a plain CPU: ours with activations of 8, 16 and 32 bits, and llama.cpp, in one run and in turns.
+"""A GGUF file on a CPU: kvstrata with activations of 8, 16 and 32 bits and llama.cpp, alternating in one run.
 
-Both have the same file, the same token ids and as many threads, and decode greedily. Each side is a process of its
-own. Decoding is timed without the prompt, prefill without logits. Where llama.cpp is not installed ours are alone.
+Both get the same file, the same token ids and the same number of threads, and decode greedily. Each side is a process
+of its own. Decoding is timed without the prompt, prefill without logits. Without llama.cpp only kvstrata is measured.
 
 loaded    resident memory after loading the model less before, mapped pages included; libraries are loaded before.
-          Of llama.cpp without the heap of Node's V8, where the package keeps tokens that llama.cpp has itself
+          For llama.cpp without the V8 heap of Node, where its package keeps a second copy of the tokens
 process   all resident memory of the process then, Node's or Python's included
-KL        of each side to ours with float32 activations, on a text. What converting the file changed (Q6_K, and plain
-          weights that are quantized) counts as llama.cpp's too
+KL        of each side to kvstrata with float32 activations, on a text. Changes made when converting the file (Q6_K,
+          and plain weights that are quantized) count as llama.cpp's too
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from kvstrata.models.default_model import ensure_default_gguf
 from kvstrata.platform.device import usable_cores
 
 LLAMA = "llama.cpp"
-EXACT = 32  # bits of activations that the others are compared with
+EXACT = 32  # activation bits of the reference
 WARM_UP_TOKENS = 4
-TEXT_WINDOW = 256  # tokens that are read as one
+TEXT_WINDOW = 256  # tokens per pass
 SAMPLE = Path(kvstrata.bench.__file__).with_name("sample.txt")
 ACTIVATIONS = (8, 16, 32)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """One model, as each side finds it."""
+    """The measured model: its GGUF file, and the name under which kvstrata loads it."""
 
     gguf: Path
     ours: str | None  # None: the default model, which was made from `gguf`
@@ -55,7 +55,7 @@ class Load:
     activations: tuple[int, ...] = (8, 16, 32)
     batches: tuple[int, ...] = (1, 8)
     prefills: tuple[int, ...] = (512, 2048)
-    prompt_tokens: int = 64  # of what is decoded
+    prompt_tokens: int = 64  # per sequence, before decoding
     reply_tokens: int = 64
     text_tokens: int = TEXT_WINDOW  # for KL; 0: none
     text: str = field(default_factory=SAMPLE.read_text)
@@ -85,16 +85,16 @@ class CpuFigures(Figure):
     model: str
     threads: int
     rounds: int
-    peer: str  # what llama.cpp it is; empty: none
+    peer: str  # version of llama.cpp; empty: none
     missing: str  # why there is none
     rates: list[Rate]
     sides: list[SideFigures]
-    idle_share: float  # most that waiting sides took of a core while another was timed
+    idle_share: float  # largest share of a core used by idle sides while another was timed
 
 
 @dataclass(frozen=True)
 class Work:
-    """Something that each side does and times."""
+    """A timed task that each side runs."""
 
     name: str
     do: str
@@ -105,7 +105,7 @@ class Work:
         return float(side.ask(self.do, **self.command)["seconds"])
 
     def warm_up(self, side: Process) -> None:
-        """All shapes, so that kernels are there, but few steps."""
+        """Run all shapes with few steps, so that kernels are compiled."""
         fewer = {"num_tokens": WARM_UP_TOKENS} if self.do == "decode" else {}
         side.ask(self.do, **{**self.command, **fewer})
 
@@ -138,11 +138,12 @@ def measure(
         )
 
 
-Loaded = dict[Process, dict[str, Any]]  # sides, and what they answered when they had loaded the model
+Loaded = dict[Process, dict[str, Any]]  # side -> response to its load command
 
 
 def _compile(subject: Subject, load: Load, progress: Progress) -> None:
-    """In a process of its own: kernels are kept on disk, and a compiler's memory is not the model's."""
+    """Compile kernels and convert the file in a separate process: the compiler's memory must not count as the
+    model's."""
     progress("compiling kernels, and converting the file where it is new")
     with running("ours", our_command()) as side:
         side.ask("load", path=subject.ours, weights=load.weights, activations=load.activations[0])
@@ -159,7 +160,7 @@ def _load_ours(stack: ExitStack, subject: Subject, load: Load, progress: Progres
 
 
 def _load_theirs(stack: ExitStack, subject: Subject, peer: Peer, loaded: Loaded, progress: Progress) -> str:
-    """Adds llama.cpp to what is loaded, or tells why it cannot be."""
+    """Load the model in llama.cpp and add it to `loaded`. Return the reason if that fails, else an empty string."""
     progress(f"loading {LLAMA}")
     side = stack.enter_context(running(LLAMA, peer.command, peer.folder))
     try:
@@ -208,7 +209,8 @@ def _name(bits: int) -> str:
 
 
 def _works(load: Load, ids: Sequence[int]) -> list[Work]:
-    """All from one text, repeated as often as it takes; prompts of a batch begin at different places in it."""
+    """Return the tasks. All prompts are cut from one repeated text; prompts of a batch begin at different places in
+    it."""
     works: list[Work] = []
     for rows in load.batches:
         starts = range(0, rows * load.prompt_tokens, load.prompt_tokens)
@@ -261,7 +263,8 @@ Losses = dict[str, tuple[float, float]]  # by side: KL and same first choice
 
 
 def _losses(load: Load, ids: Sequence[int], sides: Sequence[Process], progress: Progress) -> Losses:
-    """Over windows of the text. Empty where the exact side is not measured."""
+    """Return KL and top-1 agreement of each side over windows of the text; empty if the float32 side is not
+    measured."""
     exact = next((side for side in sides if side.name == _name(EXACT)), None)
     if exact is None or not load.text_tokens:
         return {}
@@ -289,7 +292,7 @@ def _logprobs(side: Process, ids: Sequence[int], folder: Path) -> np.ndarray:  #
 
 
 def _kl(reference: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Of each position. One side may have some more ids than the tokenizer: no token has them."""
+    """Return the KL divergence at each position. A side may have more ids than the other; no token uses those."""
     num = min(reference.shape[-1], other.shape[-1])
     reference, other = reference[:, :num], other[:, :num]
     return np.maximum((np.exp(reference) * (reference - other)).sum(-1), 0.0)

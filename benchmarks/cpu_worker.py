@@ -1,10 +1,10 @@
-"""Processes of the CPU benchmark, ours and llama.cpp's. Both take the same commands, one at a time.
+"""Processes of the CPU benchmark, kvstrata's and llama.cpp's. Both take the same commands, one at a time.
 
-A command is one JSON line on stdin, its answer one line on stdout; `peers/llama.mjs` describes them. As a program this
-module is our side, which decodes through the engine's own runner.
+A command is one JSON line on stdin, its response one line on stdout; `peers/llama.mjs` describes them. Run as a program
+this module is kvstrata's side, which decodes through the engine's own runner.
 
-Only one works at any moment: a process answers a command before the benchmark sends the next one, and a process that
-waits for a command reads from a pipe. What waiting ones take of the machine all the same is counted.
+Only one side works at a time: a process responds before the benchmark sends the next command, and an idle process
+blocks on a pipe. The CPU time that idle processes use anyway is measured.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ PEERS = ROOT / ".peers"  # where `make peers` puts llama.cpp
 
 
 class SideFailed(KvstrataError):
-    """A side could not do what it was asked for."""
+    """A side failed to run a command."""
 
 
 class Process:
-    """A side that is running. Opened by `running`."""
+    """A running side, started by `running`."""
 
     def __init__(self, name: str, popen: subprocess.Popen[str]) -> None:
         self.name = name
@@ -64,7 +64,7 @@ class Process:
             self._popen.stdin.flush()
             line = self._popen.stdout.readline()
         except BrokenPipeError:
-            pass  # it has ended, which the empty line tells too
+            pass  # the process has ended; the empty line shows that too
         if not line:
             raise SideFailed(f"{self.name} ended before it answered. What it said is above")
         answer = json.loads(line)
@@ -73,7 +73,7 @@ class Process:
         return answer
 
     def cpu_s(self) -> float:
-        """Of all its threads, since it began."""
+        """Return the CPU time of all threads since the process started."""
         times = self._system.cpu_times()
         return times.user + times.system
 
@@ -84,7 +84,7 @@ def running(name: str, command: Sequence[str], folder: Path | None = None) -> It
         try:
             yield Process(name, popen)
         finally:
-            # Both sides end when there is nothing more to read. What is in the middle of a command is not waited for.
+            # Both sides end at the end of their input. A side that is running a command is not waited for.
             assert popen.stdin is not None
             popen.stdin.close()
             try:
@@ -99,7 +99,7 @@ def our_command() -> list[str]:
 
 @dataclass(frozen=True)
 class Peer:
-    """llama.cpp where it is installed; where it is not, `missing` says what to do."""
+    """An installed llama.cpp, or in `missing` the advice how to install it."""
 
     command: tuple[str, ...] = ()
     folder: Path = PEERS
@@ -114,7 +114,7 @@ def find_peer(folder: Path = PEERS) -> Peer:
     node = shutil.which("node")
     if node is None:
         return Peer(missing="llama.cpp is installed for Node, which is not here. Next: install Node 20 or newer")
-    # So that memory can be counted without what waits to be collected.
+    # Collect garbage so that it does not count as memory.
     return Peer((node, "--expose-gc", str(SCRIPT)), folder)
 
 
@@ -122,7 +122,7 @@ Answer = dict[str, Any]
 
 
 class Side:
-    """Loaded model that answers commands."""
+    """A loaded model that runs commands."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
@@ -138,7 +138,7 @@ class Side:
         return {"seconds": time.perf_counter() - began_s}
 
     def decode(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> Answer:
-        """Each step takes the last token of every sequence. Timed are the steps, not the prompts."""
+        """Decode from the last token of every prompt. Only the steps are timed, not the prompts."""
         sampling = Sampling(temperature=0)
         rows = [
             BatchRow(
@@ -164,14 +164,14 @@ class Side:
         return {"rows": found.shape[0], "columns": found.shape[1]}
 
     def _prefilled(self, ids: Sequence[int], capacity: int) -> SequenceCache:
-        """In chunks, as an engine does it that has nothing else to do."""
+        """Prefill in chunks of the size that an idle engine uses."""
         cache = self._runner.new_cache(capacity)
         for start in range(0, len(ids), max_chunk()):
             self._runner.prefill(cache, list(ids[start : start + max_chunk()]))
         return cache
 
     def _steps(self, rows: Sequence[BatchRow], num_tokens: int) -> list[list[int]]:
-        """One step is always in flight while the one before is read, as in the engine."""
+        """Decode with one step in flight while the step before is read, as in the engine."""
         later = [BatchRow(row.id, row.cache, (), row.sampler) for row in rows]
         flying: PendingStep = self._runner.launch(rows, None)
         found = []
@@ -184,7 +184,7 @@ class Side:
 
 
 def resident_bytes() -> int:
-    """Mapped pages included."""
+    """Return the resident memory of this process, mapped pages included."""
     return psutil.Process().memory_info().rss
 
 
@@ -198,13 +198,13 @@ def _load(path: str | None, weights: Any, activations: Any) -> tuple[Side, Answe
 
 
 def _import_libraries() -> None:
-    """What a process has whatever its model: llama.cpp's are loaded before its model too."""
+    """Import the libraries that every model needs, before memory is measured, as llama.cpp's are."""
     for name in ("mlx_lm.utils", *(("kvstrata.packed.block",) if find_spec("numba") else ())):
         import_module(name)
 
 
 def main() -> None:
-    # Whatever else is printed must not be taken for an answer.
+    # Other output must not be read as a response.
     answers, sys.stdout = sys.stdout, sys.stderr
     mx.set_default_device(mx.cpu)
     side: Side | None = None

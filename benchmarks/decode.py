@@ -1,7 +1,7 @@
-"""Decoding over a long prefix, one sequence: full precision and sealed precisions, beside mlx-lm's own caches.
+"""Decoding one sequence over a long prefix: full precision and sealed precisions, beside mlx-lm's own caches.
 
-The prefix is random numbers put into the caches: how fast a step is does not depend on what they are. All caches are
-measured in turns in one process, several rounds; rates are medians. A cache that cannot run says why instead.
+The prefix is random KV, because the time of a step does not depend on the values. All caches are measured alternately
+in one process over several rounds; rates are medians. A cache that cannot run reports the reason instead.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvstrata.models.probe import probe
 PRECISIONS = ("raw", "planes:8", "planes:4")
 QUANTIZED_BITS = (8, 4)  # of mlx-lm's quantized cache, in groups of 64
 WARM_UP_TOKENS = 8
-CHUNK_TOKENS = 4096  # of random numbers at a time
+CHUNK_TOKENS = 4096  # filled with random KV at a time
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Opponent(Protocol):
     def nbytes(self) -> int: ...
 
     def step(self, token: mx.array) -> mx.array:
-        """One token [1] -> the next, and everything on the way, started but not waited for."""
+        """Start one decode step on a token [1] and return the next token, without waiting for it."""
         ...
 
 
@@ -82,7 +82,7 @@ def measure(
             cache = make()
             _decode_s(cache, WARM_UP_TOKENS)
         except (RuntimeError, ValueError) as error:
-            # MLX's own, for what it has no kernel for.
+            # MLX's own error for an operation without a kernel.
             failed[name] = " ".join(str(error).split())[:200]
         else:
             running[name] = cache
@@ -169,7 +169,7 @@ class _Theirs:
 
 @dataclass(frozen=True)
 class Vectors:
-    """What a layer keeps of a token, as keys or as values."""
+    """Shape and dtype of the keys or the values that a layer keeps of a token."""
 
     num_heads: int
     dim: int
@@ -180,7 +180,7 @@ Shapes = list[tuple[Vectors, Vectors]]  # K and V of each layer
 
 
 def _shapes(loaded: LoadedModel) -> Shapes:
-    """From a pass over one token."""
+    """Return the shapes of K and V in each layer, found by running one token."""
     caches = make_prompt_cache(loaded.module)
     if any(type(cache) is not KVCache for cache in caches):
         raise ModelError(
@@ -206,7 +206,7 @@ def _random(vectors: Vectors, num_tokens: int) -> mx.array:
 
 
 def _decode_s(cache: Opponent, num_tokens: int) -> float:
-    """One step is always in flight while the one before is read, as an engine does it."""
+    """Return the time of decoding with one step in flight while the step before is read, as in the engine."""
     token = mx.array([0])
     mx.eval(token)
     began_s = time.perf_counter()

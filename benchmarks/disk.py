@@ -1,13 +1,13 @@
 """Speed of the disk tier beside one plain file of the same size, and the bytes that request traces write to it.
 
-rates   Both are on the disk when writing ends (fsync), and are read from the disk where the system can be told to
-        forget a file (Linux); elsewhere from its memory. Blocks get a checksum, an entry in the catalogue and a file
-        each, and two threads read them; one writes and reads the plain file.
-writes  After each reply, or at eviction only. The disk loses nothing. A trace does not tell how a reply enters the next
-        prompt, so there are two bounds. At least: the next prompt of a session begins with the whole last prompt and
-        its reply, and nothing is written twice. At most: every next prompt has the last reply in other tokens, and all
-        after the last whole block of 512 tokens that both prompts share is written again. At eviction a block is
-        written once, when memory first evicts it.
+rates   Writing ends when the data is on the disk (fsync). Reading is from the disk where the system can drop a file
+        from the page cache (Linux), elsewhere from memory. Blocks have a checksum, an entry in the catalogue and a file
+        each, and two threads read them; one thread writes and reads the plain file.
+writes  Policies: after each reply, or at eviction only. The disk evicts nothing. A trace does not tell how a reply
+        enters the next prompt, so there are two bounds. Lower: the next prompt of a session begins with the whole last
+        prompt and its reply, and nothing is written twice. Upper: every next prompt has the last reply in other tokens,
+        and everything after the last whole block of 512 tokens that both prompts share is written again. At eviction
+        a block is written once, when memory first evicts it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Times:
 
 
 def measure(directory: Path, num_blocks: int, block_bytes: int, rounds: int, progress: Progress = silent) -> DiskRates:
-    """`directory`: on the disk that is asked about."""
+    """Measure rates in `directory`, which must be on the measured disk."""
     blocks = list(_blocks(num_blocks, block_bytes))
     cases = {"blocks": lambda: _through_tier(directory, blocks), "a plain file": lambda: _as_file(directory, blocks)}
     ours, plain = in_turns(cases, rounds, progress).values()
@@ -94,7 +94,7 @@ def _rate(what: str, nbytes: int, ours_s: Sequence[float], plain_s: Sequence[flo
 
 
 def _blocks(num_blocks: int, block_bytes: int) -> Iterator[Block]:
-    """One conversation."""
+    """Yield the chained blocks of one conversation."""
     random, parent = np.random.default_rng(0), ROOT
     for number in range(num_blocks):
         ids = random.integers(0, 50_000, BLOCK_TOKENS, np.int32)
@@ -200,12 +200,12 @@ class DiskWrites(Figure):
     evicted_bytes: int  # at eviction from that, prompts alone: replies are no blocks of a trace
 
     def a_day(self, num_bytes: int) -> float:
-        """Bytes, if the trace went on day and night."""
+        """Scale bytes to a day of the same load."""
         return num_bytes * 24 / self.hours if self.hours else 0.0
 
 
 def measure_writes(trace: Trace, memories: Sequence[int], token_bytes: int) -> list[DiskWrites]:
-    """A row for each size of memory for KV."""
+    """Return a row for each size of memory for KV."""
     hours = (trace.requests[-1].time_s - trace.requests[0].time_s) / 3600
     least, most = (token_bytes * tokens for tokens in _written_tokens(trace))
     block_bytes = TRACE_BLOCK_TOKENS * token_bytes
@@ -247,10 +247,10 @@ def _gib_a_day(row: DiskWrites, num_bytes: int) -> str:
 
 
 def _written_tokens(trace: Trace) -> tuple[int, int]:
-    """At least and at most."""
+    """Return the lower and the upper bound of written tokens."""
     least = most = 0
     known: set[int] = set()
-    ends: dict[int, int] = {}  # of each session's last prompt and reply
+    ends: dict[int, int] = {}  # session -> end of its last prompt and reply, in tokens
     for request, numbers, session in zip(trace.requests, trace.numbers, sessions(trace), strict=True):
         ids = numbers.tolist()
         num_known = next((at for at, number in enumerate(ids) if number not in known), len(ids))
@@ -266,7 +266,7 @@ def _written_tokens(trace: Trace) -> tuple[int, int]:
 
 
 def _num_evicted(trace: Trace, num_blocks: int) -> int:
-    """Distinct blocks that memory lets go at least once."""
+    """Return the number of distinct blocks that memory evicts at least once."""
     evicted: set[int] = set()
     store = StrataStore(num_blocks, evicted.update)
     for request in trace.requests:

@@ -1,7 +1,7 @@
-"""The engine beside mlx-lm's BatchGenerator: the same model, the same prompts, one process, taking turns.
+"""The engine beside mlx-lm's BatchGenerator: same model, same prompts, alternating in one process.
 
-Decoding is timed while the batch is full: from when every sequence has its first token to when the first of them ends.
-Prefill is timed from handing in one prompt to its first token. Rates are medians over the rounds, ratios are medians of
+Decoding is timed while the batch is full: from the first token of the last sequence to the end of the first sequence.
+Prefill is timed from submitting one prompt to its first token. Rates are medians over the rounds, ratios are medians of
 the rounds' ratios.
 """
 
@@ -105,7 +105,7 @@ def decode_tokens_s(run: Run) -> float:
 
 def run_ours(engine: Engine, prompts: Sequence[Prompt], reply_tokens: int) -> Run:
     streams = Streams(engine)
-    salt = uuid.uuid4().hex  # what an earlier round stored is not found: mlx-lm's side computes all of it, too
+    salt = uuid.uuid4().hex  # no hits from earlier rounds: mlx-lm computes all prompts, too
     for prompt in prompts:
         streams.start(greedy(prompt, reply_tokens, salt))
     streams.finish()
@@ -169,7 +169,7 @@ def main(
     """Measure the engine beside mlx-lm's BatchGenerator: batch 1, batch 8, and the prefill of 512 tokens."""
     load = Load(numbers(batches, 1, MAX_BATCH), prompt_tokens, reply_tokens)
     loaded = load_model(model, random_weights=random_weights)
-    # All prompts are read first, so that the whole batch decodes together, as the other engine's does.
+    # Prefill all prompts first, so that the whole batch decodes together, as in mlx-lm's generator.
     with running(Engine(loaded, EngineLimits(prefill_share=1.0), Metrics())) as engine:
         show(measure(loaded, engine, load, rounds=rounds, progress=say), table, as_json=as_json)
 

@@ -1,4 +1,4 @@
-"""Client of the server benchmark, in a process of its own: one line on its input, one round of streams, one line back.
+"""Client process of the server benchmark: reads a line from stdin, runs one round of streams, writes a line to stdout.
 
 It is a separate module so that this process imports neither MLX nor the server.
 """

@@ -1,6 +1,6 @@
-"""Chats that need four times the memory there is: precision that steps down, beside eviction at full precision.
+"""Chats that need four times the available memory: step-down of precision, beside eviction at full precision.
 
-The same load twice, one after the other: every chat comes once, then all of them come back for their next turns.
+Both policies get the same load, one after the other: every chat runs its first turn, then all of them return for more.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ SAMPLE_S = 0.1  # 10 Hz
 class Load:
     chats: int = 12
     turns: int = 3
-    turn_tokens: int = 192  # that each turn adds to the prompt
+    turn_tokens: int = 192  # added to the prompt by each turn
     reply_tokens: int = 24
     at_once: int = 2  # requests that run together
 
     @property
     def chat_tokens(self) -> int:
-        """Of one chat at its end."""
+        """Return the length of one chat at its end."""
         return self.turns * (self.turn_tokens + self.reply_tokens)
 
     @property
     def num_tokens(self) -> int:
-        """All that is computed once, if nothing is ever computed again."""
+        """Return the number of tokens computed if every cached token is reused."""
         return self.chats * self.turns * (self.turn_tokens + self.reply_tokens)
 
 
@@ -61,11 +61,11 @@ class LadderRun(Figure):
     failed: int
     prompt_tokens: int
     cached_tokens: int
-    limit_bytes: int  # of all memory: weights, KV and what passes take
+    limit_bytes: int  # of all memory: weights, KV and activations
     budget_bytes: int  # of KV
     needed_bytes: int  # of KV, to keep all of it at full precision
     sampled_peak_bytes: int  # active memory, looked at ten times a second
-    peak_bytes: int  # what the allocator says it ever was
+    peak_bytes: int  # the allocator's own peak
     samples: int
     stepped_down_spans: int
     evicted_tokens: int
@@ -80,7 +80,7 @@ class LadderRun(Figure):
 
 
 class PeakMemorySampler:
-    """Looks at the allocator's active memory at a steady rate, on a thread of its own."""
+    """Sampler of the allocator's active memory, at a steady rate on a thread of its own."""
 
     def __init__(self, others_bytes: int) -> None:
         self._others_bytes = others_bytes
@@ -107,8 +107,9 @@ class PeakMemorySampler:
 
 
 def measure(loaded: LoadedModel, load: Load, *, share: float = 0.25, progress: Progress = silent) -> list[LadderRun]:
-    """Both policies under a memory limit that leaves KV this share of what the load needs at full precision."""
-    mx.eval(arrays_in(loaded.module))  # what is lazy belongs to this thread
+    """Run both policies under a memory limit that leaves KV `share` of the bytes that the load needs at full
+    precision."""
+    mx.eval(arrays_in(loaded.module))  # lazy arrays can be evaluated on this thread only
     layout = probe(loaded.module, None)
     limit_bytes = _limit_bytes(loaded, layout, load, share)
     runs = []
@@ -160,7 +161,7 @@ def _needed_bytes(layout: Layout, load: Load) -> int:
 
 def _run(loaded: LoadedModel, load: Load, policy: str, limit_bytes: int, needed_bytes: int) -> LadderRun:
     gc.collect()
-    # What else the process holds is not counted.
+    # Other memory of the process is not counted.
     others_bytes = max(0, mx.get_active_memory() - loaded.weight_bytes)
     # No longer context than a chat has: one policy must not get less KV because it could hold longer ones.
     limits = EngineLimits(

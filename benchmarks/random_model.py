@@ -1,4 +1,4 @@
-"""Model of a real shape with random weights: for speed, where no checkpoint can be had. Its replies make no sense."""
+"""Models of a real shape with random weights, for speed tests without a checkpoint. Their replies make no sense."""
 
 from __future__ import annotations
 
@@ -102,12 +102,12 @@ def random_model(config: dict[str, Any] = QWEN3_0_6B, *, seed: int = 0) -> Loade
 def write_random_model(
     folder: Path, tokenizer: Path, config: dict[str, Any] = QWEN3_0_6B, *, seed: int = 0
 ) -> dict[str, Any]:
-    """As a folder that any server on MLX loads, with the tokenizer, and so the vocabulary, of another one. Gives its
+    """Write a random model with the tokenizer and vocabulary of another one, loadable by any MLX server. Return its
     config."""
     from mlx_lm.utils import save_config, save_model
 
     theirs = json.loads((tokenizer / "config.json").read_text()) if (tokenizer / "config.json").is_file() else {}
-    theirs |= theirs.get("text_config", {})  # of a model that sees pictures, too
+    theirs |= theirs.get("text_config", {})  # for vision-language models
     if "vocab_size" not in theirs:
         raise ConfigError(f"{tokenizer} has no config.json that tells its vocab_size. Name another folder.")
     taken = {name: theirs[name] for name in ("vocab_size", "bos_token_id", "eos_token_id") if name in theirs}
@@ -119,7 +119,7 @@ def write_random_model(
 
 
 def _tokenizer(vocab_size: int) -> TokenizerWrapper:
-    """A word for each id, so that replies can be turned into text."""
+    """Return a tokenizer with one word for each id, so that replies can be decoded to text."""
     tokenizer = Tokenizer(models.WordLevel({f"w{i} ": i for i in range(vocab_size)}, unk_token="w0 "))
     tokenizer.decoder = decoders.Fuse()
     return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=tokenizer))

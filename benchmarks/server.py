@@ -94,7 +94,7 @@ def _served(loaded: LoadedModel) -> Iterator[tuple[Server, str]]:
 
 
 def _bodies(name: str, loaded: LoadedModel, streams: int, reply_tokens: int) -> list[dict[str, Any]]:
-    """As `_through_engine` asks: a reply that never ends early."""
+    """Return the same requests as `_through_engine`: replies that never end early."""
     bias = {str(id_): -100 for id_ in loaded.eos_ids}
     common = {"model": name, "max_tokens": reply_tokens, "temperature": 0, "stream": True, "logit_bias": bias}
     return [{**common, "prompt": list(_prompt(i))} for i in range(streams)]

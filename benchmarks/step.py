@@ -1,14 +1,13 @@
 """Time of a decode step by place in the code, beside plain work on this machine.
 
 The engine's thread is sampled every two milliseconds while a batch decodes. A sample counts for the innermost frame
-that belongs to a package of kvstrata, so the time of a kernel is that of the code that calls it. On a GPU the thread
-builds and issues work and then waits for its result; only the wait is the GPU's own time.
+that belongs to a package of kvstrata, so the time of a kernel is attributed to the code that calls it. On a GPU the
+thread builds and issues work and then waits for its result; only the wait is the GPU's own time.
 
-Each part is compared with plain work: reading all weights and all KV as fast as a copy of memory, and on a CPU the
-products as fast as one large product of float32 numbers. On a GPU the parts cannot be told apart: the whole step is
-compared. The comparison exists only for models whose steps are known to read all weights and have no windows. It is a
-yardstick rather than a bound: reading alone can be somewhat faster than a copy, and products of bytes faster than those
-of float32 numbers.
+Each part is compared with plain work: reading all weights and all KV as fast as a memory copy, and on a CPU the matrix
+products as fast as one large float32 product. On a GPU the parts cannot be separated, so the whole step is compared.
+The comparison exists only for models whose steps are known to read all weights and have no windows. It is a yardstick
+rather than a bound: reading alone can be somewhat faster than a copy, and products of bytes faster than float32 ones.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ KNOWN = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def copy_gb_s() -> float:
-    """Read and written, by all cores or by the GPU."""
+    """Return the rate of a memory copy on all cores or on the GPU, counting bytes read and written."""
     copy = _copy_by_cores if mx.default_device() == mx.cpu else _copy_by_gpu
     return 2 * COPY_BYTES / copy() / 1e9
 
@@ -67,7 +66,7 @@ def _copy_by_gpu() -> float:
 
 
 def _copy_by_cores() -> float:
-    """Into memory that is there: the system takes longer to find new pages than a core to fill them."""
+    """Time a copy into allocated memory: mapping new pages takes longer than filling them."""
     num_cores = usable_cores()
     pieces = np.array_split(np.ones(COPY_BYTES, np.uint8), num_cores)
     places = np.array_split(np.ones(COPY_BYTES, np.uint8), num_cores)
@@ -80,11 +79,11 @@ class Products:
     """Multiplications for one token."""
 
     in_layers: int
-    in_output: int  # which a prompt needs once
+    in_output: int  # needed once per prompt
 
 
 def products(config: Mapping[str, Any]) -> Products | None:
-    """By a model's config. None: it is not one of those that this is known of."""
+    """Return the multiplications of a model by its config, or None for a model type that is not known."""
     if config.get("model_type") not in KNOWN:
         return None
     hidden, heads, layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
@@ -95,11 +94,11 @@ def products(config: Mapping[str, Any]) -> Products | None:
     return Products(layers * (attention + mlp), hidden * config["vocab_size"])
 
 
-LOOK_S = 0.002  # more often, and the looking shows in the figures
+LOOK_S = 0.002  # shorter intervals would distort the figures
 
 PREFILL_TOKENS, PREFILLS = 512, 3
 
-# Innermost first: where a file's path has such a piece, that is what the time is for.
+# Part of a source path -> place that the time counts for. `place_of` searches from the innermost frame outwards.
 PLACES = (
     ("kvstrata/packed/", "products of packed weights"),
     ("kvstrata/attention/", "attention"),
@@ -127,7 +126,7 @@ class Share(Figure):
 
 @dataclass(frozen=True)
 class Limit(Figure):
-    """A part of a step, beside the time that plain work of that size takes."""
+    """A part of a step, beside the time of plain work of the same size."""
 
     what: str
     plain_ms: float
@@ -156,7 +155,7 @@ class StepFigures(Figure):
 
 @dataclass(frozen=True)
 class Machine:
-    """What it gives to plain work, and what a model asks of it."""
+    """Rates of this machine for plain work, and the work of a model's step."""
 
     copy_gb_s: float
     gflops: float
@@ -174,7 +173,7 @@ class Machine:
 
 
 class Looks:
-    """What a thread does, looked at from another one."""
+    """Samples of a thread's stack, taken from another thread."""
 
     def __init__(self, thread: int) -> None:
         self._thread = thread
@@ -184,7 +183,7 @@ class Looks:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        # A thread that computes in Python lets others in this often.
+        # Interval at which a thread that runs Python code releases the GIL.
         before_s = sys.getswitchinterval()
         sys.setswitchinterval(LOOK_S / 2)
         self._looker.start()
@@ -241,7 +240,7 @@ def measure(
 
 
 def _limits(step: StepTime, machine: Machine, tokens: float) -> Iterator[Limit]:
-    """`tokens`: that a row reads, in the middle of its reply."""
+    """Yield the limits of a step. `tokens` is the context that a row reads in the middle of its reply."""
     asked, on_cpu = machine.products, mx.default_device() == mx.cpu
     if asked is None:
         return
@@ -264,7 +263,7 @@ def _prefill(loaded: LoadedModel, engine: Engine, machine: Machine) -> Limit | N
     rng = random.Random(0)
     prompts = [random_prompt(rng, loaded, PREFILL_TOKENS) for _ in range(1 + PREFILLS)]
     times = [answer(engine, greedy(prompt, 2, uuid.uuid4().hex)).first_token_s for prompt in prompts]
-    took_ms = 1e3 * statistics.median(times[1:])  # the first one warms
+    took_ms = 1e3 * statistics.median(times[1:])  # the first one is a warm-up
     num_products = PREFILL_TOKENS * asked.in_layers + asked.in_output
     return machine.multiplying(f"a prompt of {PREFILL_TOKENS} tokens, as a product", num_products, took_ms)
 

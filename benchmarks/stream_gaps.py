@@ -1,7 +1,7 @@
-"""Gaps between the tokens of running streams while blocks are written, KV is requantized or a prompt is read.
+"""Gaps between the tokens of running streams while blocks are written, KV is requantized or a prompt is prefilled.
 
-spilling       One engine and one set of streams, windows in turns: in one window nothing is written, in the next the
-               whole cache is, until its last byte is on the disk. The disk is then emptied outside of any window.
+spilling       One engine and one set of streams, in alternating windows: one without writes, one in which the whole
+               cache is written, until its last byte is on the disk. The disk is then emptied outside of any window.
 requantize     Precision changes under running streams: pauses, freed bytes, and the cost beside a second prefill.
 prefill-share  A long prompt beside running streams, for several shares of the time that prompts may take.
 """
@@ -42,7 +42,7 @@ DISK_BYTES = 8 << 30
 STREAM_PROMPT_TOKENS = 64
 MAX_REPLY_TOKENS = 4096
 SPILLING_STEADY_TOKENS = 8
-# What a server may add to the time between two tokens by spilling.
+# Allowed increase of the time between two tokens by spilling.
 SPILLING_BOUND = 1.2
 
 
@@ -78,7 +78,7 @@ class Spilling(Figure):
 @dataclass(frozen=True)
 class SpillingLoad:
     streams: int = 4
-    conversations: int = 8  # that are spilled in each round
+    conversations: int = 8  # spilled in each round
     conversation_tokens: int = 512
     precision: str = "raw"
 
@@ -89,7 +89,7 @@ class _Window:
     ended_s: float
 
     def intervals(self, streams: Streams) -> list[float]:
-        """Between two tokens of a stream that both came in this window."""
+        """Return the times between two tokens of a stream that both arrived in this window."""
         gaps = [gap for stream in streams for gap in stream.gaps()]
         return [b - a for a, b in gaps if self.began_s <= a and b <= self.ended_s]
 
@@ -99,7 +99,7 @@ def measure_spilling(
 ) -> Spilling:
     with tempfile.TemporaryDirectory(prefix="kvstrata-bench-") as folder:
         disk = DiskOptions(Path(folder), DISK_BYTES, reserve_bytes=0, flush_s=0)
-        # Stored before the windows, written in them.
+        # Cached before the windows, written within them.
         storage = KvConfig(k=parse(load.precision), v=parse(load.precision), disk_write="at-eviction")
         limits = EngineLimits(max_running=load.streams)
         with running(Engine(loaded, limits, Metrics(), storage, disk)) as engine:
@@ -161,14 +161,14 @@ def _windows(engine: Engine, streams: Streams, rounds: int, progress: Progress) 
 def _spill(engine: Engine) -> _Window:
     engine.ask(lambda core: _cache_of(core).offloader.offer_changed()).result()
     began = time.perf_counter()
-    # Each question is answered between two steps: this waits, it does not spin.
+    # The engine responds between two steps, so this loop blocks rather than spins.
     while engine.ask(_is_spilling).result():
         pass
     return _Window(began, time.perf_counter())
 
 
 def _rest(engine: Engine, seconds: float) -> _Window:
-    """As long, and asked as often."""
+    """Run a window without writes, as long as the other one and with as many engine calls."""
     began = time.perf_counter()
     while time.perf_counter() < began + seconds:
         engine.ask(_is_spilling).result()
@@ -200,7 +200,7 @@ def _store(engine: Engine, loaded: LoadedModel, load: SpillingLoad) -> None:
     for _ in range(load.conversations):
         stored.start(greedy(random_prompt(rng, loaded, load.conversation_tokens), 1))
     stored.wait()
-    # Trimmed or encoded: from here on there is nothing to do but to spill.
+    # Trimmed or encoded: from here on only spilling is left to do.
     while engine.ask(lambda core: core.pacer.has_work).result():
         engine.ask(lambda core: core.pacer.run_slice(1.0)).result()
 
@@ -217,7 +217,7 @@ def _start_streams(engine: Engine, loaded: LoadedModel, count: int) -> Streams:
 
 
 REQUANTIZING_STEADY_TOKENS = 12  # of each stream, before anything is changed
-USUAL_STEPS = 8  # before a change, that tell how long a step usually takes
+USUAL_STEPS = 8  # before a change, to measure the usual time of a step
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def measure_requantizing(
     reply_tokens: int = 160,
     precisions: tuple[str, ...] = ("planes:8", "planes:4"),
 ) -> list[Requantized]:
-    mx.eval(arrays_in(loaded.module))  # what is lazy belongs to this thread
+    mx.eval(arrays_in(loaded.module))  # lazy arrays can be evaluated on this thread only
     metrics, rng = Metrics(), random.Random(1)
     # All prompts first: the streams then run together, however many there are.
     limits = EngineLimits(max_running=streams, buffer_step_tokens=reply_tokens, prefill_share=1.0)
@@ -319,27 +319,28 @@ def _change(engine: Engine, streams: Streams, precision: str, prefill_s: float) 
 
 
 def _begin(core: EngineCore, precision: str) -> ChangeResult:
-    """A dry run and the change, between the same two steps: tokens that came between them would be in one only."""
+    """Run the dry run and the change between the same two steps; tokens decoded between them would count in only
+    one."""
     said = CacheApi(core).requantize(PrecisionChange(parse(precision), parse(precision), dry_run=True))
     CacheApi(core).requantize(PrecisionChange(parse(precision), parse(precision)))
     return said
 
 
 def _finish(engine: Engine) -> ChangeProgress:
-    """Each question is answered between two steps: this waits, it does not spin."""
+    """Wait for the change to end. The engine responds between two steps, so this loop blocks rather than spins."""
     while (progress := engine.ask_cache(lambda cache: cache.requantize_progress()).result()).is_running:
         pass
     return progress
 
 
 def _held(core: EngineCore) -> tuple[int, int]:
-    """By our own count, and by MLX's."""
+    """Return the bytes held by kvstrata's count and by MLX's."""
     usage = CacheApi(core).usage()
     return usage.running_bytes + usage.tiers["hot"].nbytes, usage.allocator_bytes
 
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
-# Of each stream, before the prompt comes and after its first token: how long a step takes without it.
+# Tokens of each stream before the prompt and after its first token, to measure a step without the prompt.
 SHARING_STEADY_TOKENS = 24
 # At the default share: what a running stream and a new prompt may lose to each other.
 SHARING_BOUND = 2.5
@@ -379,7 +380,7 @@ def measure_prefill_shares(
     prompt_tokens: int = 3000,
     progress: Progress = silent,
 ) -> list[Sharing]:
-    mx.eval(arrays_in(loaded.module))  # what is lazy belongs to this thread
+    mx.eval(arrays_in(loaded.module))  # lazy arrays can be evaluated on this thread only
     rows = []
     for share in shares:
         progress(f"share {share:g}: {prompt_tokens} prompt tokens, alone and beside {streams}")

@@ -1,27 +1,27 @@
-"""The errors that people and clients are told of. A few more stay inside the room that raises them.
+"""Tree of the errors that users and clients see. A few more are internal to the package that raises them.
 
     KvstrataError
     |-- ConfigError             a setting that makes no sense
-    |   |-- UnsupportedCodec    codecs/: a precision that this version or this head_dim has not
+    |   |-- UnsupportedCodec    codecs/: a precision that this version or head_dim does not support
     |   |-- MismatchedArrays    codecs/: arrays that do not belong together, or not to their codec
     |   `-- CacheDirectoryBusy  tiers/: another server uses the disk cache's folder
     |-- ModelError              a model that is missing, damaged or not supported
-    `-- RequestError            a request that cannot be served; carries what an HTTP answer needs
+    `-- RequestError            a request that cannot be served; has the fields of an HTTP response
         |-- InvalidRequest      400: the client must change something
         |   `-- UnusableFile    a file that cannot be imported: damaged, another model's, or not what it should be
         |-- ContextTooLong      400: prompt and max_tokens do not fit the context
         |-- NeverFits           400: larger than the whole memory budget
-        |-- MemoryPinned        400: there is no room beside what is pinned
+        |-- MemoryPinned        400: pinned KV leaves too little memory
         |-- Unauthorized        401: no key, or not one of ours
         |-- Forbidden           403: a host or page that a server without keys does not answer; pins past a key's quota
         |-- ModelNotFound       404: another model's name
-        |-- ResponseNotFound    404: a response that is not kept, or another key's
-        |-- SessionNotFound     404: a session that is not known, or another key's
-        |-- ConversationNotFound 404: a conversation that is not held (any more), or another key's
+        |-- ResponseNotFound    404: a response that is not kept or belongs to another key
+        |-- SessionNotFound     404: a session that is unknown or belongs to another key
+        |-- ConversationNotFound 404: a conversation that is not cached or belongs to another key
         |-- RequestTimeout      408: headers or body did not arrive in time
         |-- BodyTooLarge        413: more bytes than the server reads
-        |-- UnsupportedCoding   415: a compressed body of a kind that the server does not read
-        |-- QueueFull           429: try again in a while
+        |-- UnsupportedCoding   415: a content encoding that the server does not support
+        |-- QueueFull           429: too many waiting requests; retry later
         |-- HeadersTooLarge     431: more bytes than the server reads before a body
         |-- ReplyFailed         500: the engine could not finish a reply
         `-- Unavailable         503: the server is draining, has too many connections or bodies, or its engine stopped
@@ -33,7 +33,7 @@ from __future__ import annotations
 
 
 class KvstrataError(Exception):
-    """The root of the tree."""
+    """Base class of all errors that are shown to users and clients."""
 
 
 class ConfigError(KvstrataError):
@@ -71,7 +71,10 @@ class UnusableFile(InvalidRequest):
 
 
 class ContextTooLong(RequestError):
-    """Where the prompt alone is too long: how many tokens it has, and how many it may have. Otherwise 0."""
+    """The prompt, or the prompt plus max_tokens, exceeds the context.
+
+    `num_tokens` and `max_tokens` are set when the prompt alone is too long, otherwise 0.
+    """
 
     code = "context_length_exceeded"
 
@@ -86,7 +89,10 @@ class NeverFits(RequestError):
 
 
 class MemoryPinned(RequestError):
-    """No 5xx and no 409: clients would send it again and again, and pins do not go by themselves."""
+    """Pinned KV leaves too little memory for the request.
+
+    The status is neither 5xx nor 409: clients retry those again and again, and pins may never expire.
+    """
 
     code = "memory_pinned"
 

@@ -1,10 +1,10 @@
-"""Every metric, declared once.
+"""Declarations of all metrics.
 
-Knows Prometheus and the names that dashboards expect. Does not know where a number comes from: the engine counts and
-observes as it runs, and the handler of a scrape first says how things are (`set_load`, `set_cache`).
+Knows Prometheus and the names that dashboards expect, not the source of a number: the engine counts and observes as it
+runs, and the handler of a scrape first sets the current values (`set_load`, `set_cache`).
 
-Numbers that vLLM's dashboards know go by vLLM's names; everything else is `kvstrata_*`. Prometheus adds `_total` to
-counters. Every method may be called from any thread.
+Metrics that vLLM's dashboards use have vLLM's names; all others are `kvstrata_*`. Prometheus adds `_total` to counters.
+All methods are thread-safe.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REQUEST_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
-# What the cache counts since the start; shown as 0 before it happens for the first time.
+# Counters of the cache since the start; exported as 0 until the first event.
 CACHE_COUNTERS = {
     "queried_tokens": "Prompt tokens that were looked up",
     "hit_tokens": "Of those, found and really not computed",
@@ -38,7 +38,7 @@ CACHE_COUNTERS = {
     "ttl_pins": "Prompts pinned for some time because their request asked for it",
     "ttl_pins_over_quota": "Prompts that were not, because their key's quota is used up",
 }
-# Counted along with the rest, but they rise and fall.
+# Gauges among the cache's counters.
 CACHE_LEVELS = {
     "disk_queue_bytes": "Bytes that wait to be written to the disk",
     "disk_limit_bytes": "Most that the disk tier may take",
@@ -50,12 +50,13 @@ CACHE_LEVELS = {
 EVENT_KINDS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 REFUSED = "refused_"  # and the reason
 DROPPED = "dropped_tokens_"  # and the reason
-DISK = "disk_"  # and the event, and the reason; but for what ends in _bytes
+DISK = "disk_"  # and the event and reason, except names that end in _bytes
 REMOTE = "remote_"  # likewise
 
 
 class CacheCollector(Collector):
-    """What the cache last said of itself, told at each scrape. Its counters are its own: here they are only shown."""
+    """Collector that exports the last reported state of the cache. The cache counts; the collector only shows its
+    counters."""
 
     def __init__(self) -> None:
         self.tiers: Mapping[str, Mapping[str, Any]] = {}
@@ -117,12 +118,12 @@ def _seconds(name: str, what: str, buckets: tuple[float, ...], registry: Collect
 
 
 def _total(counter: Counter) -> int:
-    """Of one without labels."""
+    """Return the value of a counter without labels."""
     return int(next(iter(counter.collect())).samples[0].value)
 
 
 class PromptMetrics:
-    """What is done to prompts so that their prefixes stay the same."""
+    """Metrics of the prompt changes that keep prefixes stable."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         what = "Messages that a rule changed or kept in place so that prefixes stay the same, by rule"
@@ -132,7 +133,7 @@ class PromptMetrics:
         self._replayed_tokens = Counter("kvstrata_replayed_tokens", "Tokens of those", registry=registry)
 
     def count(self, hygiene: Mapping[str, int], *, replayed_turns: int, replayed_tokens: int) -> None:
-        """One prompt. `hygiene`: how often each rule was used."""
+        """Count one prompt. `hygiene` maps a rule to the number of times it was applied."""
         for rule, times in hygiene.items():
             self._hygiene.labels(rule=rule).inc(times)
         self._replayed_turns.inc(replayed_turns)
@@ -140,7 +141,7 @@ class PromptMetrics:
 
 
 class EventMetrics:
-    """KV events that routers hear."""
+    """Metrics of the KV events that are published to routers."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         what = "KV events that were published, by kind"
@@ -155,13 +156,13 @@ class EventMetrics:
 
 
 class Metrics:
-    """All metrics of one server, in a registry of its own, so that two servers in one process do not mix."""
+    """All metrics of one server, in a registry of their own, so that two servers in one process do not mix."""
 
     def __init__(self) -> None:
         registry = CollectorRegistry()
         self.registry = registry
 
-        # Under the names that dashboards know.
+        # vLLM's names, which dashboards use.
         self.running = Gauge("vllm:num_requests_running", "Requests in the batch", registry=registry)
         self.waiting = Gauge("vllm:num_requests_waiting", "Requests in the queue", registry=registry)
         self.kv_usage = Gauge("vllm:kv_cache_usage_perc", "Share of the KV budget in use, 0 to 1", registry=registry)
@@ -190,7 +191,7 @@ class Metrics:
             "vllm:e2e_request_latency", "From arrival to the end of the reply", REQUEST_BUCKETS, registry
         )
 
-        # Our own.
+        # kvstrata's own names.
         self.prefill_tokens = Counter(
             "kvstrata_prefill_tokens", "Prompt tokens really computed (again after being set aside)", registry=registry
         )
@@ -226,7 +227,7 @@ class Metrics:
     def set_load(
         self, *, running: int, waiting: int, kv_bytes: int, kv_budget_bytes: int, active_bytes: int, peak_bytes: int
     ) -> None:
-        """Set the gauges to what the engine says at this moment."""
+        """Set the gauges of the engine's current load."""
         self.running.set(running)
         self.waiting.set(waiting)
         self.kv_bytes.set(kv_bytes)
@@ -238,7 +239,7 @@ class Metrics:
         self.peak_bytes.set(peak_bytes)
 
     def set_blocks(self, *, block_tokens: int, num_blocks: int, dtype: str) -> None:
-        """As routers know a cache: in blocks."""
+        """Set the cache configuration in the block units that routers expect."""
         self._blocks.labels(
             block_size=block_tokens,
             num_gpu_blocks=num_blocks,
@@ -250,7 +251,7 @@ class Metrics:
     def set_cache(
         self, tiers: Mapping[str, Mapping[str, Any]], counters: Mapping[str, int], *, hot_budget_bytes: int
     ) -> None:
-        """What the cache says at this moment, tiers as in /cache/usage."""
+        """Set the current state of the cache; `tiers` has the shape of /cache/usage."""
         self._cache.tiers, self._cache.counters = tiers, counters
         self._cache.hot_budget_bytes = hot_budget_bytes
 

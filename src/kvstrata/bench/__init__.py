@@ -1,1 +1,2 @@
-"""One module for each figure. Each returns plain values; the command prints them as a table or as JSON."""
+"""Benchmarks for users, one module for each. They return plain values; the command prints them as a table or as
+JSON."""

@@ -1,7 +1,7 @@
-"""Client for one chat completion over HTTP with the times of its tokens, and computed tokens estimated from them.
+"""HTTP client for one chat completion with token times, and an estimate of computed tokens from these times.
 
-Works with any server that has OpenAI's API. A request that fails returns an answer with the failure: a load continues,
-and failures are counted.
+Works with any server that has OpenAI's API. A failed request returns an answer with the failure, so that a load
+continues and counts failures.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ FAILURES = (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError)
 
 @dataclass(frozen=True)
 class Answer:
-    """Times are those of `time.perf_counter`."""
+    """The reply to a request, or its failure. Times are those of `time.perf_counter`."""
 
     began_s: float
-    times: tuple[float, ...] = ()  # when each piece of the reply came
+    times: tuple[float, ...] = ()  # arrival of each piece of the reply
     ended_s: float = 0.0
     text: str = ""
-    prompt_tokens: int | None = None  # what follows is None where the server did not tell
+    prompt_tokens: int | None = None  # this and the next two: None if not reported
     cached_tokens: int | None = None
     reply_tokens: int | None = None
     failure: str = ""
 
     @property
     def first_token_s(self) -> float:
-        """A reply that is empty has its end instead."""
+        """Return the time to first token. For an empty reply it is the time to its end."""
         return (self.times[0] if self.times else self.ended_s) - self.began_s
 
     @property
@@ -47,24 +47,24 @@ class Answer:
 
     @property
     def num_pieces(self) -> int:
-        """Tokens of the reply: as told, else its pieces."""
+        """Return the reported number of reply tokens, or the number of pieces if the server reported none."""
         return len(self.times) if self.reply_tokens is None else self.reply_tokens
 
 
 @dataclass(frozen=True)
 class Door:
-    """Where and as whom a server is asked."""
+    """Address of a server with the model, key and timeout to use there."""
 
     url: str  # without /v1
     model: str
     key: str = "none"
     timeout_s: float = 600.0
-    extra: Mapping[str, Any] = field(default_factory=dict)  # more fields of each request
+    extra: Mapping[str, Any] = field(default_factory=dict)  # additional fields of each request
 
     def open(self) -> httpx.AsyncClient:
         headers = {"Authorization": f"Bearer {self.key}"}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        # Proxies of the environment must not see a load, and reading certificates takes 65 ms where there is no TLS.
+        # Bypass proxies of the environment. Skip loading certificates without TLS: it takes 65 ms.
         secure = self.url.startswith("https:")
         return httpx.AsyncClient(
             base_url=self.url, headers=headers, timeout=self.timeout_s, limits=limits, trust_env=False, verify=secure
@@ -78,7 +78,7 @@ async def ask(
     reply_tokens: int,
     on_piece: Callable[[int], None] = lambda _: None,
 ) -> Answer:
-    """`on_piece` hears how many pieces have come."""
+    """Send a chat completion and read its stream. `on_piece` is called with the number of pieces received so far."""
     body = {
         "model": door.model,
         "messages": [dict(message) for message in messages],
@@ -103,7 +103,7 @@ async def ask(
 
 
 class _Reading:
-    """What has come of an answer so far."""
+    """The part of a response received so far."""
 
     def __init__(self, began_s: float) -> None:
         self._began_s = began_s
@@ -118,7 +118,7 @@ class _Reading:
         return len(self._times)
 
     def take(self, line: str) -> bool:
-        """Whether it brought some of the reply. Comments and other fields of an event are skipped."""
+        """Read a line and return whether it added to the reply. Comments and other fields of an event are skipped."""
         before = self.num_pieces
         if line.startswith("data:"):
             self._event(line.removeprefix("data:").strip())
@@ -161,7 +161,7 @@ class _Reading:
 
 
 async def first_model(door: Door) -> str:
-    """The name of the first model that the server lists."""
+    """Return the name of the first model that the server lists."""
     async with door.open() as client:
         response = await client.get("/v1/models")
         response.raise_for_status()
@@ -171,11 +171,11 @@ async def first_model(door: Door) -> str:
 
 @dataclass(frozen=True)
 class PrefillTime:
-    """Time of the first token as a function of computed tokens, fitted to unseen prompts of several lengths.
+    """Time to first token as a function of computed tokens, fitted to unseen prompts of several lengths.
 
     A prompt of n tokens takes a + b n + c n^2, where c is attention over earlier tokens. A prompt of n tokens of which
-    m are computed behind n - m cached ones takes a + b m + c (n^2 - (n - m)^2), which is solved for m. Everything else
-    that a server does (waiting for others, reading a disk) counts as computed, so only requests that had the server
+    m are computed behind n - m cached ones takes a + b m + c (n^2 - (n - m)^2), which is solved for m. All other work
+    of a server (waiting for other requests, reading a disk) counts as computed, so only requests that had the server
     for themselves are judged.
     """
 
@@ -188,13 +188,13 @@ class PrefillTime:
         return self.fixed_s + self.token_s * computed + self.pair_s * (num_tokens**2 - reused**2)
 
     def computed_tokens(self, num_tokens: int, took_s: float) -> int:
-        """Of a prompt of so many tokens, from 0 to all of them."""
+        """Return how many of a prompt's `num_tokens` were computed, from 0 to all of them."""
         left_s = took_s - self.fixed_s
         if left_s <= 0:
             return 0
         if left_s >= self.seconds(num_tokens, num_tokens) - self.fixed_s:
             return num_tokens
-        # c m^2 - (b + 2 c n) m + left = 0: the smaller root, in the form that a small c does not spoil.
+        # Smaller root of c m^2 - (b + 2 c n) m + left = 0, in the form that is stable for small c.
         slope = self.token_s + 2 * self.pair_s * num_tokens
         return round(2 * left_s / (slope + math.sqrt(slope**2 - 4 * self.pair_s * left_s)))
 
@@ -203,14 +203,14 @@ Sample = tuple[int, float]  # tokens of an unseen prompt, seconds to its first t
 
 
 def fit(samples: Sequence[Sample]) -> PrefillTime:
-    """Least squares of the relative error, with no part below zero."""
+    """Fit by least squares of the relative error, without negative coefficients."""
     if len({length for length, _ in samples}) < 2:
         raise KvstrataError("Prompts of two lengths at least are needed to tell computed tokens from time")
     lengths = np.array([length for length, _ in samples], dtype=np.float64)
     took = np.array([seconds for _, seconds in samples])
     columns = np.stack([np.ones_like(lengths), lengths, lengths**2], axis=1) / took[:, None]
     best, least = np.zeros(3), np.inf
-    # With three parts, trying every subset is the whole search for the best one without a negative.
+    # With three coefficients, trying every subset finds the best fit without negative ones.
     for chosen in [c for size in (1, 2, 3) for c in combinations(range(3), size) if c != (0,)]:
         found, _, rank, _ = np.linalg.lstsq(columns[:, chosen], np.ones_like(took), rcond=None)
         error = float(((columns[:, chosen] @ found - 1) ** 2).sum())

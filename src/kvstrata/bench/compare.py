@@ -1,7 +1,7 @@
-"""`kvstrata bench compare`: the same scenarios against ours and every peer that is here, in rounds and in turns.
+"""Runs of `kvstrata bench compare`: the same scenarios on kvstrata and every installed peer, alternating in rounds.
 
-Only one server runs at a time. What a peer does wrong costs that peer its figure and nothing else: it is said, the
-server is ended, and the next scenario gets a new one. Results are handed on after each scenario, so none is lost.
+Only one server runs at a time. A failure of a peer costs only that figure: it is reported, the server is ended, and the
+next scenario starts a new one. Results are saved after each scenario, so a crash loses none.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from kvstrata.errors import KvstrataError
 
 @dataclass(frozen=True)
 class Plan:
-    share: float = 1.0  # of the full lengths
+    share: float = 1.0  # of the full prompt lengths
     rounds: int = 3
-    fresh: bool = True  # a new server for each scenario: then peaks of memory are its own
+    fresh: bool = True  # a new server for each scenario, so that memory peaks are its own
     chosen: tuple[int, ...] = tuple(range(1, 10))
-    scenario_s: float = 900.0  # longest that one may take
+    scenario_s: float = 900.0  # time limit of one scenario
     start_s: float = 300.0
-    total_s: float | None = None  # for all sides together; each gets its share of what is left when its turn comes
+    total_s: float | None = None  # for all sides together; see Clock
     calibration: tuple[int, ...] = (64, 512, 2000, 4000)
     seed: str = "0"
 
     def scaled(self, share: float) -> Plan:
-        """With other lengths, and unseen prompts of lengths to match."""
+        """Return the plan with other lengths, and calibration prompts scaled to match."""
         lengths = (max(16, round(length * share / self.share)) for length in self.calibration)
         return replace(self, share=share, calibration=tuple(dict.fromkeys(lengths)))
 
 
 QUICK = Plan(share=0.25, rounds=1, fresh=False, scenario_s=120.0, calibration=(32, 128, 512))
-LEAST_S = 5.0  # a server that starts late has at least so long for its scenario
+LEAST_S = 5.0  # minimum time for a scenario whose server starts late
 
 
 @dataclass(frozen=True)
 class Side:
-    """A peer as it takes part. On a CPU MLX's come with our BLAS, and once more as they come."""
+    """A peer in a certain set-up. On a CPU the MLX peers run with our BLAS, and a second time without it."""
 
     peer: Peer
     name: str
@@ -68,16 +68,16 @@ class SideFigure(Figure):
     known_by: str
     known_note: str
     as_it_comes: bool
-    command: str = ""  # the last one without a limit, and the last one with
+    command: str = ""  # the last commands without and with a limit
     limited_command: str = ""
     prefill_time: PrefillTime | None = None
 
 
 class Standing:
-    """A side's server: started when it is needed, kept while it is good."""
+    """The server of a side, started when needed and kept while it works."""
 
     def __init__(self, side: Side, model: Model, plan: Plan, folder: Path, log: Path | None = None) -> None:
-        """`folder`: for what the server keeps. `log`: where its words go, else there too."""
+        """`folder` is for the server's files. `log` receives its output, by default a file in `folder`."""
         self.side = side
         self.known: PrefillTime | None = None
         self.used_s = 0.0
@@ -88,7 +88,7 @@ class Standing:
         self._log = log or self._folder / "log"
         self._process: Process | None = None
         self._mark = 0
-        self.commands: dict[bool, str] = {}  # the last ones, by whether they had a limit
+        self.commands: dict[bool, str] = {}  # has a limit -> last command
 
     @property
     def url(self) -> str:
@@ -98,7 +98,7 @@ class Standing:
         return Door(self.url, self.side.peer.model_name(self._start.model), timeout_s=timeout_s)
 
     def ready(self, limit_tokens: int) -> None:
-        """A server with that limit and an empty cache, or one that has served scenarios without a limit."""
+        """Ensure that a server with this limit runs. Without `fresh` a running one is kept if its limit is the same."""
         process = self._process
         if (
             process is not None
@@ -114,13 +114,13 @@ class Standing:
         self._launch()
 
     def compile(self) -> None:
-        """Starts it once: what is compiled then is kept on the disk. Why it does not start, its scenarios will tell."""
+        """Start the server once so that it compiles to disk. A failure to start is reported by its scenarios."""
         with suppress(ServerFailed, OSError):
             self.ready(0)
         self.end()
 
     def restart(self) -> None:
-        """With all that it kept, at the same address."""
+        """Restart the server with its files and at the same address."""
         self.end()
         self._launch()
 
@@ -137,7 +137,7 @@ class Standing:
             self._mark = self._process.log_end()
 
     def told(self) -> tuple[int | None, int | None, int | None]:
-        """Since the mark: prompt tokens by the log. Now: peak and held bytes."""
+        """Return prompt tokens computed since the mark by the log, and the current peak and held bytes."""
         if self._process is None or not self._process.is_alive:
             return None, None, None
         log, peer = self._process.log_from(self._mark), self.side.peer
@@ -149,7 +149,7 @@ class Standing:
         return f"the server is gone: {self._process.last_words()}"
 
     def without_places(self, text: str) -> str:
-        """A report goes to people whose folders have other names."""
+        """Replace this machine's paths, because the report is read elsewhere."""
         text = text.replace(f"{sys.executable} -c from kvstrata.cli import main; main()", "kvstrata")
         for place, name in ((self._start.home, "HOME"), (ROOT, "."), (Path.home(), "~")):
             text = text.replace(str(place), name)
@@ -169,7 +169,8 @@ def compare(
     logs: Path,
     watch: Watch = UNWATCHED,
 ) -> None:
-    """`keep` is handed all results so far, after each scenario. `logs`: a folder for what servers say."""
+    """Run all scenarios. `keep` is called with all results so far after each of them; `logs` is a folder for server
+    logs."""
     about = [_about(side, model) for side in sides]
     present = [side for side, told in zip(sides, about, strict=True) if not told.missing]
     outcomes: list[Outcome] = []
@@ -226,7 +227,8 @@ def _standing(sides: Sequence[Side], model: Model, plan: Plan, logs: Path) -> It
 
 
 def _leave(_number: int, _frame: object) -> None:
-    """Servers have sessions of their own: who is told to end must end them first."""
+    """Turn SIGTERM into KeyboardInterrupt: servers have sessions of their own, so they must be ended before this
+    process."""
     raise KeyboardInterrupt
 
 
@@ -234,11 +236,12 @@ Turn = tuple[int, Scenario, Standing]
 
 
 def in_turns(standing: Sequence[Standing], plan: Plan) -> Iterator[Turn]:
-    """By scenario, where each has a new server; else by side, whose server stays for all that it can serve."""
+    """Yield the turns: by scenario if each gets a new server, else by side, whose server serves all scenarios that it
+    can."""
     for number in range(plan.rounds):
         every = scenarios(Lengths(plan.share, f"{plan.seed} {number}"))
         chosen = [scenario for scenario in every if scenario.number in plan.chosen]
-        # Which side comes first takes turns too.
+        # Alternate the first side as well.
         order = list(standing) if number % 2 == 0 else list(reversed(standing))
         for each in order:
             each.known = None
@@ -249,24 +252,25 @@ def in_turns(standing: Sequence[Standing], plan: Plan) -> Iterator[Turn]:
                     each.end()
         else:
             for each in order:
-                # What needs a server of its own comes last.
+                # Scenarios that need a server of their own come last.
                 for scenario in sorted(chosen, key=lambda scenario: scenario.limit_tokens > 0):
                     yield number, scenario, each
                 each.end()
 
 
 class Clock:
-    """How long a side may take: what is left is shared by all rounds of all sides that have not begun."""
+    """The time budget. Without `fresh`, each round of a side gets an equal share of the remaining time when it
+    begins."""
 
     def __init__(self, plan: Plan, num_sides: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._plan = plan
         self._num_waiting = num_sides * plan.rounds
         self._clock = clock
         self._until_s = clock() + (math.inf if plan.total_s is None else plan.total_s)
-        self._ends_s: dict[tuple[Standing, int], float] = {}  # of each side's round that has begun
+        self._ends_s: dict[tuple[Standing, int], float] = {}  # of each round of a side that has begun
 
     def left_s(self, each: Standing, number: int) -> float:
-        """For all that it has yet to do in this round; zero or less where its time is over."""
+        """Return the time that a side has left in this round; zero or less if it is used up."""
         now_s = self._clock()
         if (each, number) not in self._ends_s:
             share_s = (self._until_s - now_s) / (1 if self._plan.fresh else self._num_waiting)
@@ -277,7 +281,7 @@ class Clock:
 
 
 def _outcome(each: Standing, scenario: Scenario, plan: Plan, number: int, left_s: float) -> Outcome:
-    """Whatever happens, an outcome; a server that failed is not used again."""
+    """Run a scenario and return an outcome even if it fails; a failed server is not used again."""
     blank = Outcome(
         side=each.side.name,
         scenario=scenario.number,
@@ -314,7 +318,7 @@ def _outcome(each: Standing, scenario: Scenario, plan: Plan, number: int, left_s
 
 
 def _calibrated(each: Standing, plan: Plan, number: int, limit_s: float) -> PrefillTime | None:
-    """None where the server fails at it: then its scenarios will tell why."""
+    """Fit the prefill time of a server. None if it fails at that; its scenarios will then report the reason."""
     key = f"{plan.seed} {number} calibration"
 
     async def timed() -> PrefillTime:

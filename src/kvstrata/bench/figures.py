@@ -1,4 +1,4 @@
-"""Rounds in turns, medians, files that leave the page cache, tables and JSON of the benchmarks."""
+"""Helpers of the benchmarks: alternating rounds, medians, dropping files from the page cache, tables and JSON."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-Progress = Callable[[str], None]  # hears what is measured next
+Progress = Callable[[str], None]  # called with the name of the next measurement
 
 MIB = 1 << 20
 
 
 def silent(_: str) -> None:
-    """For callers that show no progress."""
+    """Ignore progress."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One row of results, or all of them."""
+    """A row of results, or a set of rows."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def in_turns(cases: Mapping[str, Callable[[], T]], rounds: int, progress: Progress = silent) -> dict[str, list[T]]:
-    """What each case gave in each round."""
+    """Run the cases alternately and return each one's results by round."""
     found: dict[str, list[T]] = {name: [] for name in cases}
     for number in range(rounds):
-        # The case that goes last may find the machine warmer: take turns at that too.
+        # The last case may find the machine warmer, so reverse the order every other round.
         for name in list(cases) if number % 2 == 0 else reversed(list(cases)):
             progress(f"{name}, round {number + 1}")
             found[name].append(cases[name]())
@@ -42,12 +42,13 @@ def in_turns(cases: Mapping[str, Callable[[], T]], rounds: int, progress: Progre
 
 
 def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """Of the rounds' ratios: what slows a whole round down cancels out."""
+    """Return the median of the rounds' ratios, in which a slowdown of a whole round cancels out."""
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
 def leave_page_cache(files: Iterable[Path]) -> None:
-    """So that they are read from the disk. Not every system can be asked for it."""
+    """Drop files from the page cache so that they are read from the disk. Does nothing where the system cannot do
+    it."""
     if not hasattr(os, "posix_fadvise"):
         return
     for path in files:
@@ -62,8 +63,8 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def lay_out(rows: Iterable[T], columns: Sequence[tuple[str, str, Callable[[T], object]]], *notes: str) -> str:
-    """A table. `columns`: the name, the format and the value of each. A value that is text takes the format's width
-    alone, as the name does."""
+    """Return a table. `columns` holds the name, format and value of each column. Text uses only the width of the
+    format, as the column's name does."""
     widths = [re.sub(r"(?<=\d)\D.*", "", form) for _, form, _ in columns]
     lines = ["".join(format(name, width) for (name, _, _), width in zip(columns, widths, strict=True))]
     for row in rows:

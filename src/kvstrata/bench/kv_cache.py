@@ -1,8 +1,8 @@
-"""What each codec costs and loses, on given shapes: memory, error, time.
+"""Memory, error and time of each codec on given shapes.
 
-Memory is compared with the 16-bit dtype of a checkpoint, never with float32, and what MLX really allocated stands
-beside it. The values are synthetic: keys as models make them, with a few channels far larger than the others and far
-from zero, and queries that point along some of the keys, as attention does.
+Memory is compared with the 16-bit dtype of a checkpoint, never with float32, and shown beside the bytes that MLX really
+allocated. The values are synthetic: keys resemble those of models, with a few channels far larger than the others and
+far from zero, and queries point along some of the keys, as in attention.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def measure(
     head_dim: int = 128,
     codecs: Sequence[str] = CODECS,
 ) -> list[CodecFigures]:
-    """One row for each codec. Keys and values of all layers cost the same: one layer's keys are measured."""
+    """Return a row for each codec. Keys and values of all layers cost the same, so one layer's keys are measured."""
     chosen = [parse_for(name, head_dim) for name in codecs]
     keys = _keys(heads, seq_len, head_dim)
     queries = _queries(keys)
@@ -108,12 +108,12 @@ def _timed(codec: Codec, keys: mx.array) -> _Timed:
 
 
 def _compute_dtype() -> mx.Dtype:
-    """What attention reads: MLX's CPU back-end is fast in float32 only."""
+    """Return the dtype that attention reads: MLX's CPU back-end is fast in float32 only."""
     return mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16
 
 
 def _keys(heads: int, seq_len: int, head_dim: int) -> mx.array:
-    """bfloat16 [heads, tokens, dim]: one channel in 25 is an outlier."""
+    """Return keys in bfloat16 [heads, tokens, dim]; one channel in 25 is an outlier."""
     noise, which, offset = mx.random.split(mx.random.key(0), 3)
     outlier = mx.random.uniform(shape=(heads, 1, head_dim), key=which) < 0.04
     spread = mx.where(outlier, 3.0, 1.0)
@@ -124,7 +124,7 @@ def _keys(heads: int, seq_len: int, head_dim: int) -> mx.array:
 
 
 def _queries(keys: mx.array) -> mx.array:
-    """float32 [heads, queries, dim]: each leans towards one key, less what all keys have in common."""
+    """Return queries in float32 [heads, queries, dim]; each leans towards one key, without the mean of all keys."""
     centred = keys.astype(mx.float32) - mx.mean(keys.astype(mx.float32), axis=-2, keepdims=True)
     chosen = mx.random.randint(0, keys.shape[-2], (QUERIES,), key=mx.random.key(1))
     noise = mx.random.normal((keys.shape[0], QUERIES, keys.shape[-1]), key=mx.random.key(2))
@@ -136,7 +136,7 @@ def _exact_scores(queries: mx.array, keys: mx.array) -> mx.array:
 
 
 def _relative(found: mx.array, wanted: mx.array, *, centred: bool) -> float:
-    """Softmax does not see what all scores of a query have in common: `centred` leaves it out."""
+    """Return the relative error. `centred` removes the mean over the last axis, which softmax does not see."""
     error = found - wanted
     if centred:
         error = error - mx.mean(error, axis=-1, keepdims=True)

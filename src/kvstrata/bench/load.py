@@ -1,7 +1,7 @@
-"""A load against any OpenAI-compatible server, over HTTP: when tokens come, and how much was cached.
+"""A load against any OpenAI-compatible server over HTTP: token times and cached tokens.
 
 cached, reported    by the server's usage
-cached, inferred    by the time to first token (`PrefillTime` of chat_client.py), of requests that ran alone
+cached, inferred    by the time to first token (`PrefillTime` of chat_client.py), for requests that ran alone
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Watch:
-    told: Callable[[str], None] = lambda _: None  # hears what comes next
+    told: Callable[[str], None] = lambda _: None  # called with the name of the next step
     advanced: Callable[[], None] = lambda: None  # called after each pass
     title: str = ""
 
@@ -46,11 +46,11 @@ CALIBRATION_TOKENS = (64, 256, 1024)
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that was sent, and what came back."""
+    """A request that was sent, and its answer."""
 
     ask: Ask
     answer: Answer
-    sent_tokens: int  # about, counted here
+    sent_tokens: int  # estimated by the client
 
     @property
     def prompt_tokens(self) -> int:
@@ -59,7 +59,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Spread:
-    """Of times, in seconds."""
+    """Distribution of times, in seconds."""
 
     p50: float
     p99: float
@@ -77,19 +77,19 @@ class ServeFigures(Figure):
     seconds: float
     prompt_tokens: int
     reply_tokens: int
-    prompt_tokens_counted_here: bool  # the server did not tell
+    prompt_tokens_counted_here: bool  # not reported by the server
     reply_tokens_s: float
     first_token: Spread | None
     between_tokens: Spread | None
     cached_reported: int | None
-    judged_requests: int  # those that the next two are about: alone, and calibrated
+    judged_requests: int  # requests that the next two cover: alone and calibrated
     judged_tokens: int
     cached_inferred: int | None
     prefill_time: PrefillTime | None
 
 
 class Client:
-    """Sends what a load asks for, and keeps the chats' histories."""
+    """Sender of a load's requests that keeps the chats' histories."""
 
     def __init__(self, http: httpx.AsyncClient, door: Door, watch: Watch = UNWATCHED) -> None:
         self._http = http
@@ -116,7 +116,7 @@ class Client:
 
 
 async def run_lanes(client: Client, lanes: Sequence[Lane], clients: int) -> None:
-    """At most so many lanes at once; 0: all of them, each at its own time."""
+    """Run lanes, at most `clients` at once. With 0 all run at once, each at its own times."""
     began_s = time.perf_counter()
     gate = asyncio.Semaphore(clients or len(lanes))
 
@@ -130,7 +130,7 @@ async def run_lanes(client: Client, lanes: Sequence[Lane], clients: int) -> None
 async def calibrate(
     door: Door, key: str, lengths: Sequence[int] = CALIBRATION_TOKENS, repeats: int = 2, watch: Watch = UNWATCHED
 ) -> PrefillTime:
-    """Unseen prompts, one at a time. `key` makes them unseen."""
+    """Time unseen prompts, one at a time, and fit the prefill time. `key` makes the prompts unseen."""
     samples = []
     async with door.open() as http:
         await _unseen(http, door, f"{key} warm up", min(lengths))
@@ -199,7 +199,7 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def alone(good: Sequence[Asked], everyone: Sequence[Asked]) -> list[Asked]:
-    """Requests beside which no other was served until their first token."""
+    """Return the requests during which no other one was served before their first token."""
     return [one for one in good if not any(_overlaps(one.answer, two.answer) for two in everyone if two is not one)]
 
 

@@ -1,4 +1,4 @@
-"""Pictures of figures. Needs matplotlib, which nothing else does."""
+"""Plots of figures. Needs matplotlib, which no other module needs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def save(figure: Any, path: Path) -> None:
 
 
 def plot_quality(rows: Sequence[Quality], path: Path) -> None:
-    """Bits against KL, a panel for each text, mode and context. Low and to the left is better."""
+    """Plot bits against KL, a panel for each text, mode and context. Lower left is better."""
     pyplot = load_pyplot()
     panels = list(dict.fromkeys(_panel_of(row) for row in rows))
     figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 4.2), squeeze=False, sharey=True)
@@ -52,7 +52,7 @@ def _panel(axis: Any, panel: str, rows: Sequence[Quality]) -> None:
         family = row.k.partition(":")[0]
         axis.scatter(row.bits_per_value, row.kl_mean, color=COLOURS.get(family, "black"), s=40, zorder=3)
         name = row.k if row.k == row.v else f"{row.k} / {row.v}"
-        below = -11 if family == "planes" else 5  # so that neighbours of two families stay readable
+        below = -11 if family == "planes" else 5  # keeps labels of neighbouring points of two families apart
         at = (row.bits_per_value, row.kl_mean)
         axis.annotate(name, at, textcoords="offset points", xytext=(6, below), fontsize=8)
     axis.set_yscale("log")

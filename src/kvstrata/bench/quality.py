@@ -1,9 +1,9 @@
-"""Quality of a precision: KL divergence to full precision, same most likely token, perplexity.
+"""Quality of a precision: KL divergence to full precision, top-1 agreement, perplexity.
 
 The reference is the same weights and kernels with full-precision KV. In `prefill` mode a whole window is one pass and
-every token but the first few is encoded; in `decode` mode the window is a prompt and further tokens of the text are fed
-one by one, encoded in blocks as they come. Scored is the second half of a window, or every token that was fed. Full and
-window layers are encoded; recurrent state is never stored in fewer bits, so it stays as it is.
+every token but the first few is encoded; in `decode` mode the window is a prompt, and the following tokens of the text
+are fed one by one and encoded in blocks. Scores cover the second half of a window, or every token that was fed. Full
+and window layers are encoded; recurrent state is never quantized, so it stays as it is.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvstrata.models.probe import probe
 
 
 class EncodedSide:
-    """K or V of one layer. The first tokens stay raw; the others are encoded in blocks as soon as a block is full."""
+    """K or V of one layer. The first tokens stay raw; the others are encoded as soon as a block is full."""
 
     def __init__(self, codec: Codec, first_raw: int, block: int) -> None:
         self._codec = codec
@@ -37,7 +37,7 @@ class EncodedSide:
         self._block = block
         self._done: mx.array | None = None  # [1, heads, tokens, dim]: raw and decoded, in order
         self._num_done = 0
-        self._pending: mx.array | None = None  # not a whole block yet
+        self._pending: mx.array | None = None  # tokens of an incomplete block
         self.encoded_bytes = 0
         self.encoded_values = 0
 
@@ -47,7 +47,7 @@ class EncodedSide:
             count = min(self._first_raw - self._num_done, pending.shape[2])
             self._append(pending[:, :, :count])
             pending = pending[:, :, count:]
-        # A prompt is encoded whole, as a span is; single tokens wait for their block.
+        # A prompt is encoded as a whole, like a span; single tokens wait until their block is full.
         if pending.shape[2] >= self._block:
             self._append(self._passed_through(pending))
             pending = pending[:, :, :0]
@@ -73,7 +73,8 @@ class EncodedSide:
 
 
 class EncodingLayer:
-    """One layer of one sequence, as mlx-lm's models call it. A window is a mask over all tokens, not a ring."""
+    """An encoding KV cache of one layer and sequence, with mlx-lm's interface. A window is a mask, not a ring
+    buffer."""
 
     def __init__(self, k: Codec, v: Codec, *, first_raw: int = 4, block: int = 1, window: int | None = None) -> None:
         self.offset = 0
@@ -104,14 +105,15 @@ DECODE_BLOCK = 32
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that is measured, and its layers."""
+    """The measured model and its layers."""
 
     loaded: LoadedModel
     layout: Layout
 
 
 def subject_of(loaded: LoadedModel) -> Subject:
-    """Refuses what cannot be followed token by token, and what has nothing to encode."""
+    """Return the model with its layout. Refuse layers that cannot be encoded token by token, and models with none to
+    encode."""
     layout = probe(loaded.module)
     specs = layout.flat()
     odd = {spec.kind for spec in specs if spec.kind in ("chunked", "foreign")}
@@ -133,7 +135,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive tokens of a text: the context, those that decoding feeds, and one more to predict."""
+    """Consecutive tokens of a text: the context, the tokens fed in `decode` mode, and one more to predict."""
 
     ids: tuple[int, ...]
     context: int
@@ -141,7 +143,7 @@ class Window:
 
 
 def windows_of(ids: Sequence[int], context: int, mode: str, count: int) -> list[Window]:
-    """Spread over the whole text, without overlap. They are as long for both modes, so that both see the same text."""
+    """Return windows spread over the text without overlap. Both modes use the same length, and so the same text."""
     size = context + DECODE_TOKENS + 1
     if len(ids) < size * count:
         raise ConfigError(
@@ -177,7 +179,7 @@ def run(subject: Subject, plan: PrecisionPlan, window: Window) -> Run:
 
 
 def _caches(subject: Subject, plan: PrecisionPlan, block: int) -> tuple[list[Any], list[EncodingLayer]]:
-    """What the model is called with, and those of it that encode."""
+    """Return the caches for the model, and the encoding layers among them."""
     codecs = iter(plan.pairs)
     encoding: list[EncodingLayer] = []
 
@@ -201,7 +203,8 @@ def logprobs_of(logits: mx.array) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Score:
-    """One run beside the run over the same window in full precision. Small: a run has every logit, this has none."""
+    """Scores of a run against the full-precision run over the same window. Unlike a run it keeps no logits, so it is
+    small."""
 
     kl: np.ndarray  # [positions], in nats
     same: np.ndarray  # bool [positions]: the most likely token is the same
@@ -221,7 +224,7 @@ def score(reference: Run, other: Run) -> Score:
 
 
 def kl_of(reference: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Of each position. Rounding can make it a hair negative."""
+    """Return the KL divergence at each position. Rounding could make it slightly negative, so it is clipped at 0."""
     return np.maximum((np.exp(reference) * (reference - other)).sum(-1), 0.0)
 
 
@@ -272,7 +275,8 @@ MORE_PAIRS: tuple[Pair, ...] = (("planes:4", "planes:2"), ("affine:2", "affine:2
 
 
 def full_protocol(loaded: LoadedModel, texts: Sequence[Text]) -> Protocol:
-    """Three contexts, the last one the longest that model and texts allow; six windows where the texts have them."""
+    """Return the full protocol: three contexts, the longest that model and texts allow among them, and up to six
+    windows."""
     shortest = min(len(text.ids) for text in texts)
     longest = min(loaded.context_tokens, shortest) - DECODE_TOKENS - 1
     if longest < FIRST_LOOK.contexts[0]:
@@ -286,7 +290,7 @@ def full_protocol(loaded: LoadedModel, texts: Sequence[Text]) -> Protocol:
 
 
 def parse_pairs(words: str) -> tuple[Pair, ...]:
-    """`planes:8/planes:4,planes:4`: K and V with a slash between, or one name for both."""
+    """Parse `planes:8/planes:4,planes:4`: K and V with a slash between, or one name for both."""
     pairs = [word.strip().split("/") for word in words.split(",")]
     if not all(1 <= len(pair) <= 2 for pair in pairs):
         raise ConfigError(
@@ -298,8 +302,11 @@ def parse_pairs(words: str) -> tuple[Pair, ...]:
 def measure(
     loaded: LoadedModel, texts: Sequence[Text], protocol: Protocol = FIRST_LOOK, watch: Watch = UNWATCHED
 ) -> Iterator[Quality]:
-    """One row for each text, context, mode and pair, as soon as it is known; the first of each is full precision
-    itself. Refuses what cannot be measured at once."""
+    """Yield a row for each text, context, mode and pair as soon as it is measured; the first of each is full precision
+    itself.
+
+    Raises at the call, not at the first row, if the model or the texts cannot be measured.
+    """
     subject = subject_of(loaded)
     cases = _cases(texts, protocol)
     plans = {pair: make_plan(subject.layout, *map(parse, pair)) for pair in protocol.pairs}
@@ -307,7 +314,7 @@ def measure(
 
 
 def _cases(texts: Sequence[Text], protocol: Protocol) -> list[tuple[str, list[Window]]]:
-    """The names of texts, and windows."""
+    """Return the windows of each text, context and mode, with the text's name."""
     return [
         (text.name, windows_of(text.ids, context, mode, protocol.windows))
         for text in texts

@@ -1,14 +1,14 @@
-"""A request trace through the real index and the real eviction policy, without a model: how much would have been found.
+"""Replay of a request trace through the real index and eviction policy, without a model, to find the hit rate.
 
-One id of the trace is one token of the tree and stands for a block of 512. Three policies over the same requests:
+An id of the trace is one token of the tree and stands for a block of 512 tokens. Three policies serve the requests:
 
-- `kvstrata`: index, history and eviction as the store uses them, trims included.
-- `lru`: leaves first, the one that was used longest ago (`LruTree`).
-- `optimal`: knows the future. Belady's rule over blocks, with the choice not to keep a block at all: of what is there
-  and what was asked, drop what is asked for again last. Blocks are of one size, so no policy can find more. Where all
-  requests count it is a policy from the leaves itself: what comes before a block is always asked for at least as soon.
+- `kvstrata`: index, history and eviction as in the prefix cache, trims included.
+- `lru`: evicts the least recently used leaf (`LruTree`).
+- `optimal`: knows the future. Belady's rule over blocks, with the choice not to keep a block at all: of the cached
+  and the requested blocks, drop the one that is requested again last. Blocks have one size, so no policy can find more.
+  If all requests count, it evicts leaves only: a prefix is always requested again at least as soon as its extension.
 
-What a reply adds is not in a trace's ids until the next turn asks for it, and is not stored here.
+A trace shows the tokens of a reply only when the next turn requests them, so replies are not cached here.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Row(Figure):
     bits: int
     hit_rate: float  # blocks found / blocks asked for
     budget_blocks: int  # how many blocks that holds at these bits
-    num_requests: int  # that count
-    above_lru: float | None = None  # of `kvstrata`, where `lru` ran too: how much more it found
+    num_requests: int  # counted ones
+    above_lru: float | None = None  # hit rate of `kvstrata` less that of `lru`, if both ran
     above_lru_error: float | None = None  # the standard error of that difference
 
 
 @dataclass(frozen=True)
 class Hits:
-    """Blocks of each request that counts."""
+    """Requested and found blocks of each counted request."""
 
     found: tuple[int, ...]
     asked: tuple[int, ...]
@@ -77,8 +77,11 @@ class Difference:
 
 
 def difference(first: Hits, second: Hits) -> Difference:
-    """How much more the first found of the same requests. Both served each request, so the error is that of the pairs:
-    what the one found more, less what it would have at the mean difference."""
+    """Return how much higher the first hit rate is, with its standard error.
+
+    Both served the same requests, so the error is that of the pairs: the deviation of each request's difference from
+    the mean difference.
+    """
     found = np.subtract(first.found, second.found).astype(np.float64)
     asked = np.array(first.asked, dtype=np.float64)
     rate = found.sum() / max(1.0, asked.sum())
@@ -88,13 +91,13 @@ def difference(first: Hits, second: Hits) -> Difference:
 
 class Replayed(Protocol):
     def serve(self, request: Asked) -> int:
-        """Find, file, make room. Tells how many blocks were found."""
+        """Look up a request, insert it and evict to the limit. Return the number of blocks found."""
         ...
 
 
 class StrataStore:
-    """What the store does with its index and policy. A block counts as one byte: all are of one precision. `evicted` is
-    called with the ids of blocks that go."""
+    """The prefix cache's index and eviction policy. A block counts as one byte, because all have the same precision.
+    `evicted` is called with the ids of evicted blocks."""
 
     def __init__(self, num_blocks: int, evicted: Callable[[list[int]], object] = lambda _: None) -> None:
         self._num_blocks = num_blocks
@@ -147,13 +150,14 @@ class LruStore:
 
 
 def serve_all(trace: Trace, store: Replayed, count_from: int = 0) -> Hits:
-    """Requests before `count_from` warm the store and do not count."""
+    """Serve a trace. Requests before `count_from` warm the cache and do not count."""
     found = [store.serve(request) for request in trace.requests]
     return Hits(tuple(found[count_from:]), tuple(len(request.blocks) for request in trace.requests[count_from:]))
 
 
 def serve_knowing_the_future(trace: Trace, num_blocks: int, count_from: int = 0) -> Hits:
-    """`optimal`. A block that is asked for again before counting begins comes back for nothing: it may go first."""
+    """Serve a trace with the `optimal` policy. A hit before counting begins has no value, so such a block may go
+    first."""
     asked_next = _asked_next(trace, count_from)
     held: dict[int, tuple[float, int]] = {}
     farthest: list[tuple[float, int, int]] = []
@@ -174,7 +178,7 @@ def serve_knowing_the_future(trace: Trace, num_blocks: int, count_from: int = 0)
 
 
 def _asked_next(trace: Trace, count_from: int) -> list[list[float]]:
-    """For each block of each request, which later request asks for it; infinite where none that counts does."""
+    """Return, for each block of each request, the next counted request for it, or infinity if there is none."""
     following: dict[int, int] = {}
     found: list[list[float]] = []
     for at in reversed(range(len(trace.numbers))):
@@ -194,8 +198,10 @@ def replay(
     held_out: bool = False,
     progress: Progress = silent,
 ) -> list[Row]:
-    """A row for each budget (a share of what all distinct blocks take at 16 bits), precision and policy. With
-    `held_out` the first half of the requests warms the store and the second half counts."""
+    """Return a row for each budget (a share of all distinct blocks at 16 bits), precision and policy.
+
+    With `held_out` the first half of the requests warms the cache and the second half counts.
+    """
     count_from = len(trace.requests) // 2 if held_out else 0
     hits: dict[tuple[PolicyName, int], Hits] = {}  # the same number of blocks need not be replayed twice
     rows = []
@@ -214,7 +220,7 @@ def replay(
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line for each budget and precision, the policies side by side."""
+    """Return a table with a line for each budget and precision and a column for each policy."""
     policies = list(dict.fromkeys(row.policy for row in rows))
     lines = [rows[at : at + len(policies)] for at in range(0, len(rows), len(policies))]
     return lay_out(
@@ -260,7 +266,7 @@ class LruTree:
         self._used_s: dict[Node[None], float] = {}
 
     def asked(self, root_key: bytes, tokens: Tokens, now_s: float) -> int:
-        """Find, file, make room. Tells how many tokens were found."""
+        """Look up a prompt, insert it and evict to the limit. Return the number of tokens found."""
         inserted = self.tree.insert(root_key, tokens, None)
         if inserted.halves:
             upper, lower = inserted.halves

@@ -1,6 +1,6 @@
-"""The report of `kvstrata bench compare`, from its JSON and from nothing else: Markdown, and verdicts.
+"""Report of `kvstrata bench compare`, made only from its JSON: Markdown and verdicts.
 
-Values are medians over rounds. A figure that a server did not give is a dash, and below each table stands why.
+Values are medians over rounds. A missing figure is a dash, with the reason below the table.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OURS = "kvstrata"
 Data = Mapping[str, Any]
 
 KNOWN = {"reported": "its usage", "log": "its log", "time": "inferred from time"}
-MUCH = 0.25  # of the prompts: reports that differ by more from what time says are pointed out
+MUCH = 0.25  # share of the prompts: larger differences between reported and inferred tokens are pointed out
 FEW_TOKENS = 64
 AT_ONCE = (4, 7)  # scenarios
 
@@ -57,7 +57,7 @@ def _about(data: Data) -> str:
 
 
 def _plot(name: str) -> str:
-    """Light and dark: GitHub shows the one that fits."""
+    """Return HTML with a light and a dark picture; GitHub shows the matching one."""
     return (
         f'<picture><source media="(prefers-color-scheme: dark)" srcset="{name}-dark.svg">'
         f'<img alt="{name}" src="{name}-light.svg"></picture>'
@@ -117,7 +117,7 @@ def _line(name: str, rows: Sequence[Data], scenario: Scenario) -> list[str]:
 def _said(row: Data) -> list[str]:
     said = [row["failure"]] if row["failure"] else []
     reported, inferred = row["prefilled_reported"], row["prefilled_inferred"]
-    # Time says little of requests that were sent at once.
+    # Times say little about concurrent requests.
     if (
         row["scenario"] not in AT_ONCE
         and row["known_by"] == "reported"
@@ -139,7 +139,7 @@ def prefilled(row: Data) -> int | None:
 
 
 def share(row: Data) -> float | None:
-    """Of the prompts' tokens: one less the hit rate."""
+    """Return the computed share of the prompts' tokens: one less the hit rate."""
     computed = prefilled(row)
     return None if computed is None or not row["prompt_tokens"] else computed / row["prompt_tokens"]
 
@@ -153,18 +153,18 @@ def first_token(row: Data) -> float | None:
 
 
 def middle(rows: Sequence[Data], value: Callable[[Data], float | None]) -> float | None:
-    """The median over rounds that have a value."""
+    """Return the median over rounds that have a value."""
     found = [each for row in rows if (each := value(row)) is not None]
     return statistics.median(found) if found else None
 
 
 def whole(data: Data, number: int, side: str) -> list[Data]:
-    """Rounds that did not fail."""
+    """Return the rounds that did not fail."""
     return [row for row in _rows(data, number, side) if not row["failure"]]
 
 
 def verdicts(data: Data) -> list[str]:
-    """Scenario by scenario, ours beside every peer: where we are ahead, and where we are not."""
+    """Return a line for each scenario that compares kvstrata with every peer, whether it is ahead or behind."""
     lines = []
     for scenario in titles():
         ours = whole(data, scenario.number, OURS)
@@ -204,7 +204,7 @@ def _beside(what: str, ours: float | None, theirs: float | None, *, larger_is_be
 
 
 def _table(rows: Sequence[Sequence[str]], others: str = "---:") -> str:
-    """`others`: how columns after the first are set."""
+    """Return a Markdown table. `others` is the alignment of all columns but the first."""
     head, *body = rows
     lines = [head, ["---", *[others] * (len(head) - 1)], *body]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
@@ -229,7 +229,7 @@ CACHED = {1: "again", 2: "chat", 3: "alternating", 4: "at once", 5: "restart", 6
 
 
 def plot_report(data: Data, folder: Path) -> list[str]:
-    """The names of the pictures, without theme and ending."""
+    """Write the plots and return their names without theme and extension."""
     shares = _bars(data, share)
     firsts = _bars(data, first_token)
     for theme in THEMES:

@@ -1,7 +1,7 @@
-"""One scenario against one server that runs: what is asked when, and the figures of it.
+"""Run of one scenario on a running server: sends the requests and computes the figures.
 
-The comparison may restart the server on the way. A request that fails, a server that ends and a scenario
-that takes too long give an outcome that says so, with what was answered until then.
+The comparison may restart the server on the way. A failed request, a server that ends and a timeout give an outcome
+that says so, with the answers until then.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from kvstrata.bench.load import Asked, Client
 from kvstrata.bench.peers.base import KnownBy
 from kvstrata.bench.scenarios import Beside, Requested, Restart, Scenario, Together
 
-SETTLE_S = 0.3  # until a server has logged and counted what it just answered
+SETTLE_S = 0.3  # time for a server to log and count its last response
 
 
 @dataclass(frozen=True)
 class Outcome(Figure):
-    """Of one scenario, one server and one round. Tokens are those of requests that count."""
+    """Figures of one scenario, one server and one round. Token counts cover the requests that count."""
 
     side: str
     scenario: int
@@ -34,7 +34,7 @@ class Outcome(Figure):
     prefilled_reported: int | None
     prefilled_logged: int | None
     prefilled_inferred: int | None
-    known_by: KnownBy  # which of the three is taken
+    known_by: KnownBy  # the one of the three that is used
     first_token_s: list[float]  # of timed requests
     slowest_gap_s: float | None  # between two tokens of the stream, where there is one
     reply_tokens: int
@@ -47,7 +47,7 @@ class Outcome(Figure):
 
 @dataclass
 class Run:
-    """What has happened so far; it is read even when a scenario is broken off."""
+    """State of a running scenario; it is read even when the scenario is aborted."""
 
     client: Client
     restart: Callable[[], None]
@@ -105,7 +105,7 @@ class Run:
 
 
 def pause(stream: Answer, comes: Answer) -> tuple[float | None, str]:
-    """The longest gap of the stream from when the other came in until its first token, and what there is to say."""
+    """Return the longest gap of the stream between the other request's arrival and its first token, and a note."""
     until_s = comes.began_s + comes.first_token_s
     ends = stream.times
     pairs = list(pairwise(ends))
@@ -118,7 +118,7 @@ def pause(stream: Answer, comes: Answer) -> tuple[float | None, str]:
 
 
 def tokens_of(run: Run, known: PrefillTime | None) -> tuple[int, int | None, int | None]:
-    """Of requests that count: of the prompts, computed as reported, computed as time says."""
+    """Return, for the requests that count: prompt tokens, computed tokens as reported, and as inferred from time."""
     counted = [asked for request, asked in run.asked if request.part != "setup" and not asked.answer.failure]
     if not counted:
         return 0, None, None
@@ -138,7 +138,8 @@ def _inferred(run: Run, counted: list[Asked], known: PrefillTime | None) -> int 
 
 
 def _of_group(known: PrefillTime, took_s: float, group: list[Asked]) -> int:
-    """About: requests at once, as if they had been computed one after the other until the last first token."""
+    """Estimate the computed tokens of concurrent requests as if they ran one after the other until the last first
+    token."""
     total = sum(asked.prompt_tokens for asked in group)
     each_s = known.seconds(total // len(group), total // len(group)) - known.fixed_s
     token_s = each_s * len(group) / total

@@ -1,10 +1,10 @@
-"""The nine scenarios of `kvstrata bench compare`, as data: the same prompts for every server. Nothing is sent here.
+"""The nine scenarios of `kvstrata bench compare` as data: the same prompts for every server. Nothing is sent here.
 
 A scenario is a list of steps. Each request of a step has a part in the figures:
 
-setup      it only puts something there
+setup      only fills the cache
 counted    its tokens count
-timed      its tokens count, and so does its time to the first token
+timed      its tokens and its time to first token count
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvstrata.bench.workloads import Ask, Message, Shape, agent, chat_asks, syst
 Part = Literal["setup", "counted", "timed"]
 Metric = Literal["first token", "throughput", "pause"]
 
-CONVERSATIONS = 16  # of the scenario in which memory has no room for all
+CONVERSATIONS = 16  # in the scenario with too little memory for all of them
 CONVERSATION_TOKENS = 600
 STORY = "Tell a very long story about a river and a town. Give it many chapters, and never stop writing."
 
@@ -31,14 +31,14 @@ class Requested:
 
 @dataclass(frozen=True)
 class Together:
-    """Requests that are sent at the same moment; one alone is the usual case."""
+    """Requests sent at the same moment, usually one."""
 
     requests: tuple[Requested, ...]
 
 
 @dataclass(frozen=True)
 class Beside:
-    """A stream that goes on while another request comes in: it is sent after some tokens of the stream."""
+    """A stream during which another request is sent, after some tokens of the stream."""
 
     stream: Requested
     comes: Requested
@@ -47,7 +47,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class Restart:
-    """The server is ended as its user would end it, and started again."""
+    """Restart of the server, ended as its user would end it."""
 
 
 Step = Together | Beside | Restart
@@ -59,7 +59,7 @@ class Scenario:
     title: str
     steps: tuple[Step, ...]
     metric: Metric = "first token"
-    limit_tokens: int = 0  # the memory for stored KV has room for so many; 0: as the server comes
+    limit_tokens: int = 0  # capacity of the cache; 0: the server's default
 
     @property
     def requests(self) -> list[Requested]:
@@ -74,7 +74,8 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Lengths:
-    """`share` of the full lengths: 1/4 with --quick. `key` makes texts that no server has seen."""
+    """Lengths and texts of prompts. `share` scales lengths: 1/4 with --quick. `key` makes texts that no server has
+    seen."""
 
     share: float = 1.0
     key: str = "0"
@@ -114,7 +115,8 @@ def chat(lengths: Lengths) -> Scenario:
 
 
 def alternating(lengths: Lengths) -> Scenario:
-    """Two chats in turns, an unrelated prompt, then a third chat over the same system prompt, and the first again."""
+    """Build two alternating chats, an unrelated prompt, a third chat with the same system prompt, and the first chat
+    again."""
     common = lengths.text("3 system", 400)
     one, two, three = (
         chat_asks(f"3 {name}", common, [lengths.text(f"3 {name} {n}", 250) for n in range(4)], 16) for name in "abc"
@@ -160,7 +162,7 @@ def unrelated(lengths: Lengths) -> Scenario:
 
 
 def beside(lengths: Lengths) -> Scenario:
-    """The stream goes on for about as long as it takes a server to compute the prompt."""
+    """Build a stream about as long as a server needs to compute the prompt that arrives meanwhile."""
     stream = Requested(Ask("8 stream", (user(f"{STORY} {lengths.text('8 stream', 20)}"),), lengths.of(400)), "counted")
     comes = Requested(Ask("8 comes", (user(lengths.text("8 comes", 3000)),), 8))
     return Scenario(8, "A stream that goes on while a 3,000-token prompt comes in", (Beside(stream, comes),), "pause")
@@ -180,5 +182,5 @@ def _alone(requests: Iterable[Requested]) -> tuple[Step, ...]:
 
 
 def _first_counted(asks: Iterable[Ask]) -> list[Requested]:
-    """Nothing can be cached for the first one, so its time tells nothing of a cache."""
+    """Count but do not time the first request: none of it can be cached, so its time says nothing about the cache."""
     return [Requested(ask, "timed" if number else "counted") for number, ask in enumerate(asks)]

@@ -1,6 +1,6 @@
-"""Request traces: when a client asked, and for which blocks of 512 tokens. From a file, or made up.
+"""Request traces, read from a file or synthetic: the time and the blocks of 512 tokens of each request.
 
-A block's id stands for its tokens and all that comes before them, as long as it is at the same place of the prompt.
+A block's id stands for its tokens and all tokens before them, at the same position of the prompt.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ BLOCK_TOKENS = 512
 
 @dataclass(frozen=True)
 class Asked:
-    """One request."""
+    """A request of a trace."""
 
     time_s: float
     blocks: TokenIds
-    num_tokens: int | None = None  # of the prompt, where that is told: its last block may be a part of one
+    num_tokens: int | None = None  # of the prompt, if known: its last block may be partial
     num_reply_tokens: int = 0
 
     @property
@@ -41,7 +41,7 @@ class Trace:
     name: str
     requests: tuple[Asked, ...]
     num_distinct: int  # blocks, of all requests together
-    numbers: tuple[TokenIds, ...]  # for each request its blocks' numbers: equal only where all before is equal too
+    numbers: tuple[TokenIds, ...]  # block numbers of each request: equal only for equal prefixes
 
     @property
     def num_blocks(self) -> int:
@@ -49,8 +49,8 @@ class Trace:
 
 
 def load_trace(path: Path) -> Trace:
-    """JSON lines, maybe gzipped: `timestamp` in ms, `hash_ids`, maybe `input_length` and `output_length`. Sorted by
-    time."""
+    """Load JSON lines, possibly gzipped, sorted by time: `timestamp` in ms, `hash_ids`, optional `input_length` and
+    `output_length`."""
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
             requests = [_request(line, number) for number, line in enumerate(lines, 1) if line.strip()]
@@ -69,7 +69,8 @@ def trace_of(name: str, requests: Sequence[Asked]) -> Trace:
 
 
 def _numbers(blocks: TokenIds, known: dict[int, int]) -> TokenIds:
-    """`known`: what comes before and the block itself, as one integer, which takes half the memory of a pair."""
+    """Number the blocks of a request. The keys of `known` join prefix and block to one integer, which takes half the
+    memory of a pair."""
     number, found = 0, []
     for block in blocks.tolist():
         number = known.setdefault((number << 32) + block, len(known) + 1)
@@ -89,10 +90,12 @@ def _request(line: str, number: int) -> Asked:
 
 
 def sessions(trace: Trace) -> tuple[int, ...]:
-    """For each request the number of its session, which traces do not tell. A request goes on with a session when it
-    begins with all whole blocks of an earlier request of it. Those must be more than what other sessions began with,
-    or a common system prompt would make one session of all."""
-    ends: dict[int, int] = {}  # the last whole block of a request, and its session
+    """Return the session number of each request; traces do not contain sessions.
+
+    A request continues a session if it begins with all whole blocks of an earlier request of that session. These must
+    be more than other sessions began with, otherwise a common system prompt would join all requests to one session.
+    """
+    ends: dict[int, int] = {}  # last whole block of a request -> its session
     found = list[int]()
     num_sessions = num_known = 0
     for request, numbers in zip(trace.requests, trace.numbers, strict=True):
@@ -109,7 +112,8 @@ def sessions(trace: Trace) -> tuple[int, ...]:
 
 
 def made_up(num_requests: int, seed: int = 0, requests_s: float = 3.0) -> Trace:
-    """Chats that go on after a while or end, over a few system prompts; some prompts come once and never again."""
+    """Return a synthetic trace: chats over a few system prompts that continue after a while or end, and one-off
+    prompts."""
     return trace_of(f"made-up-{num_requests}", list(_made_up(num_requests, seed, requests_s)))
 
 
@@ -117,7 +121,7 @@ def _made_up(num_requests: int, seed: int, requests_s: float) -> Iterator[Asked]
     rng = random.Random(seed)
     systems = [list(range(8 * which, 8 * which + rng.randint(1, 8))) for which in range(16)]
     next_id = 8 * len(systems)
-    waiting: list[tuple[float, list[int]]] = []  # chats that will go on, by time
+    waiting: list[tuple[float, list[int]]] = []  # chats that will continue, by time
     now = 0.0
     for _ in range(num_requests):
         now += rng.expovariate(requests_s)

@@ -1,6 +1,6 @@
-"""Chats as data: pure, and the same for the same seed. Nothing is sent from here.
+"""Chats as data: pure, and the same for the same seed. Nothing is sent here.
 
-lane    requests that one client sends one after the other; lanes run side by side
+lane    requests that one client sends one after the other; lanes run concurrently
 chat    a history that grows by each request and each answer of the server
 
 Each word of a text is one token in the vocabularies that were tried (SmolLM2, Qwen2.5, Gemma 3), so a text has as many
@@ -34,13 +34,13 @@ WORDS = tuple(_LINES.split())
 
 
 def text(key: str, num_tokens: int) -> str:
-    """Other keys give texts that part within the first few words."""
+    """Return a random text. Texts of different keys diverge within the first few words."""
     rng = random.Random(key)
     return " ".join(rng.choice(WORDS) for _ in range(num_tokens))
 
 
 def count(words: str) -> int:
-    """About as many tokens, for servers that do not tell."""
+    """Estimate the number of tokens, for servers that do not report it."""
     return len(words.split())
 
 
@@ -49,12 +49,12 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: `messages` are added to the chat's history, and all of it is sent."""
+    """A request: `messages` are added to the chat's history, and the whole history is sent."""
 
     chat: str
     messages: tuple[Message, ...]
     reply_tokens: int
-    at_s: float = 0.0  # not before, after the lane began
+    at_s: float = 0.0  # earliest time, relative to the start of the lane
 
 
 Lane = tuple[Ask, ...]
@@ -62,7 +62,7 @@ Lane = tuple[Ask, ...]
 
 @dataclass(frozen=True)
 class Shape:
-    """How large a load is, in tokens."""
+    """Size of a load, in tokens."""
 
     chats: int = 4
     turns: int = 6
@@ -81,7 +81,7 @@ def system(words: str) -> Message:
 
 
 def chat_asks(key: str, system_text: str, turns: Sequence[str], reply_tokens: int) -> Lane:
-    """A chat's turns in order; the first one brings the system prompt."""
+    """Return the requests of a chat in order; the first one carries the system prompt."""
     opening = (system(system_text),) if system_text else ()
     return tuple(
         Ask(key, (*(opening if number == 0 else ()), user(turn)), reply_tokens) for number, turn in enumerate(turns)
@@ -89,30 +89,31 @@ def chat_asks(key: str, system_text: str, turns: Sequence[str], reply_tokens: in
 
 
 def multi_turn(shape: Shape) -> list[Lane]:
-    """Chats one after the other, each with a system prompt of its own."""
+    """Return chats with a system prompt each."""
     return [_chat(shape, number, text(f"{shape.seed} system {number}", shape.system)) for number in range(shape.chats)]
 
 
 def shared_system(shape: Shape) -> list[Lane]:
-    """The same system prompt before every chat."""
+    """Return chats with a common system prompt."""
     common = text(f"{shape.seed} system", shape.system)
     return [_chat(shape, number, common) for number in range(shape.chats)]
 
 
 def alternating(shape: Shape) -> list[Lane]:
-    """One client that goes from chat to chat after each turn, over one system prompt."""
+    """Return one lane that switches chats after each turn, with a common system prompt."""
     return [tuple(chain.from_iterable(zip(*shared_system(shape), strict=True)))]
 
 
 def agents(shape: Shape) -> list[Lane]:
-    """Each agent has tools, and its context grows by what they answer."""
+    """Return agents with tools, whose contexts grow by tool results."""
     return [agent(f"{shape.seed} agent {number}", shape) for number in range(shape.chats)]
 
 
 def agent(key: str, shape: Shape) -> Lane:
-    """A task, then turn after turn what a tool gave. The server's own reply stands between, as a client sends it back.
+    """Return an agent's requests: a task, then a tool result in each turn. The client sends back the server's own
+    replies.
 
-    Results come as user messages: not every server's template takes the role 'tool', and prompts must be the same.
+    Tool results are user messages: not every server's template supports the role 'tool', and prompts must be the same.
     """
     opening = (system(_with_tools(text(f"{key} system", shape.system))), user(text(f"{key} task", shape.turn // 2)))
     first = Ask(key, opening, shape.reply)
@@ -149,7 +150,7 @@ LOADS: Mapping[str, Callable[[Shape], list[Lane]]] = {
 
 
 def from_trace(trace: Trace, *, block_tokens: int, speed: float, max_requests: int, reply_tokens: int) -> list[Lane]:
-    """Each request of a trace as a chat of one turn, at its time. A block's id stands for its text."""
+    """Return each request of a trace as a chat of one turn at its time. A block's id determines its text."""
     return list(_timed(trace, block_tokens, speed, max_requests, reply_tokens))
 
 
@@ -163,5 +164,5 @@ def _timed(trace: Trace, block_tokens: int, speed: float, max_requests: int, rep
 
 
 def prompt_tokens(messages: Sequence[Message]) -> int:
-    """About so many, where the server does not tell."""
+    """Estimate the prompt tokens, for servers that do not report them."""
     return sum(count(str(message["content"])) for message in messages)

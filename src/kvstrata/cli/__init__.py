@@ -1,7 +1,7 @@
-"""The command `kvstrata`: one module for each sub-command, imported when it is called, so that --help answers at once.
+"""The command `kvstrata`: one module for each sub-command, imported when it is called, so that --help is fast.
 
-Knows which commands there are and how an error is shown. A module has a function by the command's name, or, where the
-command has commands of its own, a Typer called `app`. To add one: write the module, add its line to COMMANDS.
+This module knows the list of commands and how errors are shown. A command's module has a function of the command's name
+or, for a group of commands, a Typer called `app`. To add one: write the module, add its line to COMMANDS.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
 
 class Commands(TyperGroup):
-    """Lists the commands by name and imports the one that is called."""
+    """Group that lists commands by name and imports only the one that is called."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, listed, rest = super().resolve_command(ctx, args)
@@ -45,7 +45,7 @@ class Commands(TyperGroup):
 
 
 class Command(TyperCommand):
-    """Refuses an option that does not exist with the name of one that is alike, or with the way to all of them."""
+    """Command that answers an unknown option with similar ones, or with the option that lists all."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = [flag for each in self.get_params(ctx) for flag in (*each.opts, *each.secondary_opts)]
@@ -100,11 +100,12 @@ for _name, _summary in COMMANDS.items():
 
 
 def main() -> None:
-    """Errors of ours are one clear line and exit code 1; wrong usage is 2."""
+    """Run the command line. Errors of kvstrata are printed as one message with exit code 1; wrong usage exits with
+    2."""
     try:
-        app(prog_name="kvstrata")  # also as python -m kvstrata: completion goes by it
+        app(prog_name="kvstrata")  # also for python -m kvstrata: shell completion depends on it
     except KvstrataError as error:
-        # A message may quote what a server or a file said.
+        # A message may quote a server or a file.
         print(f"kvstrata: {printable(str(error))}", file=sys.stderr)
         sys.exit(1)
     except ImportError:

@@ -1,4 +1,4 @@
-"""`kvstrata bench`: figures about this machine, each against an honest opponent in the same run."""
+"""`kvstrata bench`: measurements of this machine, each beside a fair alternative in the same run."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def replay(
 
 
 def _share(text: str, trace: Trace, token_bytes: int) -> float:
-    """Of what all distinct blocks take at 16 bits."""
+    """Parse a budget as a share of the bytes that all distinct blocks take at 16 bits."""
     from kvstrata.bench.trace import BLOCK_TOKENS
     from kvstrata.sizes import Size
 
@@ -143,7 +143,7 @@ def quality(
 
 
 def _shown(measure: Callable[[Watch], Iterator[Quality]], num_passes: int, as_json: bool) -> list[Quality]:
-    """The rows, each printed as soon as it is done; not where JSON is asked for."""
+    """Return the rows, printing each as soon as it is done unless JSON is requested."""
     rows: list[Quality] = []
     with watched(num_passes) as watch:
         measured = measure(watch)
@@ -157,7 +157,7 @@ def _shown(measure: Callable[[Watch], Iterator[Quality]], num_passes: int, as_js
 
 
 def _asked(pairs: str | None, modes: str | None, context: str | None, windows: int | None) -> dict[str, Any]:
-    """The fields of a protocol that were given. Refuses bad ones before a model is loaded."""
+    """Return the given fields of a protocol. Bad values are refused before a model is loaded."""
     from kvstrata.bench.quality import MODES, parse_pairs
 
     asked: dict[str, Any] = {}
@@ -252,7 +252,7 @@ def serve(
 
 
 async def _measured(door: Door, loads: dict[str, list[Lane]], clients: int, key: str) -> list[ServeFigures]:
-    """`key`: of the unseen prompts; empty: none are timed."""
+    """Measure the loads. `key` makes the calibration prompts unseen; if it is empty, no calibration runs."""
     import httpx
 
     from kvstrata.bench.chat_client import first_model

@@ -1,4 +1,4 @@
-"""`kvstrata bench compare`: ours and its peers, the same scenarios, one report."""
+"""`kvstrata bench compare`: kvstrata and its peers in the same scenarios, in one report."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from kvstrata.bench.peers.base import Model
     from kvstrata.bench.scenario_run import Outcome
 
-AS_THEY_COME_S = (30.0, 600.0)  # for each such side in all: quick, full
+AS_THEY_COME_S = (30.0, 600.0)  # total per such side: quick, full
 QUICK_MINUTES = 10.0
-REPORT_SHARE = 0.02  # of the time
+REPORT_SHARE = 0.02  # of the time budget
 
 
 def compare(
@@ -101,7 +101,7 @@ def _subject(model: Path | None, gguf: Path | None) -> Model:
 
 
 def _sides(only: str, llama_server: Path | None, as_they_come_s: float) -> list[Side]:
-    """`as_they_come_s`: for MLX's peers without our BLAS; 0: none of them."""
+    """Return the sides. `as_they_come_s` is the time for each MLX peer without our BLAS; 0 leaves those out."""
     from kvstrata.bench.compare import Side
     from kvstrata.bench.peers.servers import Kvstrata, LlamaCppPython, LlamaServer, MlxLm, VllmMlx
     from kvstrata.platform.blas import blas

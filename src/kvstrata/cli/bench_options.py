@@ -1,4 +1,4 @@
-"""Arguments, progress and output that the commands of `kvstrata bench` share."""
+"""Arguments, progress and output that the `kvstrata bench` commands share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON value and not
 
 
 def say(what: str) -> None:
-    """On stderr: stdout is for results."""
+    """Print progress on stderr; stdout is for results."""
     typer.echo(f"{what} ...", err=True)
 
 
@@ -52,7 +52,7 @@ def numbers(text: str, smallest: int, largest: int | None = None) -> tuple[int, 
 
 @contextmanager
 def watched(num_passes: int) -> Iterator[Watch]:
-    """While the bar is shown, what is printed appears above it; typer.echo would write into it."""
+    """Show a progress bar. Printed lines appear above it; output of typer.echo would be drawn into it."""
     from kvstrata.bench.load import Watch
 
     if not sys.stderr.isatty():
@@ -62,7 +62,7 @@ def watched(num_passes: int) -> Iterator[Watch]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # Rows that go to a file or a pipe must not be turned into lines above the bar.
+    # Redirect stdout only on a terminal: rows for a file or a pipe must not appear above the bar.
     with Progress(*columns, console=Console(stderr=True), redirect_stdout=sys.stdout.isatty()) as progress:
         task = progress.add_task("loading", total=num_passes)
         yield Watch(

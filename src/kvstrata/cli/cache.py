@@ -1,7 +1,7 @@
-"""`kvstrata cache`: see and change what a running server has cached, or look into a folder of the disk cache.
+"""`kvstrata cache`: show and change the cache of a running server, or inspect a folder of the disk cache.
 
-Knows HTTP only: every command is one call, shown as a table or, with --json, as it was answered. To add a command,
-write a function and decorate it with `@app.command`.
+Uses HTTP only: every command is one call whose response is shown as a table or, with --json, as it is. To add a
+command, write a function and decorate it with `@app.command`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def sessions(
 
 
 def _add_about_prompt(name: str, does: str, table: tables.Table) -> None:
-    """A command that asks the endpoint of its name about a prompt."""
+    """Add a command that calls the endpoint of the same name with a prompt."""
 
     @app.command(name, help=does)
     def about_prompt(
@@ -183,8 +183,8 @@ def _show(answer: Mapping[str, Any], as_json: bool, table: tables.Table) -> None
         return
     from rich.console import Console
 
-    # No markup: prompts may look like it.
-    # A line that must not be folded is left to the terminal.
+    # No markup: prompts may contain it.
+    # Lines must not be folded here; the terminal wraps them.
     Console(markup=False, highlight=False).print(table(printable_values(answer)), crop=False)
 
 

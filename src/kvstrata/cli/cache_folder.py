@@ -1,4 +1,4 @@
-"""`kvstrata cache ls|verify|gc`: look at a folder of the disk cache, without a server."""
+"""`kvstrata cache ls|verify|gc`: inspection of a disk cache folder, without a server."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`kvstrata cache export` and `import`: a session of a running server as one file, and back.
 
-Knows HTTP and files; what a file holds is the server's to know. A prompt cache of mlx-lm is sent in an envelope, with
-the prompt that it was made of.
+Uses HTTP and files; only the server interprets an exported file. A prompt cache of mlx-lm is sent in a bundle together
+with its prompt.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def export(
         raise KvstrataError(f"{file} is there already. Give another name, or --force.")
     path = f"/cache/sessions/{quote(session, safe='')}/export{'?format=mlx' if mlx else ''}"
     with connect(url, api_key) as remote:
-        # By rename, so that a broken connection leaves no half of a file under the name.
+        # Write and rename, so that a broken connection leaves no partial file under the name.
         unfinished = file.with_name(f"{file.name}.part")
         try:
             headers, size_bytes = _download(remote, path, unfinished)
@@ -90,7 +90,7 @@ def _prompt(text: Path | None, messages: Path | None, tokens: Path | None, *, ra
 
 
 def _content(file: Path, prompt: dict[str, Any]) -> Iterator[bytes]:
-    """The file as it is; one that needs a prompt, in an envelope with it."""
+    """Yield the file as it is, or, if there is a prompt, a bundle of both."""
     if not prompt:
         yield from _read(file)
         return
@@ -118,7 +118,7 @@ def _download(remote: Remote, path: str, file: Path) -> tuple[dict[str, str], in
 
 
 def _create(file: Path) -> Any:
-    """A conversation is its owner's to read."""
+    """Create a file that only its owner can read, because it holds a conversation."""
     try:
         return os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, FILE_MODE), "wb")
     except OSError as error:

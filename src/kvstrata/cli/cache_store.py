@@ -1,4 +1,4 @@
-"""`kvstrata cache ls|verify --remote` and what `doctor` says of a store that servers share."""
+"""`kvstrata cache ls|verify --remote`, and `doctor`'s check of a remote store."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SecretFile = Annotated[
 
 
 def ls(url: str, *, as_json: bool) -> None:
-    """Names tell nothing without the tokens, so there are only sizes."""
+    """List blocks by name and size. Names reveal nothing without the tokens."""
     from kvstrata.sizes import format_bytes
     from kvstrata.tiers.remote.block_store import list_sealed_blocks
 
@@ -54,7 +54,7 @@ def ls(url: str, *, as_json: bool) -> None:
 
 
 def verify(url: str, secret_file: Path | None, *, as_json: bool) -> None:
-    """Ends with 1 if something is damaged."""
+    """Verify all blocks. Exits with 1 if any is damaged."""
     from kvstrata.prefix_cache.keys import chain
     from kvstrata.sizes import format_bytes
     from kvstrata.tiers.remote.block_store import verify_store
@@ -85,7 +85,7 @@ def measured(url: str) -> MeasuredStore:
 
 @contextmanager
 def opened(url: str) -> Iterator[KeyValueStore]:
-    """A fault of the store is one line."""
+    """Open a store and turn its faults into one-line errors."""
     from kvstrata.tiers.remote.health import StoreFault
     from kvstrata.tiers.remote.open_store import describe_fault, make_store
     from kvstrata.tiers.remote.url import parse_url

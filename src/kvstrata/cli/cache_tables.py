@@ -1,4 +1,4 @@
-"""The server's answers about its cache as people read them. Knows rich; asks no server."""
+"""Tables of the server's cache responses, made with rich. Sends no requests."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Table = Callable[[Answer], "RenderableType"]
 
 size = partial(format_bytes, digits=1)
 
-# Warm is heavy: what takes the most bytes is what people look for.
+# Warm colours mark the precisions that take the most bytes.
 STYLES = {"raw": "red", "8": "yellow", "6": "yellow", "5": "green", "4": "green", "3": "cyan", "2": "blue"}
 
 
 def style_of(precision: str) -> str:
-    """By bits, whatever the codec. Of several the first."""
+    """Return the style of a precision by its bits, whatever the codec. A list of precisions is styled by its first."""
     first = precision.partition("+")[0]
     return STYLES.get(first if first == "raw" else first.split(":")[1] if ":" in first else "", "white")
 
@@ -95,7 +95,7 @@ def sequences(running: Sequence[Answer], width: int = 40) -> RichTable:
 
 
 def replicas(held: Mapping[str, Answer], states: Mapping[str, Answer]) -> RichTable:
-    """Of a fleet: what each runs and holds."""
+    """Return a table of a fleet's replicas with their requests and cached KV."""
     table = _table("replica", "running", "waiting", "tokens", "memory", "disk", "hit rate", title="Replicas", right=1)
     for name, usage in held.items():
         state = states.get(name, {}).get("state", {})
@@ -139,7 +139,7 @@ def explanation(answer: Answer) -> RenderableType:
 
 
 def sessions(answer: Answer) -> RenderableType:
-    """Two lines for each: an id stands alone in its line and is never folded, because it is there to be copied."""
+    """List sessions in two lines each: the id has a line of its own and is never folded, so that it can be copied."""
     from rich.console import Group
     from rich.text import Text
 
@@ -174,7 +174,7 @@ def session(answer: Answer) -> RenderableType:
 
 
 def parted(answer: Answer | None) -> str:
-    """As a sentence; empty: it did not."""
+    """Describe where prompts diverged as a sentence; empty if they did not."""
     if answer is None:
         return ""
     whose = "the last prompt" if answer["where"] == "prompt" else "the last reply"
@@ -198,7 +198,7 @@ def _when(seconds: float) -> str:
 
 
 def _one_line(text: str) -> str:
-    """With quotes, so that spaces at either end are seen."""
+    """Quote a text, so that spaces at either end are visible."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -271,7 +271,7 @@ def _coloured(precision: str) -> RenderableType:
 
 
 def _table(*columns: str, title: str, right: int, left_from: int | None = None) -> RichTable:
-    """Columns from `right` on are numbers, up to `left_from`."""
+    """Make a table. Columns from `right` to before `left_from` are right-aligned numbers."""
     from rich import box
     from rich.table import Table
 

@@ -1,6 +1,6 @@
 """`kvstrata chat`: a chat in the terminal with a running server.
 
-Knows HTTP only: it sees what any other client would see. Reads prompts line by line, from a person or from a pipe.
+Uses HTTP only, as any other client does. Reads prompts line by line from a terminal or a pipe.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Turn:
-    """One answer and what it took."""
+    """An answer with its timing and usage."""
 
     text: str
     thinking: str
@@ -32,7 +32,7 @@ class Turn:
     usage: dict[str, Any] | None  # None: stopped before the end
 
     def message(self) -> dict[str, str]:
-        """As it goes into the history. What the model thought is for the template to show or to leave out."""
+        """Return the message for the history. The chat template decides whether it shows the thinking."""
         thought = {"reasoning_content": self.thinking} if self.thinking else {}
         return {"role": "assistant", "content": self.text, **thought}
 
@@ -88,7 +88,7 @@ def chat(
     import httpx
 
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    # No read timeout: a long prompt takes as long as it takes, and comments show that the server lives.
+    # No read timeout: a long prompt may take minutes, and SSE comments keep the connection alive.
     timeout = httpx.Timeout(10.0, read=None)
     with httpx.Client(base_url=url, headers=headers, timeout=timeout) as client:
         model = _model_name(client, url)
@@ -155,7 +155,7 @@ def _answer(client: httpx.Client, url: str, body: dict[str, Any]) -> Turn:
 
 
 def _shown(text: str, stream: TextIO) -> str:
-    """A terminal must not obey a model; a program that reads a pipe gets what the model said."""
+    """Make control characters harmless on a terminal; a pipe gets the text unchanged."""
     return printable(text) if stream.isatty() else text
 
 
@@ -170,7 +170,8 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 
 def _lines(response: httpx.Response) -> Iterator[str]:
-    """Ended by \\n, or \\r\\n, alone: httpx's own would end one at a separator inside a JSON string too."""
+    """Yield lines that end with \\n or \\r\\n only: httpx's own splits at Unicode line separators inside JSON strings
+    too."""
     rest = ""
     for text in response.iter_text():
         *whole, rest = (rest + text).split("\n")

@@ -1,7 +1,7 @@
-"""What each coding agent has to be told to use a server of ours, and how it is told without touching its own settings.
+"""Settings that point each coding agent at our server without touching the agent's own settings.
 
 Knows the agents' variables, flags and files. Starts nothing and writes nothing: `cli/launch.py` does. An agent's own
-settings stay in force where they do not say which model is asked, and where.
+settings stay in force except for the choice of model and server.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 MAX_OUTPUT_TOKENS = 8192
-# Not KVSTRATA_API_KEY: a server that an agent starts would take that for its own.
+# Not KVSTRATA_API_KEY: a server started by the agent would use that as its own key.
 KEY_VARIABLE = "KVSTRATA_LAUNCH_KEY"
 
 
 @dataclass(frozen=True)
 class Server:
-    """What an agent has to know of the server."""
+    """The properties of the server that an agent needs."""
 
     url: str  # without /v1
     model: str
@@ -28,19 +28,19 @@ class Server:
 
     @property
     def output_tokens(self) -> int:
-        """The longest reply to ask for. Agents keep as much of the context free for it."""
+        """Return the longest reply to request. Agents reserve this part of the context for the reply."""
         return min(MAX_OUTPUT_TOKENS, max(1, self.context_tokens // 4))
 
 
 @dataclass(frozen=True)
 class Start:
-    """How an agent is started. What people add to `arguments` comes behind them."""
+    """Command line, variables and files that start an agent. The user's own arguments follow `arguments`."""
 
     arguments: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
-    key_variable: str = KEY_VARIABLE  # the key goes here and nowhere else
-    unset: tuple[str, ...] = ()  # variables that would lead it elsewhere
-    files: Mapping[str, str] = field(default_factory=dict)  # by name, in the temporary folder
+    key_variable: str = KEY_VARIABLE  # the only place of the key
+    unset: tuple[str, ...] = ()  # variables that would select another server or model
+    files: Mapping[str, str] = field(default_factory=dict)  # file name -> text, in the temporary folder
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Client:
 
 
 def claude(server: Server, _folder: Path) -> Start:
-    # Whichever of its models it asks for, for a title or in a subagent, it gets the one that there is.
+    # All of its model roles (titles, subagents) get the one served model.
     kinds = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL")
     tiers = (f"ANTHROPIC_DEFAULT_{tier}_MODEL" for tier in ("HAIKU", "SONNET", "OPUS"))
     return Start(
@@ -64,7 +64,7 @@ def claude(server: Server, _folder: Path) -> Start:
             # Some versions begin the system prompt with a block that changes with every turn.
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            # Variables in its user's settings.json would win over these otherwise.
+            # Otherwise variables in the user's settings.json would override these.
             "CLAUDE_CODE_PROVIDER_MANAGED_BY_HOST": "1",
         },
         key_variable="ANTHROPIC_AUTH_TOKEN",
@@ -96,13 +96,13 @@ def opencode(server: Server, _folder: Path) -> Start:
         "models": {server.model: {"limit": {"context": server.context_tokens, "output": server.output_tokens}}},
     }
     config = json.dumps({"model": model, "small_model": model, "provider": {"kvstrata": provider}})
-    # It puts variables and files in where it finds {env:...} and {file:...}: not in a name.
+    # OpenCode expands {env:...} and {file:...}; a name must stay as it is.
     config = config.replace("{env:", "\\u007benv:").replace("{file:", "\\u007bfile:")
     return Start(variables={"OPENCODE_CONFIG_CONTENT": config})
 
 
 def pi(server: Server, folder: Path) -> Start:
-    """A folder of settings would hide its user's own; an extension adds to them."""
+    """Configure Pi by an extension, which adds to the user's settings; a settings folder would replace them."""
     model = {
         "id": server.model,
         "name": server.model,
@@ -143,7 +143,7 @@ def aider(server: Server, folder: Path) -> Start:
             *("--model-metadata-file", str(folder / "metadata.json")),
             *("--model-settings-file", str(folder / "settings.yml")),
         ),
-        # Without it aider asks for a list of models that are not on this machine.
+        # Otherwise aider downloads a list of models.
         {"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
         key_variable="AIDER_OPENAI_API_KEY",
         files={"metadata.json": json.dumps({model: limits}), "settings.yml": json.dumps(settings)},
@@ -151,7 +151,7 @@ def aider(server: Server, folder: Path) -> Start:
 
 
 def toml_text(text: str) -> str:
-    """As a TOML string on one line."""
+    """Return a text as a TOML string on one line."""
     return '"' + "".join(map(_toml_character, text)) + '"'
 
 

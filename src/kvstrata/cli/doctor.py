@@ -1,4 +1,4 @@
-"""`kvstrata doctor`: what this machine offers, what is slow and why, and what to do about it."""
+"""`kvstrata doctor`: the capabilities of this machine, causes of slowness, and advice."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PACKAGES = ("kvstrata", "mlx", "mlx-lm", "numpy", "transformers", "huggingface_hub")
-ENOUGH_OF_NUMPY = 0.5  # of numpy's rate, below which MLX's products are called slow
+ENOUGH_OF_NUMPY = 0.5  # share of numpy's rate below which MLX's matrix products are reported as slow
 LOW_MEMORY_BYTES = 2 << 30
 LOW_DISK_BYTES = 5 << 30
-# At planes:8, which is what blocks of a remote cache have by default: Qwen3-8B, and of any model by its 16-bit KV.
+# At planes:8, the default of remote blocks: bytes of a token of Qwen3-8B, and bytes per value of K and V for any model.
 TYPICAL_TOKEN_BYTES = 75_000.0
 PLANES_SHARE = 1.02
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -56,10 +56,12 @@ class Report:
     versions: dict[str, str]
     heap: Heap
     open_files: OpenFiles
-    kernels: tuple[dict[str, str], ...]  # back-end of each operation on KV, and why: of a usual or the served model
-    weights: str = ""  # what becomes of quantized ones, on a CPU
-    served_memory: dict[str, int] | None = None  # what the limit of a running server consists of
-    remote: dict[str, float] | None = None  # how fast a store is that servers share
+    kernels: tuple[
+        dict[str, str], ...
+    ]  # back-end of each operation on KV and the reason, for a typical or the served model
+    weights: str = ""  # form of quantized weights on a CPU
+    served_memory: dict[str, int] | None = None  # parts of a running server's memory limit
+    remote: dict[str, float] | None = None  # speed of the remote store
 
 
 def doctor(
@@ -105,7 +107,7 @@ def doctor(
 
 
 def _remote(url: str, token_bytes: float, prefill_tokens_s: float) -> dict[str, float]:
-    """`prefill_tokens_s`: of a running server; 0: none was named, or it has computed no prompt yet."""
+    """Measure a remote store. `prefill_tokens_s` is that of a running server, or 0 if none is known."""
     found = cache_store.measured(url)
     even = {"token_bytes": token_bytes, "break_even_tokens_s": found.break_even(token_bytes)}
     return {**asdict(found), **even, "prefill_tokens_s": prefill_tokens_s}
@@ -128,7 +130,7 @@ def _show(report: Report, findings: list[Finding], *, as_json: bool) -> None:
 
 
 def _write_report(file: Path, report: Report, findings: list[Finding]) -> list[Finding]:
-    """Tells what failed."""
+    """Write the report and return findings for failed checks."""
     from kvstrata.cli.selftest import checks, kernels, timings
 
     try:
@@ -153,7 +155,7 @@ def _write_report(file: Path, report: Report, findings: list[Finding]) -> list[F
         "checks": [{**asdict(check), "passed": check.passed} for check in tried],
         "timings": [asdict(timing) for timing in timings()],
     }
-    # A user may show it to others: it must not say whose machine it is from.
+    # Users publish reports: remove whatever identifies the machine's owner.
     home = Path.home()
     text = json.dumps(told, indent=2)
     file.write_text((text.replace(str(home), "~") if home != home.parent else text) + "\n")
@@ -187,7 +189,7 @@ def examine() -> Report:
 
 
 def judge(report: Report) -> list[Finding]:
-    """Pure: facts in, findings out."""
+    """Return the findings of a report. Pure."""
     return [*_judge_speed(report), *_judge_weights(report), *_judge_room(report), *_judge_model(report)]
 
 
@@ -285,7 +287,7 @@ def _kernel_lines(choices: Sequence[Mapping[str, str]]) -> list[str]:
     labels = {label for choice in choices if (label := choice["operation"].partition(" (")[2])}
     operations: dict[str, list[str]] = {}
     for choice in choices:
-        # Heads of one kind are named once.
+        # A label that all operations share goes into the title.
         name = choice["operation"] if len(labels) > 1 else choice["operation"].partition(" (")[0]
         operations.setdefault(f"{choice['backend']} ({choice['reason']})", []).append(name)
     title = [f"for {labels.pop().rstrip(')')}:"] if len(labels) == 1 else []
@@ -315,7 +317,7 @@ def _shares(memory: dict[str, int]) -> str:
 
 
 def _disk_free(folder: Path) -> int:
-    """Of the nearest folder that exists: the cache folder itself may not have been made yet."""
+    """Return the free bytes at the nearest existing parent: the cache folder may not exist yet."""
     existing = next(place for place in (folder, *folder.parents) if place.exists())
     return shutil.disk_usage(existing).free
 

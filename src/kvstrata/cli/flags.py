@@ -1,4 +1,4 @@
-"""A command's flags, made from Settings: what is declared there once is here a flag with default, unit and environment.
+"""A command's flags, generated from Settings with default, unit and environment variable.
 
 Knows how a field becomes an option. A flag that was not given is None, so that file and environment can decide.
 """
@@ -18,7 +18,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def with_settings(*, without: Iterable[str] = ()) -> Callable[[Command], Command]:
-    """Adds an option for every setting to a command that takes them as **flags."""
+    """Add an option for every setting but those in `without` to a command that takes them as **flags."""
     names = [name for name in Settings.model_fields if name not in set(without)]
 
     def add(command: Command) -> Command:
@@ -45,13 +45,13 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
         metavar=None if field.annotation is bool else str(extra["unit"] or "text"),
         rich_help_panel=str(extra["panel"]),
     )
-    # Values stay text here: Settings checks them all, and tells every problem at once.
+    # Values stay text here: Settings validates them all and reports every problem at once.
     kind: Any = {bool: bool | None, tuple[str, ...]: list[str] | None}.get(field.annotation, str | None)  # pyright: ignore
     keyword_only = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, keyword_only, default=None, annotation=Annotated[kind, option])
 
 
 def given(context: typer.Context, flags: dict[str, Any]) -> dict[str, Any]:
-    """On the command line. Settings reads the environment itself, and splits lists at commas as --help says."""
+    """Return the flags given on the command line. Settings reads the environment itself and splits lists at commas."""
     sources = {name: context.get_parameter_source(name) for name in flags}
     return {name: flags[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}

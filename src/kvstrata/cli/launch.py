@@ -1,8 +1,8 @@
-"""`kvstrata launch`: a coding agent that asks a running server, started with settings that only it sees.
+"""`kvstrata launch`: starts a coding agent with settings, visible only to it, that point it at a running server.
 
-Knows how to ask the server what it serves and how to run a process. What each agent has to be told is in `clients.py`.
-Files go into a temporary folder that ends with the agent. The key goes into a variable: others of the machine may read
-arguments, and a folder may outlive us.
+This module asks the server for its model and runs the process; `clients.py` has the settings of each agent. Files go to
+a temporary folder that is deleted when the agent ends. The key is passed in a variable: other users of the machine may
+read arguments, and the folder may outlive this process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvstrata.cli.clients import CLIENTS, Client, Server, Start
 from kvstrata.cli.remote import DEFAULT_URL, Key, Url, connect
 from kvstrata.errors import KvstrataError
 
-NO_KEY = "none"  # a server without keys takes any; agents want one
+NO_KEY = "none"  # a server without keys accepts any; agents require one
 SHOWN_FOLDER = Path("TEMPORARY")
 SHOWN_KEY = "<hidden>"
 
@@ -77,7 +77,7 @@ def ask_server(url: str, api_key: str | None) -> Server:
 
 
 def _usable(name: str) -> str:
-    """Variables and arguments hold any text but this."""
+    """Refuse a model name that variables and arguments cannot hold."""
     if not name or "\0" in name or any("\ud800" <= character <= "\udfff" for character in name):
         raise KvstrataError("No agent can be given this model's name. Serve it with another: --served-name NAME")
     return name
@@ -92,7 +92,7 @@ def find_program(client: Client) -> str:
 
 @contextmanager
 def laid_out(client: Client, server: Server) -> Iterator[Start]:
-    """With its files in a temporary folder."""
+    """Write an agent's files to a temporary folder and yield its start parameters."""
     with tempfile.TemporaryDirectory(prefix="kvstrata-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         start = client.start(server, folder)
@@ -107,11 +107,11 @@ def environment(start: Start, own: Mapping[str, str], api_key: str | None) -> di
 
 
 def run(command: Sequence[str], variables: Mapping[str, str]) -> int:
-    """Its exit code, as a shell tells it."""
+    """Run a command, passing on signals, and return its exit code as a shell reports it."""
     children: list[subprocess.Popen[bytes]] = []
 
     def hand_on(number: int, _frame: Any) -> None:
-        # The terminal sends Ctrl-C to both of us, and what it means is the agent's to say.
+        # The terminal sends Ctrl-C to both processes; the agent decides what it does.
         if children and number != signal.SIGINT:
             children[0].send_signal(number)
 
@@ -129,7 +129,7 @@ def run(command: Sequence[str], variables: Mapping[str, str]) -> int:
 
 
 def shown(start: Start, command: Sequence[str]) -> str:
-    """As a shell would be told, with the key hidden."""
+    """Return the start as shell commands, with the key hidden."""
     lines = [f"unset {name}" for name in start.unset]
     lines += [f"export {name}={shell_word(value)}" for name, value in start.variables.items()]
     lines.append(f"export {start.key_variable}={SHOWN_KEY}")
@@ -139,7 +139,7 @@ def shown(start: Start, command: Sequence[str]) -> str:
 
 
 def shell_word(text: str) -> str:
-    """Quoted, on one line, and without anything that a terminal obeys."""
+    """Quote a word for a shell, on one line and with control characters escaped."""
     if text.isprintable():
         return shlex.quote(text)
     return "$'" + "".join(map(_shell_character, text)) + "'"

@@ -1,6 +1,6 @@
-"""`kvstrata plan`: what of a model's KV will fit into a machine's memory, before anything is loaded.
+"""`kvstrata plan`: the KV of a model that fits into a machine's memory, computed before anything is loaded.
 
-Knows how an answer is shown. models/outline.py reads the headers, engine/memory_plan.py does the arithmetic.
+Knows how the result is shown. models/outline.py reads the headers, engine/memory_plan.py does the arithmetic.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Backend = Literal["metal", "cuda", "cpu"]
 DEFAULT_LIMIT = "75%"
 WANTED_TOKENS = 32768
 WANTED_CONVERSATIONS = 4
-# What Metal recommends for one process was two thirds of the memory on smaller Macs, three quarters on others.
+# Metal's recommended working set was two thirds of the memory on smaller Macs, three quarters on others.
 LARGE_MAC_BYTES = 36 * 1000**3
 SMALL_MAC_SHARE, LARGE_MAC_SHARE = 2 / 3, 3 / 4
 
 
 @dataclass(frozen=True)
 class Place:
-    """The machine that is planned for."""
+    """The machine to plan for."""
 
     backend: MlxBackend
     memory_bytes: int
-    working_set_bytes: int  # most of it that a process should take
+    working_set_bytes: int  # largest part of it that a process should use
 
 
 def plan(
@@ -116,7 +116,7 @@ class Shown:
     outline: ModelOutline
     forecast: Forecast
     advice: PrecisionForecast | None
-    tokens: int  # of a conversation that the advice is for
+    tokens: int  # length of the conversation that the advice assumes
     command: str
     notes: tuple[str, ...]
 
@@ -341,7 +341,7 @@ def _advice(asked: Asked, shown: Shown) -> str:
 
 
 def _short(tokens: int) -> str:
-    """8192 is 8k, as contexts are called."""
+    """Format a token count as contexts are named: 8192 is 8k."""
     if tokens < 1024:
         return str(tokens)
     return f"{tokens // 1024}k" if tokens < 10 << 20 else f"{tokens >> 20}M"

@@ -1,6 +1,6 @@
-"""Checks before the libraries are loaded: what is certain to fail is said at once, not after the model was read.
+"""Checks before libraries are loaded, so that certain failures are reported at once and not after loading a model.
 
-Knows paths. Imports nothing that takes seconds.
+Checks paths only. Imports nothing that takes seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_paths(settings: Settings) -> None:
-    """Raise ModelError or ConfigError where the model, its adapter or the cache folder cannot be used."""
+    """Raise ModelError or ConfigError if the model, its adapter or the cache folder cannot be used."""
     from kvstrata.models.find import check_model_name
 
     check_model_name(settings.model)

@@ -1,4 +1,4 @@
-"""`kvstrata pull`: gets a model, so that serving it later needs no network. Prints the folder on stdout."""
+"""`kvstrata pull`: downloads a model, so that serving it later needs no network. Prints the folder on stdout."""
 
 from __future__ import annotations
 

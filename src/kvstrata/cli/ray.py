@@ -1,4 +1,4 @@
-"""`kvstrata ray`: replicas on Ray Serve. Writes the configuration; Ray's own commands do the rest."""
+"""`kvstrata ray`: configuration for replicas on Ray Serve, which Ray's own commands deploy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="Serve replic
 
 @app.callback()
 def _group() -> None:
-    """Without it, an app of one command would be that command."""
+    """Keep `config` a sub-command: without a callback Typer would make it the app itself."""
 
 
 @app.command()
@@ -67,7 +67,7 @@ def _numbers(text: str) -> tuple[int, int]:
 
 
 def _absolute(value: Any) -> Any:
-    """Replicas start in folders of their own, so what names a file or folder here must be whole."""
+    """Make a path absolute, because replicas start in folders of their own."""
     if isinstance(value, str) and (value.startswith((".", "~")) or Path(value).exists()):
         return str(Path(value).expanduser().resolve())
     return value

@@ -1,4 +1,4 @@
-"""A running server, as commands talk to it: JSON there and back, every trouble one clear line."""
+"""HTTP client of a running server for commands: JSON both ways, every problem a one-line error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _to_send(context: typer.Context, option: typer.CallbackParam, key: str | None) -> str | None:
-    """The server's own variables may hold several keys; any of them opens the door."""
+    """Return the key to send. The server's own variables may hold several keys, any of which is accepted."""
     source = context.get_parameter_source(option.name or "")
     if key and source and source.name == "ENVIRONMENT":
         key = key.partition(",")[0].strip()
@@ -42,7 +42,7 @@ def _key_option(*variables: str, also: str = "") -> Any:
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 Url = Annotated[str, typer.Option("--url", help="Address of the running server.", envvar="KVSTRATA_URL", metavar="url")]
-# An admin may have both in the environment: a chat takes the API key, a cache command the admin key.
+# An admin may have both variables set: chat prefers the API key, cache commands the admin key.
 Key = Annotated[str | None, _key_option("KVSTRATA_API_KEY", "KVSTRATA_ADMIN_KEY")]
 AdminKey = Annotated[
     str | None,
@@ -63,7 +63,8 @@ class Remote:
             return self._answer(self._client.request(method, path, json=body))
 
     def send(self, path: str, content: Iterator[bytes]) -> Any:
-        """A file, piece by piece. The answer comes when it was checked and stored, however long that takes."""
+        """Upload a file in pieces. The response comes after the file was checked and cached, so there is no read
+        timeout."""
         import httpx
 
         headers = {"content-type": "application/octet-stream"}
@@ -73,7 +74,7 @@ class Remote:
 
     @contextmanager
     def receive(self, path: str) -> Iterator[tuple[dict[str, str], Iterator[bytes]]]:
-        """A file, piece by piece, with the headers of the answer."""
+        """Download a file in pieces; yield the response's headers and the pieces."""
         with self._trouble_told(), self._client.stream("GET", path) as response:
             if not response.is_success:
                 response.read()
@@ -111,7 +112,7 @@ def connect(url: str, api_key: str | None) -> Iterator[Remote]:
 
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        # The engine answers between two steps, and a step over a long prompt takes a while.
+        # The engine responds between two steps, and a prefill step may take seconds.
         client = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(60.0, connect=10.0))
     except httpx.InvalidURL:
         raise KvstrataError(f"'{url}' is not an address. Write it like --url {DEFAULT_URL}") from None

@@ -1,7 +1,7 @@
-"""Whether this machine computes what the cache relies on, and how fast. No model is needed.
+"""Self-test: whether this machine computes the cache's operations correctly, and how fast. No model is needed.
 
-Every check compares what is used here, whichever kernels that is, with float64 in numpy. Its result goes into
-the file that `kvstrata doctor --report` writes.
+Every check compares the operations in use, with whichever kernels, with numpy in float64. The results go into the file
+that `kvstrata doctor --report` writes.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ ONE = 1  # a new buffer begins with one token
 
 TIMED_TOKENS, TIMED_KV_HEADS = 8192, 8
 
-OFFSET = 6.0  # of keys: what they have in common is far larger than what differs
+OFFSET = 6.0  # of keys: their mean is far larger than their differences
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
 PRECISIONS = ("raw", "planes:8", "planes:4", "planes:2", "affine:8")
 
-# Of the largest value of the output, which is rounded to the model's dtype.
+# Allowed error, as a share of the largest output, which is rounded to the model's dtype.
 ALLOWED = {"float32": 2e-3, "bfloat16": 1.2e-2, "float16": 4e-3}
 
-# What a precision may lose of keys and values, as a share of their spread.
+# Largest error of a precision, as a share of the spread of keys and values.
 LOSES = {"raw": 1e-2, "planes:8": 0.02, "planes:4": 0.2, "planes:2": 0.7, "affine:8": 0.03}
 
 
@@ -99,7 +99,7 @@ def timings() -> list[Timing]:
 
 
 def kernels() -> dict[str, Any]:
-    """What computes here."""
+    """Return the back-end in use and its trial results."""
     halves = dict(_halves())
     trials = metal_trials.report([metal_trials.DecodeKind(d, DIM, DIM, HEADS // KV_HEADS) for d in DTYPES.values()])
     return {
@@ -127,7 +127,7 @@ def _tried(what: str, allowed: float, measure: Callable[[], float]) -> Check:
     try:
         return Check(what, measure(), allowed)
     except Exception as error:  # noqa: BLE001
-        # Whatever a back-end does not have: the report is there to say so.
+        # Any error of a back-end belongs into the report.
         return Check(what, None, allowed, f"{type(error).__name__}: {error}"[:300])
 
 
@@ -174,7 +174,7 @@ def _parts(codec: Codec, dtype: mx.Dtype, own_tokens: int, *, is_cut: bool) -> t
 
 
 def _attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """One row, one query for each head."""
+    """Compute attention of one row with one query per head, as the reference."""
     grouped = q.reshape(1, KV_HEADS, -1, DIM) * DIM**-0.5
     scores = grouped @ k.swapaxes(-1, -2)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
@@ -218,7 +218,7 @@ def _attention_timings() -> Iterator[Timing]:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """The best of some: what else the machine does is not asked for."""
+    """Return the best of three times, to exclude other load on the machine."""
     work()
     best = float("inf")
     for _ in range(3):
@@ -231,7 +231,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def _normal(shape: tuple[int, ...], seed: int, offset: float = 0.0) -> mx.array:
-    """With an offset, channels that are far from zero, each at its own distance."""
+    """Return random normal values. `offset` moves each channel away from zero by its own distance."""
     rng = np.random.default_rng(seed)
     channels = np.random.default_rng(99).standard_normal(shape[-1]) * offset
     return mx.array((rng.standard_normal(shape) + channels).astype(np.float32))

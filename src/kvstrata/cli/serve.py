@@ -1,4 +1,4 @@
-"""`kvstrata serve`: loads a model and answers until it is told to stop."""
+"""`kvstrata serve`: loads a model and serves it until stopped."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def serve(
     from kvstrata.config import load as load_settings
     from kvstrata.platform.logging import show_messages
 
-    show_messages("warning")  # until the settings say which
+    show_messages("warning")  # until the settings are loaded
     run(load_settings(config, given(context, {"model": model, **flags})))
 
 
@@ -82,7 +82,7 @@ def _started(settings: Settings, listener: socket.socket, starting: Starting) ->
     from kvstrata.platform.network import url_of
 
     begin("libraries", "Loading libraries")
-    # Only now what takes seconds to import.
+    # Import slow modules only after the quick checks.
     from kvstrata.platform.device import device
     from kvstrata.server.assemble import bind_sockets, load_model, start_service
     from kvstrata.server.run import Server
@@ -139,7 +139,7 @@ def start_lines(settings: Settings, service: Service, machine: Device, url: str)
 
 
 def _weights_text(loaded: LoadedModel) -> str:
-    """What the weights are in memory, and what the model computes in where that differs."""
+    """Describe the weights in memory, and the compute dtype if it differs."""
     return f"{loaded.weights}; all else in {loaded.dtype}" if loaded.weights else loaded.dtype
 
 

@@ -1,6 +1,6 @@
 """`kvstrata serve --help` and `--help-all`: the settings as plain text that fits a terminal of any width.
 
-Knows how a setting is shown. No name is cut short, as it would be in a table: names are there to be copied.
+Knows how a setting is shown. Names are never cut short, as in a table, because users copy them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FLAG_COLUMNS = 27
 
 
 def short_help() -> str:
-    """What most people need: a line or two for each."""
+    """Return the help of common settings, a line or two for each."""
     lines = [USAGE, "", *_wrapped(ABOUT, ""), ""]
     for flag, text, default in _common():
         lines += _wrapped(f"{text}.{default}", f"  {flag}".ljust(FLAG_COLUMNS - 1) + " ")
@@ -67,7 +67,7 @@ def _entry(flags: str, text: str, default: str, environment: str) -> list[str]:
 
 
 def _wrapped(text: str, start: str) -> list[str]:
-    """`start` before the first line, as many spaces before the others."""
+    """Wrap a text with `start` before the first line and as many spaces before the others."""
     width = min(max(shutil.get_terminal_size().columns, LEAST_COLUMNS), MOST_COLUMNS)
     # A flag, a file or a precision is never cut in two.
     return textwrap.wrap(

@@ -1,6 +1,6 @@
 """`kvstrata service print`: a unit of systemd or launchd that keeps a server running. Prints, and changes nothing.
 
-Knows both formats and what a server needs of them: time to finish its replies, and open files.
+Knows both formats and a server's needs: time to finish its replies, and open files.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 OPEN_FILES = 65536
 RESTART_S = 5
 MIN_FLUSH_S = 30.0  # as in server/assemble.py, which imports MLX
-STOP_SPARE_S = 15  # beside what a server takes for its replies and its disk cache
+STOP_SPARE_S = 15  # on top of the time for replies and the disk cache
 LABEL = "local.kvstrata"
-# Where models and settings are: a service starts without the user's shell.
+# Variables that locate models and settings: a service starts without the user's shell.
 VARIABLES = ("KVSTRATA_HOME", "KVSTRATA_CONFIG", "HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")
 NEXT = {
     "systemd": (
@@ -51,9 +51,9 @@ class Manager(StrEnum):
 @dataclass(frozen=True)
 class Unit:
     command: tuple[str, ...]
-    folder: Path  # that paths among the flags are relative to
+    folder: Path  # base of relative paths in the flags
     environment: dict[str, str]
-    stop_s: int  # that it may take to end
+    stop_s: int  # time allowed for stopping
 
 
 @app.callback()
@@ -80,7 +80,7 @@ def print_unit(
 
 
 def make_unit(flags: Sequence[str]) -> Unit:
-    """Raises what `kvstrata serve` would raise for these flags."""
+    """Return the unit for these flags. Raises what `kvstrata serve` would raise for them."""
     settings = _settings(flags)
     flush_s = max(settings.drain_timeout_s, MIN_FLUSH_S)
     environment = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
@@ -110,7 +110,7 @@ def _program() -> tuple[str, ...]:
 def systemd(unit: Unit) -> str:
     pairs = (f"{name}={value}" for name, value in unit.environment.items())
     environment = "".join(f"Environment={_quoted(pair)}\n" for pair in pairs)
-    # Only in a command line does a dollar sign begin a variable.
+    # A dollar sign begins a variable in command lines only.
     command = " ".join(_quoted(word).replace("$", "$$") for word in unit.command)
     return f"""\
 [Unit]
@@ -133,7 +133,7 @@ WantedBy=default.target
 
 
 def _escaped(text: str) -> str:
-    """% begins a specifier."""
+    """Escape %, which begins a specifier in systemd units."""
     return text.replace("%", "%%")
 
 
@@ -155,7 +155,7 @@ def launchd(unit: Unit) -> str:
         "ThrottleInterval": RESTART_S,
         "ExitTimeOut": unit.stop_s,
         "SoftResourceLimits": {"NumberOfFiles": OPEN_FILES},
-        "ProcessType": "Interactive",  # others are slowed down in favour of what the user looks at
+        "ProcessType": "Interactive",  # launchd throttles other types in favour of foreground apps
         "StandardOutPath": log,
         "StandardErrorPath": log,
     }

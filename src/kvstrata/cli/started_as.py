@@ -1,4 +1,4 @@
-"""The command by which this process was started, for messages that people copy into a shell."""
+"""The command that started this process, for messages that users copy into a shell."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Shows what a start is busy with: one live line on a terminal, else a line of the log for each stage.
+"""Display of the stages of a start: one live line on a terminal, else a log line for each stage.
 
-Listens to the stages that `platform/logging.py` logs. Knows how they are shown, not which ones there are.
+Listens to the stages that `platform/logging.py` logs. Knows how stages are shown, not which ones there are.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ LEAST_SHOWN_S = 0.05
 
 
 class Starting(logging.Handler):
-    """For a `with` block; `end` ends it sooner. Says nothing more after that."""
+    """Log handler that shows stages, as a context manager; `end` ends it early. Silent afterwards."""
 
     def __init__(self, *, live: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        """`live`: on a terminal, where a line can be drawn again."""
+        """`live` redraws a single line, which needs a terminal."""
         super().__init__(logging.INFO)
         self._clock = clock
         self._began = self._stage_began = clock()
         self._stage, self._doing = "", "Starting"
-        self.seconds: dict[str, float] = {}  # of each stage that has ended
+        self.seconds: dict[str, float] = {}  # of each finished stage
         self._live = _line(self._drawn) if live else None
         self._source = logging.getLogger(STAGES_LOGGER)
 
@@ -53,7 +53,7 @@ class Starting(logging.Handler):
         self.end()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """From any thread: one stage follows the other, on whichever thread."""
+        """Begin a stage and end the one before. May be called on any thread; stages follow each other."""
         self._end_stage()
         self._stage, self._doing = getattr(record, "stage", ""), record.getMessage()
         if self._live is None:
@@ -69,7 +69,7 @@ class Starting(logging.Handler):
             self._live.stop()
 
     def words(self) -> str:
-        """How long it took, and what for."""
+        """Return the total time of the start and the time of each stage."""
         parts = [f"{stage} {seconds:.1f}" for stage, seconds in self.seconds.items() if seconds >= LEAST_SHOWN_S]
         return f"ready after {sum(self.seconds.values()):.1f} s: {', '.join(parts)}"
 
@@ -94,5 +94,5 @@ def _line(drawn: Callable[[], Text]) -> Live:
     from rich.console import Console
     from rich.live import Live
 
-    # Gone when the start has ended: what is said then has the seconds.
+    # Erased at the end: the final message has the times.
     return Live(get_renderable=drawn, console=Console(stderr=True), refresh_per_second=REFRESH_HZ, transient=True)

@@ -1,7 +1,7 @@
 """`kvstrata top`: a running server's cache, live in the terminal.
 
-Knows HTTP and which sections there are, in which order and how much each matters. What a section says is in
-`top_lines.py`, how rows are shared in `top_fit.py`. The hour is the server's: who starts late has lost nothing.
+Uses HTTP, and knows the sections with their order and priority. `top_lines.py` has the content of each section,
+`top_fit.py` distributes rows. The server keeps the history of the hour, so starting late loses nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
 
-CONVERSATIONS_EVERY_S = 4.0  # with a disk each look hashes the tokens of all that are shown
-PRINTED_ROWS = 11  # of a section where there is no screen to fill: its title and ten
+CONVERSATIONS_EVERY_S = 4.0  # with a disk tier each request hashes the tokens of all conversations shown
+PRINTED_ROWS = 11  # per section without a screen: the title and ten rows
 
 
 def top(
@@ -45,7 +45,7 @@ def top(
     """
     from rich.console import Console
 
-    # No markup: names may look like it.
+    # No markup: names may contain it.
     console = Console(markup=False, highlight=False)
     with connect(url, api_key) as remote:
         view = View(remote)
@@ -53,7 +53,7 @@ def top(
             console.print(view.printed(console))
             return
         ended = threading.Event()
-        # Not an exception, which could be raised, and lost, anywhere.
+        # An event, because KeyboardInterrupt could be raised and lost anywhere.
         signal.signal(signal.SIGINT, lambda *_: ended.set())
         has_screen = console.is_terminal and not console.is_dumb_terminal
         (_watch if has_screen else _print_on)(view, every_s, console, ended)
@@ -68,7 +68,7 @@ def _watch(view: View, every_s: float, console: Console, ended: threading.Event)
 
 
 def _print_on(view: View, every_s: float, console: Console, ended: threading.Event) -> None:
-    """For a pipe or a file: one look after another."""
+    """Print the view at intervals, for a pipe or a file."""
     console.print(view.printed(console))
     while not ended.wait(every_s):
         console.print(view.printed(console))
@@ -76,7 +76,7 @@ def _print_on(view: View, every_s: float, console: Console, ended: threading.Eve
 
 @dataclass(frozen=True)
 class Seen:
-    """The server's answers to one look."""
+    """The server's responses in one refresh."""
 
     usage: Mapping[str, Any]
     props: Mapping[str, Any]
@@ -85,7 +85,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Section:
-    """`least`: rows without which it says nothing; `first`: which are served first."""
+    """Rows of a section. Below `least` rows it is left out; sections with smaller `first` get rows before others."""
 
     rows: list[Text]
     least: int
@@ -98,10 +98,10 @@ class View:
         self._hour = Hour()
         self._seen: Seen | None = None
         self._conversations: Mapping[str, Any] = {}
-        self._conversations_s = -math.inf  # when they were asked for
+        self._conversations_s = -math.inf  # time of the last request for conversations
 
     def printed(self, console: Console) -> RenderableType:
-        """Everything, however long it gets."""
+        """Return all sections, up to PRINTED_ROWS rows each, whatever the height of the terminal."""
         from rich.console import Group
 
         seen = self._look()
@@ -110,7 +110,7 @@ class View:
         return Group(*parts, *_replicas(seen))
 
     def screen(self, console: Console) -> RenderableType:
-        """As much as fits. A server that does not answer may come back: until then the last look stands."""
+        """Return what fits the terminal. While the server does not answer, show its last state with the error."""
         from rich.console import Group
 
         trouble = ""
@@ -141,7 +141,7 @@ class View:
         return Seen(usage, props, self._conversations)
 
     def _sections(self, seen: Seen, width: int, trouble: str = "") -> list[Section]:
-        """From top to bottom."""
+        """Return the sections from top to bottom."""
         hour, running = self._hour, seen.usage["sequences"]
         found = [
             Section(lines.heading(seen.props, self._remote.url, trouble), 2, 0),

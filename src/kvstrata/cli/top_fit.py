@@ -1,6 +1,5 @@
-"""How the rows of a terminal are shared among sections, and what a line of so many cells looks like. Pure: knows
-numbers and characters, no server.
-"""
+"""Distribution of a terminal's rows among sections, and of a line's cells among values. Pure: knows numbers and
+characters, no server."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ LEVELS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class Wish:
-    """Rows that a section would take. With fewer than `least` it is left out; `first` ones are served first."""
+    """Rows that a section wants. With fewer than `least` it is left out; smaller values of `first` are served first."""
 
     wanted: int
     least: int
@@ -20,7 +19,7 @@ class Wish:
 
 
 def share_rows(height: int, wishes: Sequence[Wish]) -> list[int]:
-    """Rows for each, in their order: never more than `height` in all, nor more than is wanted."""
+    """Return the rows of each section in order: at most `height` in all, and none more than it wants."""
     given = [0] * len(wishes)
     left = height
     order = sorted(range(len(wishes)), key=lambda place: wishes[place].first)
@@ -29,7 +28,7 @@ def share_rows(height: int, wishes: Sequence[Wish]) -> list[int]:
         if least <= left:
             given[place] = least
             left -= least
-    # One more for each in turn, so that none starves while another is full.
+    # Add one row to each in turn, so that none starves.
     while left > 0 and (hungry := [place for place in order if 0 < given[place] < wishes[place].wanted]):
         for place in hungry[:left]:
             given[place] += 1
@@ -38,7 +37,7 @@ def share_rows(height: int, wishes: Sequence[Wish]) -> list[int]:
 
 
 def spark(series: Sequence[float | None], top: float | None = None) -> str:
-    """A bar for each value, from 0 to `top`; left out: the largest. What is not known is a blank."""
+    """Return a bar for each value, from 0 to `top`, by default the largest value. Unknown values are blank."""
     most = top or max((value for value in series if value is not None), default=0.0)
     return "".join(" " if value is None else _level(value, most) for value in series)
 
@@ -49,7 +48,7 @@ def _level(value: float, most: float) -> str:
 
 
 def cells_of(parts: Mapping[str, float], whole: float, width: int) -> dict[str, int]:
-    """How many of `width` cells each part takes, where `whole` takes all. What is there is seen: at least one cell."""
+    """Return the cells of each part if `whole` takes `width`. A part that is not empty gets at least one cell."""
     cells: dict[str, int] = {}
     left = width
     for name, size in parts.items():

@@ -1,7 +1,6 @@
-"""The last hour as the server tells it, put together from one answer after the other. Knows /cache/history's shape;
-does not ask the server.
+"""The last hour of a server, assembled from successive /cache/history responses. Sends no requests.
 
-`series` is what a line of so many cells can show of it: each cell is the mean of the slots that were in its time.
+`series` resamples it to the cells of a line: each cell is the mean of the slots that overlap its time.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ SPANS_S = (600.0, 1800.0, KEPT_S)
 
 class Hour:
     def __init__(self) -> None:
-        self.now_s = 0.0  # the server's clock; 0: nothing was told yet
+        self.now_s = 0.0  # the server's clock; 0: no response yet
         self.slot_s = 10.0
-        self.slots: dict[float, Answer] = {}  # by when they begin, the oldest first
+        self.slots: dict[float, Answer] = {}  # start time -> slot, oldest first
         self.requests: deque[Answer] = deque(maxlen=KEPT_REQUESTS)
         self.events: deque[Answer] = deque(maxlen=KEPT_EVENTS)
 
     @property
     def path(self) -> str:
-        """What to ask for: only what is new."""
+        """Return the path of the request for entries that are new."""
         return f"/cache/history?since={self.now_s!r}" if self.now_s else "/cache/history"
 
     def add(self, answer: Answer) -> None:
         if answer["now"] < self.now_s:  # another server, or its clock was set back
             self.clear()
         self.now_s, self.slot_s = answer["now"], answer["slot_s"]
-        # The slot that had not ended comes again.
+        # The unfinished slot is sent again.
         told = {slot["time"]: slot for slot in answer["slots"]}
         kept = {time: slot for time, slot in self.slots.items() if time >= self.now_s - KEPT_S}
         self.slots = dict(sorted({**kept, **told}.items()))
@@ -48,12 +47,12 @@ class Hour:
 
     @property
     def span_s(self) -> float:
-        """The shortest of some that has all of it: a server that was just started has no hour to show."""
+        """Return the shortest of the spans that covers all slots: a server that was just started has no full hour."""
         age_s = self.now_s - min(self.slots, default=self.now_s)
         return next((span_s for span_s in SPANS_S if age_s <= span_s), KEPT_S)
 
     def series(self, figure: Callable[[Answer], float | None], cells: int) -> list[float | None]:
-        """The oldest first. None: nothing is known of that time."""
+        """Return the means for each cell, oldest first. None means that nothing is known of that time."""
         begin_s, cell_s = self.now_s - self.span_s, self.span_s / cells
         found: list[list[float]] = [[] for _ in range(cells)]
         for time_s, slot in self.slots.items():
@@ -69,7 +68,7 @@ class Hour:
 
 
 def _take_new(kept: deque[Answer], told: Sequence[Answer], name: str) -> None:
-    """A fleet's clocks are several: what one replica told already may come again."""
+    """Append entries that are not kept yet: replicas' clocks differ, so an entry may be sent twice."""
 
     def key(each: Answer) -> tuple[Any, ...]:
         return each["time"], each[name], each.get("replica")
@@ -79,7 +78,7 @@ def _take_new(kept: deque[Answer], told: Sequence[Answer], name: str) -> None:
 
 
 def memory_bytes(slot: Answer) -> float | None:
-    """Of running requests and of what is stored in memory."""
+    """Return the bytes of running requests and of cached KV in memory."""
     tiers, running = slot["tiers"], slot["running_bytes"]
     return None if tiers is None or running is None else float(tiers["hot"]["bytes"] + running)
 

@@ -1,8 +1,8 @@
-"""What `kvstrata top` shows, section by section, as lines that fit a width. Knows rich and the shapes of the server's
-answers; does not ask the server, and does not know how many rows there are.
+"""Sections of `kvstrata top` as lines that fit a width. Knows rich and the shapes of the server's responses; sends no
+requests and does not know the number of rows.
 
-Precisions are told by shade as well as by colour: the more bits, the darker, so that a terminal without colours says
-the same. Text that clients chose (ids, paths) may hold anything: no control character of it reaches the terminal.
+Precisions differ in shade as well as in colour: more bits are darker, so that a terminal without colours shows them
+too. Text from clients (ids, paths) may hold anything: its control characters never reach the terminal.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ OTHER_SHADES = {RUNNING: "▞", ON_DISK: "▁", SHARED: "▔", FREE: "·"}
 OTHER_STYLES = {RUNNING: "white", ON_DISK: "magenta", SHARED: "blue", FREE: "dim"}
 TIERS_TOLD = "▁ disk  ▔ shared store"
 EVENT_STYLES = {"failed": "red", "evicted": "yellow", "dropped": "yellow", "refused": "yellow", "pressure": "yellow"}
-LABEL_CELLS = 12  # of what stands before a line of the last hour
+LABEL_CELLS = 12  # label before a line of the last hour
 SPARK_NOTE_CELLS = 31
-# Of a request, from left to right: where a column's text ends or begins.
+# Columns of a request from left to right: where a column's text ends or begins.
 TIME_CELLS, API_CELLS, NUMBER_CELLS, HIT_CELLS, SECONDS_CELLS, SPEED_CELLS = 8, 12, 8, 6, 8, 7
 LEAST_WHY_CELLS = 16
-ID_CHARS = 12  # of a conversation that has no other name
-PARTED_CHARS = 24  # of either side where prompts part
+ID_CHARS = 12  # of the id of a conversation without a name
+PARTED_CHARS = 24  # of either text where prompts diverge
 
 
 def plain(text: object) -> str:
-    """Without anything that a terminal obeys."""
+    """Replace characters that are not printable, such as terminal control characters."""
     return "".join(character if character.isprintable() else "?" for character in str(text))
 
 
 def fitted(text: object, cells: int) -> str:
-    """To exactly so many cells of a terminal."""
+    """Cut or pad a text to exactly `cells` cells of a terminal."""
     from rich.cells import cell_len, set_cell_size
 
     said = plain(text)
@@ -47,7 +47,7 @@ def fitted(text: object, cells: int) -> str:
 
 
 def line(*parts: str | tuple[str, str]) -> Text:
-    """Texts, or texts with a style."""
+    """Join texts, each with an optional style, to a line."""
     from rich.text import Text
 
     text = Text(no_wrap=True, overflow="ellipsis")
@@ -66,12 +66,12 @@ def heading(props: Answer, url: str, trouble: str = "") -> list[Text]:
 
 
 def memory(usage: Answer, width: int) -> list[Text]:
-    """How much of the budget is used, by what, and what was found."""
+    """Show the used part of the budget by precision, and cache hits."""
     budget = usage["budget_bytes"]
     held = {RUNNING: usage["running_bytes"], **usage["tiers"]["hot"]["by_precision"]}
     used = sum(held.values())
     said = f"  {size(used)} of {size(budget)} ({share(used, budget)})"
-    # The shades of all bars are told here.
+    # This line is the legend of all bars.
     names = [f"{shade_of(name)} {plain(name)} {size(nbytes)}" for name, nbytes in held.items() if nbytes]
     whose = "" if usage["under"] == "all" else "this key's: "
     facts = [whose + (", ".join(names) or "nothing held")]
@@ -88,7 +88,7 @@ def memory(usage: Answer, width: int) -> list[Text]:
 
 
 def last_hour(hour: Hour, width: int) -> list[Text]:
-    """Memory, first token and tokens/s over time."""
+    """Plot memory, time to first token and tokens/s over time."""
     cells = max(10, width - LABEL_CELLS - SPARK_NOTE_CELLS)
     minutes = round(hour.span_s / 60)
     lines = [_title("Last hour" if minutes == 60 else f"Last {minutes} min", width)]
@@ -106,8 +106,10 @@ def last_hour(hour: Hour, width: int) -> list[Text]:
 
 
 def conversations(answer: Answer, width: int) -> list[Text]:
-    """The newest first, then what its session has left behind; each as long as it is beside the longest. What several
-    share is drawn once: the others begin where they part from it."""
+    """List conversations, newest first, then abandoned branches. Bars are relative to the longest conversation.
+
+    A shared prefix is drawn once: the bars of other conversations begin where they diverge from it.
+    """
     rows = answer["conversations"]
     names = f"{'tokens':>9}{'memory':>11}{'used':>8}"
     lines = [_title(f"Conversations {'last ' * answer['has_more']}{len(rows):,}", width, TIERS_TOLD, names)]
@@ -116,7 +118,7 @@ def conversations(answer: Answer, width: int) -> list[Text]:
     cells = max(10, width - id_cells - 1 - len(names))
     for row in sorted(rows, key=lambda row: (row["left_behind"], -row["last_use"])):
         start = min(cells - 1, round(cells * row["starts_at"] / longest))
-        # What no tier has any more is not drawn.
+        # KV that no tier has any more is not drawn.
         end = row["starts_at"] + sum(part["tokens"] for part in row["parts"])
         own = max(1, round(cells * end / longest) - start)
         parts = [(part["k"] if part["tier"] == "hot" else part["tier"], part["tokens"]) for part in row["parts"]]
@@ -131,7 +133,7 @@ def conversations(answer: Answer, width: int) -> list[Text]:
 
 
 def requests(hour: Hour, width: int) -> list[Text]:
-    """The newest first."""
+    """List requests, newest first."""
     fixed = TIME_CELLS + API_CELLS + 2 * NUMBER_CELLS + HIT_CELLS + SECONDS_CELLS + SPEED_CELLS
     why_cells = max(LEAST_WHY_CELLS, width - fixed)
     names = (
@@ -146,7 +148,7 @@ def requests(hour: Hour, width: int) -> list[Text]:
         failed = request["status"] >= 400 or request["error"]
         took = f"{'' if first is None else f'{first:.2f} s':>{SECONDS_CELLS}}"
         took += f"{'' if speed is None else f'{speed:.1f}':>{SPEED_CELLS}}"
-        # What went wrong may take the place of figures that there are not.
+        # An error may use the space of missing figures.
         cells = why_cells - 2 if took.strip() else why_cells - 2 + len(took)
         lines.append(
             line(
@@ -176,7 +178,7 @@ def running(sequences: Sequence[Answer], width: int) -> list[Text]:
 
 
 def events(hour: Hour, width: int) -> list[Text]:
-    """The newest first."""
+    """List events, newest first."""
     lines = [_title("Events", width)]
     for event in reversed(hour.events):
         clock = time.strftime("%H:%M:%S", time.localtime(event["time"]))
@@ -185,14 +187,14 @@ def events(hour: Hour, width: int) -> list[Text]:
 
 
 def bar(parts: Mapping[str, float], whole: float, width: int, rest: str) -> list[tuple[str, str]]:
-    """`rest`: what the cells are that no part takes."""
+    """Draw parts of a whole. `rest` names the style of the remaining cells."""
     cells = cells_of(parts, whole, width)
     drawn = [(shade_of(name) * number, _style(name)) for name, number in cells.items()]
     return [*drawn, (OTHER_SHADES[rest] * (width - sum(cells.values())), OTHER_STYLES[rest])]
 
 
 def strata(parts: Sequence[tuple[str, int]], width: int) -> list[tuple[str, str]]:
-    """Runs of tokens in their order, in exactly so many cells: what is there has a cell as long as there are cells."""
+    """Draw runs of tokens in order in exactly `width` cells. Each run gets a cell while there are enough."""
     whole = sum(tokens for _, tokens in parts) or 1
     drawn: list[tuple[str, str]] = []
     passed, taken = 0, 0
@@ -205,7 +207,7 @@ def strata(parts: Sequence[tuple[str, int]], width: int) -> list[tuple[str, str]
 
 
 def shade_of(name: str) -> str:
-    """By bits, whatever the codec. Of several the first."""
+    """Return the shade of a precision by its bits, whatever the codec. A list of precisions is shaded by its first."""
     first = name.partition("+")[0]
     return OTHER_SHADES.get(first) or SHADES.get(first if first == "raw" else first.partition(":")[2][:1], "█")
 
@@ -215,7 +217,7 @@ def _style(name: str) -> str:
 
 
 def _title(name: str, width: int, note: str = "", columns: str = "") -> Text:
-    """`columns`: their names, at the right end."""
+    """Make a title line. `columns` are column names at the right end."""
     said = f" {note}{columns}" if note and len(name) + len(note) + len(columns) + 3 <= width else columns
     return line((name, "bold"), (f" {'─' * max(0, width - len(name) - len(said) - 1)}{said}", "dim"))
 
@@ -225,12 +227,12 @@ def _number(value: Any) -> str:
 
 
 def _api(path: str) -> str:
-    """The word that tells APIs apart: chat, completions, messages, responses."""
+    """Return the part of a path that tells APIs apart: chat, completions, messages, responses."""
     return path.removeprefix("/v1/").partition("/")[0]
 
 
 def _why(request: Answer) -> str:
-    """Why not more of its prompt was cached; of one that failed, what went wrong."""
+    """Return why no more of the prompt was cached or, for a failed request, the error."""
     if request["status"] >= 400 or request["error"]:
         return f"{request['status']} {request['error'] or ''}".strip()
     miss, parted = request["miss"] or "", request["parted"]
@@ -243,7 +245,7 @@ def _why(request: Answer) -> str:
 
 
 def _name(row: Answer) -> str:
-    """Of a conversation: the client's own id of it, if there was one."""
+    """Return a conversation's name: the client's own id if there is one."""
     return row["session"] or f"{row.get('replica', '')} {row['id'][:ID_CHARS]}".strip()
 
 

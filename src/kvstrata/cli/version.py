@@ -1,4 +1,4 @@
-"""`kvstrata version`: the versions that an issue should name. Imports no MLX, so it answers where that cannot be."""
+"""`kvstrata version`: the versions for a bug report. Imports no MLX, so it works where MLX does not."""
 
 from __future__ import annotations
 

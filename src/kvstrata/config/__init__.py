@@ -1,7 +1,7 @@
 """Settings: defaults < TOML file < environment < flags.
 
-Every setting is declared once, in `settings.py`. Knows where values come from and how a wrong one is told. Knows
-nothing of what a setting does: the code that puts the pieces together reads it and hands plain values down.
+`settings.py` declares every setting once. This package knows the sources of values and reports wrong ones. It does not
+know the effect of a setting: the code that assembles the server reads settings and passes plain values down.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ KEY_SETTINGS = ("api_key", "api_key_file", "admin_key", "admin_key_file")
 
 
 def load(config: Path | None = None, flags: Mapping[str, Any] | None = None) -> Settings:
-    """Settings from all four places. `flags` that are None were not given. Raises ConfigError with every problem."""
-    # pydantic takes a blank variable as not set; but who sets one of these wants a locked server.
+    """Return the settings from all four sources. `flags` that are None were not given. Raises ConfigError with every
+    problem."""
+    # pydantic ignores a blank variable, but a user who sets one of these wants a server with keys: report it.
     given: dict[str, Any] = {name: "" for name in KEY_SETTINGS if os.environ.get(env_name(name)) == ""}
     given |= {name: value for name, value in (flags or {}).items() if value is not None}
     port_name = env_name("port")
@@ -62,7 +63,7 @@ def load(config: Path | None = None, flags: Mapping[str, Any] | None = None) -> 
 
 
 def default_text(field: FieldInfo) -> str:
-    """The default as --help shows it."""
+    """Return a default as --help shows it."""
     value = field.default
     if value is None or value == ():
         return "none"

@@ -31,9 +31,9 @@ def env_name(setting: str) -> str:
 
 
 def is_service_link(name: str, value: str | None) -> bool:
-    """Whether a variable was set by Kubernetes: for a service called kvstrata it sets
-    KVSTRATA_PORT=tcp://10.0.0.1:8000 in every container, as Docker did for links. Their other names
-    (KVSTRATA_SERVICE_HOST, KVSTRATA_PORT_8000_TCP) are no settings."""
+    """Return whether Kubernetes set a variable: for a service called kvstrata it sets KVSTRATA_PORT=tcp://10.0.0.1:8000
+    in every container, as Docker did for links. The other variables of such a service (KVSTRATA_SERVICE_HOST,
+    KVSTRATA_PORT_8000_TCP) are not names of settings."""
     return name.upper() == env_name("port") and LINK_PATTERN.match(value or "") is not None
 
 
@@ -69,7 +69,7 @@ def _split(value: object) -> object:
         return value
     parts = tuple(part.strip() if isinstance(part, str) else part for part in value)
     if "" in parts:
-        # Of keys: a user who gives one, even as a variable that is not set, wants a locked server.
+        # A user who gives a key, even by an empty shell variable, wants a server with keys.
         raise PydanticCustomError("empty", "given, but empty. Write a value, or leave it out")
     return parts
 
@@ -126,7 +126,7 @@ LogFormat = Literal["text", "json"]
 def setting(
     default: Any, description: str, *, panel: str, unit: str = "", is_common: bool = False, **constraints: Any
 ) -> Any:
-    """Declare a setting. `panel` groups its flag in --help-all, `unit` is the kind of value there. `is_common`: --help
-    has it too."""
+    """Declare a setting. `panel` groups its flag in --help-all, `unit` is the kind of value shown there. `is_common`
+    adds it to --help."""
     extra: dict[str, Any] = {"panel": panel, "unit": unit, "is_common": is_common}
     return Field(default, description=description, json_schema_extra=extra, **constraints)

@@ -1,6 +1,6 @@
-"""Every setting, declared once: its TOML key is its name, its environment variable KVSTRATA_ and the name in capitals,
-its flag the name with dashes. A default that a room has too is the room's. Each description stands alone in --help-all.
-"""
+"""Declarations of all settings. The TOML key of a setting is its name, the environment variable is KVSTRATA_ and the
+name in capitals, the flag is the name with dashes. A default that a package also has is taken from that package. Each
+description must be clear on its own in --help-all."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _store_url(text: str) -> str:
 
 
 class Settings(BaseSettings):
-    """Everything that can be set. See `load`."""
+    """All settings of a server. See `load`."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", frozen=True, arbitrary_types_allowed=True
@@ -416,15 +416,15 @@ class Settings(BaseSettings):
 
     @property
     def plain_keys(self) -> tuple[str, ...]:
-        """Of flags and file."""
+        """Return the API keys from flags and file."""
         return self.api_key + (read_key_file(self.api_key_file, "api_key_file") if self.api_key_file else ())
 
     @property
     def admin_keys(self) -> tuple[str, ...]:
-        """Likewise."""
+        """Return the admin keys from flags and file."""
         return self.admin_key + (read_key_file(self.admin_key_file, "admin_key_file") if self.admin_key_file else ())
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Every key that opens the door."""
+        """Return every key that gives access."""
         return self.plain_keys + self.admin_keys

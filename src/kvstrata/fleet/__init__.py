@@ -1,1 +1,1 @@
-"""Several servers of one model behind one address. Knows what replicas hold and how busy they are; owns no KV."""
+"""Several servers of one model behind one address. Uses reports of cached prefixes and load; holds no KV itself."""

@@ -1,6 +1,6 @@
-"""One request to an ASGI app without a connection: its answer as a stream of messages. Knows no HTTP server.
+"""In-process calls of an ASGI app: the response is a stream of messages. Independent of any HTTP server.
 
-Of a scope only plain values go to another process; the rest is made anew there.
+Only plain values of a scope are sent to another process; `answer` builds the rest of the scope there.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope
 
-# Messages that the app may be ahead of its reader.
+# Messages buffered between the app and its reader.
 AHEAD = 16
 
 
 def plain(scope: Scope) -> dict[str, Any]:
-    """What another process has to know of a request."""
+    """Return the fields of a scope that a replica in another process needs."""
     return {
         "method": scope["method"],
         "path": scope["path"],
@@ -29,7 +29,7 @@ def plain(scope: Scope) -> dict[str, Any]:
 
 
 async def answer(app: ASGIApp, request: Mapping[str, Any], body: bytes) -> AsyncIterator[Message]:
-    """What the app sends. A reader that leaves early is a client that has gone."""
+    """Yield the messages that the app sends. A reader that stops early looks to the app like a disconnected client."""
     gone, asked = asyncio.Event(), False
     messages: asyncio.Queue[Message | None] = asyncio.Queue(AHEAD)
 
@@ -79,7 +79,7 @@ async def answer(app: ASGIApp, request: Mapping[str, Any], body: bytes) -> Async
 
 
 async def _ended(running: asyncio.Task[None]) -> None:
-    """The app notices by itself that its client has gone; what does not within a second is cancelled."""
+    """Wait up to a second for the app to notice the disconnect and end, then cancel it."""
     await asyncio.wait([running], timeout=1.0)
     if not running.done():
         running.cancel()
@@ -89,7 +89,7 @@ async def _ended(running: asyncio.Task[None]) -> None:
 
 
 def _copied(message: Message) -> Message:
-    """With plain bytes: apps may send views and mutable lists."""
+    """Copy a message with plain bytes: apps may send memoryviews and mutable lists."""
     if message["type"] == "http.response.body":
         return {**message, "body": bytes(message.get("body", b""))}
     if message["type"] == "http.response.start":
@@ -98,5 +98,5 @@ def _copied(message: Message) -> Message:
 
 
 async def nothing() -> Message:
-    """Of a request whose body was read: no more will come."""
+    """Return a disconnect: the receive channel of a request whose body has been read."""
     return {"type": "http.disconnect"}

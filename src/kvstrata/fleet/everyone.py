@@ -1,7 +1,7 @@
-"""Requests that are for all replicas: what is held, what is to change everywhere, what only one of them knows.
+"""Requests that go to all replicas: listings, changes to every cache, and lookups that only one replica can answer.
 
-The answer is the sum, in the shape of one server's, with each replica's own under `replicas`; so the page, `top` and
-`kvstrata cache` read a fleet as they read a server.
+Most responses are the sum, in the shape of a single server's response, with the response of each replica under
+`replicas`. The dashboard page, `top` and `kvstrata cache` therefore read a fleet as they read a server.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvstrata.server.errors import error_response
 
 METRICS, HEALTH, PROPS, SESSIONS = "/metrics", "/health", "/props", "/cache/sessions"
 HISTORY, CONVERSATIONS = "/cache/history", "/cache/conversations"
-# What only one replica knows, and the others have never heard of.
+# Paths whose object exists on one replica only; the others respond with an error.
 ONE_KNOWS = re.compile(r"/cache/sessions/[^/]+|/cache/conversations/[^/]+(?:/pin|/unpin)?")
 SUMMED = {
     ("GET", "/cache/usage"),
@@ -35,13 +35,13 @@ SUMMED = {
     ("DELETE", "/cache/requantize"),
 }
 DEFAULT_SESSIONS = 100
-# For one replica's answer; by then the others' should not wait any longer.
+# Timeout for the response of one replica, so that a slow one does not hold back the others' responses.
 ANSWER_S = 30.0
 
 
 @dataclass(frozen=True)
 class Told:
-    """One replica's answer. Status 0: it was lost."""
+    """The response of one replica. Status 0 means that the replica was lost."""
 
     status: int
     headers: Mapping[bytes, bytes]
@@ -71,7 +71,8 @@ class Everyone:
         await self._response(scope, await self._ask_all(scope, body))(scope, nothing, send)
 
     async def holder_of(self, session: str, scope: Scope) -> str | None:
-        """Return the replica that knows a session. Its id is not quoted: the path of a scope is decoded text."""
+        """Return the replica that has a session. The id is not URL-quoted, because the path of a scope is decoded
+        text."""
         told = await self._ask_all({**scope, "method": "GET", "path": f"{SESSIONS}/{session}"}, b"")
         return next((name for name, answer in told.items() if answer.is_good), None)
 
@@ -126,7 +127,7 @@ def _lost(why: str) -> Told:
 
 
 def _partly(told: Mapping[str, Told], good: Mapping[str, Told]) -> Response:
-    """All refused it alike: that is the answer. Otherwise what each said, and that it is not done."""
+    """Return the replicas' own error if all failed with the same status, otherwise a 502 with the response of each."""
     statuses = {answer.status for answer in told.values()}
     if not good and len(statuses) == 1 and statuses != {0}:
         return _as_it_is(next(iter(told.values())))
@@ -150,7 +151,7 @@ def _as_it_is(told: Told) -> Response:
 
 
 def _sessions(scope: Scope, answers: Mapping[str, Any]) -> dict[str, Any]:
-    """The newest of all, as many as were asked for."""
+    """Merge the session listings, newest first, up to the requested limit."""
     asked = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("limit", [str(DEFAULT_SESSIONS)])[0]
     limit = int(asked) if asked.isdigit() else DEFAULT_SESSIONS
     found: Sequence[dict[str, Any]] = [
@@ -165,7 +166,8 @@ def _sessions(scope: Scope, answers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _conversations(answers: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of each replica stay together: what they share is theirs alone."""
+    """Concatenate the conversation listings. Conversations share KV only within a replica, so each replica's stay
+    together."""
     first = next(iter(answers.values()))
     shown = [{**each, "replica": name} for name, answer in answers.items() for each in answer["conversations"]]
     has_more = any(answer["has_more"] for answer in answers.values())

@@ -1,8 +1,8 @@
-"""The address that clients know: every request goes to the replica that has the least to do for it.
+"""Router of a fleet as an ASGI app: sends every request to the replica with the least work to do for it.
 
-An ASGI app. Knows which paths are one replica's and which are everyone's (`everyone.py`); what a request says is
-`prompts.py`, which replica it goes to `routing.py`. A replica that is lost before the first byte of its answer is
-replaced; afterwards the client is told, in the shape of its API.
+It knows which paths belong to one replica and which to all of them (`everyone.py`). `prompts.py` reads request bodies,
+`routing.py` chooses the replica. If a replica is lost before the first byte of its response, another one gets the
+request; later the client receives an error in the shape of its API.
 """
 
 from __future__ import annotations
@@ -38,13 +38,16 @@ RESPONSE_ID = re.compile(rb"(resp_[0-9a-f]{32})")
 PREVIOUS = re.compile(rb'"previous_response_id"\s*:\s*"(resp_[0-9a-f]{32})"')
 EXPORT = re.compile(r"/cache/sessions/([^/]+)/export")
 OF_SESSIONS = ("/cache/explain", "/cache/pin", "/cache/unpin")
-LOOKED_BYTES = 4096  # of an answer, for the id of its response
+LOOKED_BYTES = 4096  # of a response, searched for its id
 REPLICA, ROUTE = b"x-kvstrata-replica", b"x-kvstrata-route"
 LOST = "The replica that was answering has ended. Send the request again; what it had cached may be computed anew."
 
 
 class Front:
-    """`prompts`: None while no replica has told its identity; then requests go by load alone."""
+    """The ASGI app that clients connect to.
+
+    `prompts` returns None until a replica has reported its identity; until then requests are routed by load alone.
+    """
 
     def __init__(
         self,
@@ -58,14 +61,14 @@ class Front:
         self._prompts = prompts
         self._clock = clock
         self._everyone = Everyone(replicas)
-        self._responses: OrderedDict[str, str] = OrderedDict()  # the replica that keeps each
+        self._responses: OrderedDict[str, str] = OrderedDict()  # response id -> replica that keeps it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         try:
             body = await _body(receive)
-        except RequestError as error:  # it is too large, or too slow
+        except RequestError as error:  # the body is too large or too slow
             await error_response(error)(scope, receive, send)
             return
         await self._answer(scope, body, send)
@@ -107,7 +110,8 @@ class Front:
         return self._router.choose(asked, self._clock(), [home] if home in names else names)
 
     async def _home(self, scope: Scope, body: bytes) -> str | None:
-        """The one replica that can answer: it keeps the response or knows the session that is asked for. None: any."""
+        """Return the only replica that can serve the request, because it keeps the response or the session that the
+        request names. None means any replica."""
         path = scope["path"]
         if path.startswith(RESPONSES):
             found = RESPONSE_ID.search(path.encode()) or PREVIOUS.search(body)
@@ -126,7 +130,7 @@ class Front:
 
 
 class _Place:
-    """What a request takes at its replica, given back once."""
+    """A request's slot at its replica, released once."""
 
     def __init__(self, router: Router, choice: Choice | None) -> None:
         self._router = router
@@ -139,7 +143,7 @@ class _Place:
 
 
 class _Answer:
-    """One attempt at it."""
+    """Attempt to serve a request at one replica."""
 
     def __init__(self, front: Front, choice: Choice | None, place: _Place, scope: Scope, send: Send) -> None:
         self._front = front
@@ -158,12 +162,12 @@ class _Answer:
                 if message["type"] == "http.response.start":
                     begun = self._marked(message)
                     continue
-                if begun is not None:  # together with the first byte: until then another replica can answer
+                if begun is not None:  # sent with the first byte: until then another replica can take over
                     await self._send(begun)
                     begun, self.has_begun = None, True
                 self._look(message.get("body", b""))
                 if not message.get("more_body", False):
-                    self._place.leave()  # before the client can ask again
+                    self._place.leave()  # before the client can send its next request
                 await self._send(message)
         finally:
             with contextlib.suppress(Exception):
@@ -184,7 +188,8 @@ class _Answer:
             self._front.note_response(self._scope["path"], self._looked, self._choice.replica)
 
     async def break_off(self) -> None:
-        """An event that clients of every API take for an error; a plain answer just ends, shorter than it said."""
+        """End a stream with an error event that clients of every API understand. Raise ReplicaLost for a plain
+        response, so that the connection closes before the declared length."""
         if not self._is_stream:
             raise ReplicaLost(LOST)
         await self._send({"type": "http.response.body", "body": _error_event(self._scope["path"]), "more_body": False})
@@ -201,7 +206,7 @@ def _session_in(body: bytes) -> str:
     try:
         require_few_values(body, MIN_VALUES)
         asked = from_json(body)
-    except (ValueError, RequestError):  # the replica says what is wrong with it
+    except (ValueError, RequestError):  # the replica will report the error
         return ""
     named = asked.get("session") if isinstance(asked, dict) else None
     return named if isinstance(named, str) else ""

@@ -1,8 +1,8 @@
-"""What routing must know of a request: the keys of its prompt, and its session. Reads the bodies of every API.
+"""Routing inputs of a request: prefix keys of its prompt and its session, read from the bodies of every API.
 
-The prompt is rendered and tokenized as a replica does it, but for replies as they were sampled, which only the replica
-remembers that sampled them. From there on keys may tell less than is held, and never more. A body that cannot be
-understood gets no keys: the replica that it goes to says what is wrong with it.
+Prompts are rendered and tokenized as a replica does it, except for earlier replies: only the replica that sampled them
+knows their tokens. From such a reply on, the keys may match less than the replica has cached, never more. A body that
+cannot be parsed gets no keys; the replica reports the error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvstrata.text.tokenizer import encode_prompt
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-# A prompt that takes longer to tokenize than this is sent without keys.
+# Larger bodies are routed without keys: tokenizing them takes too long.
 MAX_BODY_BYTES = 16 << 20
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -50,13 +50,13 @@ class _Prompt:
 
 
 class Prompts:
-    """Of one model. Any thread may ask."""
+    """Reader of prompts for one model. Thread-safe."""
 
     def __init__(self, tokenizer: TokenizerWrapper, renderer: Renderer, identity: Identity) -> None:
         self._tokenizer = tokenizer
         self._renderer = renderer
         self._identity = identity
-        self._lock = threading.Lock()  # guards the next
+        self._lock = threading.Lock()  # guards _keys
         self._keys = PromptKeys()
         self._readers: Mapping[str, Callable[[bytes, Scope], _Prompt]] = {
             CHAT: self._of_openai,
@@ -89,7 +89,8 @@ class Prompts:
         return self._of_chat(anthropic.conversation(read_body(MessagesAsked, body)), scope)
 
     def _of_response(self, body: bytes, scope: Scope) -> _Prompt:
-        """One that goes on from an earlier response is understood only where that is kept."""
+        """Read a request to /v1/responses. One that continues an earlier response can be read only by the replica that
+        keeps it, so it raises RequestError here."""
         asked = read_body(ResponseAsked, body)
         box, items, num_before = responses.understood(asked, StoredResponses(), "")
         return self._of_chat(responses.conversation(asked, box, items, num_before), scope)
@@ -111,7 +112,7 @@ class Prompts:
         return _Prompt(ids, salt, name_of_chat(scope, chat))
 
     def _of_completion(self, asked: CompletionAsked, scope: Scope) -> _Prompt:
-        """Of several prompts the first decides."""
+        """Read a completion request. Of several prompts only the first is used for routing."""
         first = openai.as_list(asked.prompt)[0] if asked.prompt else ""
         ids = encode_prompt(self._tokenizer, first) if isinstance(first, str) else tuple(first)
         return _Prompt(ids, salt_of(scope, asked.cache_salt), name_of_text(scope, asked.prompt_cache_key, ids))

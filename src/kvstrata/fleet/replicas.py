@@ -1,4 +1,4 @@
-"""The replicas as the front sees them. Code for a cluster implements this (`ray/`); the front knows no more of it."""
+"""Interface between the router and its replicas. Cluster code implements it (`ray/`)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from starlette.types import Message
 
 
 class ReplicaLost(Exception):
-    """It ended, or cannot be reached. What it had not answered has no answer."""
+    """The replica has ended or cannot be reached; its unfinished responses are lost."""
 
 
 class Replicas(Protocol):
     def names(self) -> tuple[str, ...]:
-        """Those that take requests now."""
+        """Return the names of the replicas that accept requests now."""
         ...
 
     def ask(self, name: str | None, request: Mapping[str, Any], body: bytes, *, only: bool) -> AsyncIterator[Message]:
-        """The messages of its answer. `name` None: any; `only`: this one and no other. Raises ReplicaLost."""
+        """Yield the messages of a replica's response. Raises ReplicaLost.
+
+        `name` None means any replica. With `only` no other replica may take the place of the named one.
+        """
         ...

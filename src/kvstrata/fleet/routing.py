@@ -1,12 +1,12 @@
-"""Which replica a request goes to. Pure: knows keys, sessions and counts, no network and no clock of its own.
+"""Choice of the replica for a request. Pure: works on keys, sessions and counts, without network or clock.
 
-The replica with the least to do for it: tokens that it would have to compute, and `LOAD_TOKENS` for each request that
-it is busy with. What is short beside the prompt does not count: a system prompt that all begin with would draw every
-new conversation to the few replicas that have it. One that has no free place is taken only where all are like that.
-Two things are known before a replica reports them: what it was just sent (`_Expected`), and where a session was last
-(`_Sessions`).
+The router takes the replica with the lowest cost: the tokens that it would have to compute, plus `LOAD_TOKENS` for each
+request in flight. A cached prefix that is short beside the prompt does not count; otherwise a common system prompt
+would draw every new conversation to the few replicas that have it. A replica at capacity is chosen only if all are. Two
+facts are known before a replica reports them: the prompts it was just sent (`_Expected`), and the last replica of each
+session (`_Sessions`).
 
-All that is remembered is bounded, and goes with its replica.
+Both memories are bounded. The state of a replica is dropped with the replica.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-# What a running request costs the next one, as tokens of a prompt. Larger: more even, and fewer hits.
+# Cost of a request in flight, in prompt tokens. Larger values balance load better and give fewer hits.
 LOAD_TOKENS = 64
-# Of a prompt: a shorter prefix is no reason to go where it is. `bench fleet`: docs/scale.md.
+# Smallest share of a prompt that a cached prefix must have to influence routing. Measured in docs/scale.md.
 LEAST_SHARE = 0.25
-# What a replica was sent counts as held for so long; by then it has reported.
+# Time for which a prompt sent to a replica counts as cached there; the next report comes earlier.
 EXPECTED_S = 60.0
 MAX_EXPECTED = 1 << 14
-# A session's replica may hold more than it reports: on its disk, or replies as they were sampled.
+# A session's replica may have cached more than it reports: on its disk, or sampled replies.
 SESSION_SHARE = 0.5
 SESSION_S = 3600.0
 MAX_SESSIONS = 1 << 16
@@ -30,25 +30,25 @@ MAX_SESSIONS = 1 << 16
 
 @dataclass(frozen=True)
 class Asked:
-    """A request, as far as its way depends on it."""
+    """The properties of a request that decide its route."""
 
     num_tokens: int
     keys: Sequence[tuple[int, int]] = ()  # position and key, from the shortest prefix to the longest
-    session: str = ""  # empty: it is of none
+    session: str = ""  # empty: no session
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a replica says of itself."""
+    """A replica's report of its cached prefixes and capacity."""
 
     keys: frozenset[int] = frozenset()
-    capacity: int = 1  # requests that it runs at once
+    capacity: int = 1  # concurrent requests
 
 
 @dataclass(frozen=True)
 class Choice:
     replica: str
-    num_cached: int  # tokens that it is believed to hold
+    num_cached: int  # tokens that the replica is believed to have cached
     why: str  # prefix, session, load
 
 
@@ -67,19 +67,21 @@ class Router:
         return self._replicas[replica].in_flight if replica in self._replicas else 0
 
     def report(self, replica: str, report: Report) -> None:
-        """Makes it known where it was not."""
+        """Store the report of a replica, adding the replica if it is new."""
         self._replicas.setdefault(replica, _Replica()).report = report
 
     def keep(self, replicas: Sequence[str]) -> None:
-        """These are there now. What is known of others goes."""
+        """Set the replicas that exist now; the state of all others is dropped."""
         for replica in replicas:
             self._replicas.setdefault(replica, _Replica())
         for gone in self._replicas.keys() - set(replicas):
             del self._replicas[gone]
 
     def choose(self, asked: Asked, now_s: float, among: Sequence[str] | None = None) -> Choice | None:
-        """And count it as sent there: `ended` must follow. `among`: those that can be chosen; None: all that are known.
-        None: there is no replica."""
+        """Choose a replica and count the request as in flight; the caller must call `ended` later.
+
+        `among` limits the choice; None means all known replicas. Returns None if there is no replica.
+        """
         able = {
             name: self._replicas[name]
             for name in (self._replicas if among is None else among)
@@ -98,7 +100,7 @@ class Router:
         return choice
 
     def ended(self, replica: str) -> None:
-        """A request that was sent there has its answer, or none is to come."""
+        """Count a request as no longer in flight, whether it was served or failed."""
         if replica in self._replicas:
             self._replicas[replica].in_flight = max(0, self._replicas[replica].in_flight - 1)
 
@@ -111,7 +113,7 @@ class Router:
             num_saved = 0 if choice.why == "load" else choice.num_cached
             tokens = asked.num_tokens - num_saved + self._load_tokens * replica.in_flight
             is_elsewhere = last is not None and last.replica != choice.replica
-            # New conversations go round, so that no replica gets all of them.
+            # Least recently chosen first, so that new conversations are spread over the replicas.
             return tokens, is_elsewhere, replica.in_flight, replica.last_chosen
 
         return min(choices, key=cost)
@@ -133,7 +135,10 @@ class _Replica:
     expected: _Expected = field(default_factory=lambda: _Expected())
 
     def held_tokens(self, keys: Sequence[tuple[int, int]], now_s: float) -> int:
-        """Keys are chained, so the longest that is there tells all. Some on the way may be beyond a report's bound."""
+        """Return the length of the longest prefix that the replica is believed to have cached.
+
+        Keys are chained, so the longest known key implies the shorter ones, which a bounded report may have left out.
+        """
         for position, key in reversed(keys):
             if key in self.report.keys or self.expected.has(key, now_s):
                 return position
@@ -141,7 +146,7 @@ class _Replica:
 
 
 class _Expected:
-    """Keys that a replica will hold in a moment."""
+    """Keys of prompts that a replica was sent recently and will soon have cached."""
 
     def __init__(self) -> None:
         self._until_s: OrderedDict[int, float] = OrderedDict()
@@ -165,7 +170,7 @@ class _Visit:
 
 
 class _Sessions:
-    """Where each was last."""
+    """The last replica of each session."""
 
     def __init__(self) -> None:
         self._visits: OrderedDict[str, _Visit] = OrderedDict()

@@ -1,8 +1,8 @@
-"""What a replica reports of its memory: keys of the prefixes that it holds, the newest, at most so many.
+"""Summary of a replica's cache for routing: keys of the most recently used cached prefixes, at most `max_keys`.
 
-A listener of the prefix cache (`events/feed.py`), told on a thread that is not the engine's. A key is a few bytes of a
-chained key (`prefix_cache/keys.py`), so a summary tells no text, and it cannot grow: a conversation of 128k tokens has
-144 of them, and of more than `max_keys` the oldest are left out.
+`Summary` is a listener of the prefix cache (`events/feed.py`), called on a thread other than the engine's. It keeps the
+first bytes of chained keys (`prefix_cache/keys.py`), so it reveals no text. Its size is bounded: a conversation of 128k
+tokens has 144 keys, and beyond `max_keys` the oldest are dropped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def short(key: bytes) -> int:
 
 
 class PromptKeys:
-    """The keys of a prompt, as routing asks for them."""
+    """Prefix keys of prompts, shortened for routing."""
 
     def __init__(self) -> None:
         self._keys = GridKeys(widening_grid)
@@ -36,11 +36,11 @@ class Summary:
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self._max_keys = max_keys
         self._keys = PromptKeys()
-        self._lock = threading.Lock()  # guards the next
-        self._held: OrderedDict[int, None] = OrderedDict()  # the newest last
+        self._lock = threading.Lock()  # guards _held and _keys
+        self._held: OrderedDict[int, None] = OrderedDict()  # newest last
 
     def stored(self, root_key: bytes, ids: TokenIds, start: int) -> None:
-        """A prompt that goes on makes all of its prefix the newest: what is asked for again stays."""
+        """Make all keys of a prompt's prefix the newest, so that reused prefixes stay."""
         del start
         with self._lock:
             for _, key in self._keys.of(root_key, ids):
@@ -60,7 +60,7 @@ class Summary:
             self._held.clear()
 
     def packed(self) -> bytes:
-        """To be sent."""
+        """Return the keys as bytes; `unpacked` reads them."""
         with self._lock:
             return np.fromiter(self._held, dtype="<u8", count=len(self._held)).tobytes()
 

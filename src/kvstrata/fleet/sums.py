@@ -1,11 +1,11 @@
-"""Answers of several replicas as one. Pure: knows JSON and the text that Prometheus reads."""
+"""Merged responses of several replicas. Pure functions over JSON and the Prometheus text format."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Of these the largest counts: times that go on side by side, and estimates.
+# Fields merged by their maximum: concurrent times, and estimates.
 LARGEST = frozenset({
     "latency_s", "seconds", "expected_error", "next_before", "p50", "p95", "p99", "first_token_p50_s",
     "first_token_p95_s", "time", "slot_s",
@@ -14,7 +14,7 @@ MIXED = "mixed"
 
 
 def summed(answers: Sequence[Any], name: str = "") -> Any:
-    """Numbers are added, lists put one behind the other, objects joined; words that differ become `mixed`."""
+    """Add numbers, concatenate lists and merge objects; strings that differ become `mixed`."""
     given = [answer for answer in answers if answer is not None]
     if not given:
         return None
@@ -32,8 +32,10 @@ def summed(answers: Sequence[Any], name: str = "") -> Any:
 
 
 def histories(answers: Mapping[str, Any]) -> dict[str, Any]:
-    """The slots of one time are one; requests and events say whose they are. `now` is the earliest, so that a later
-    question for what came since misses nothing."""
+    """Merge histories: slots of the same time are summed, requests and events name their replica.
+
+    `now` is the earliest of all, so that the next request for newer entries misses none.
+    """
     slots: dict[float, list[Any]] = {}
     for answer in answers.values():
         for slot in answer["slots"]:
@@ -57,8 +59,8 @@ def histories(answers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def labelled(texts: Mapping[str, str]) -> str:
-    """Metrics of all replicas, each line with the name of its own. Every family is written once, with all its samples,
-    as the format asks."""
+    """Merge the metrics of all replicas and label each sample with its replica. The format requires each family once,
+    with all its samples."""
     heads: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
     for replica, text in texts.items():

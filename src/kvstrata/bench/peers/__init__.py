@@ -1,1 +1,1 @@
-"""The servers that `kvstrata bench compare` starts: one class for each, over one protocol (base.py)."""
+"""Servers that `kvstrata bench compare` starts: one class for each, over one protocol (base.py)."""

@@ -1,4 +1,4 @@
-"""Interface of a peer of the comparison, and a server as a process: started, waited for, watched and ended by its id.
+"""Interface of a peer in the comparison, and server processes: start, wait until ready, measure, end by process id.
 
 A peer has a command and an environment of its own, made by `make peers`; no peer is imported here.
 """
@@ -25,45 +25,45 @@ from kvstrata.errors import KvstrataError
 ROOT = Path(__file__).parents[4]
 FOLDER = ROOT / ".peers"  # where `make peers` puts them
 
-# How the tokens that a server really computed are known.
+# Source of the number of tokens that a server really computed.
 KnownBy = Literal["reported", "log", "time"]
 
 
 @dataclass(frozen=True)
 class Model:
-    """One model, as each peer finds it."""
+    """The compared model in the forms that the peers need."""
 
     name: str
-    ours: str | None  # what kvstrata serve takes; None: the default model
+    ours: str | None  # argument of kvstrata serve; None: the default model
     folder: Path  # for mlx-lm, weights as they are served
     dense: Path  # the same in float32 where the CPU multiplies packed weights slowly, else `folder`
     gguf: Path | None
     context_tokens: int
     token_values: int  # K and V of a token, in numbers
-    mlx_value_bytes: int  # of such a number on MLX: 4 on a CPU, where models run in float32, else 2
+    mlx_value_bytes: int  # size of a number of K or V on MLX: 4 on a CPU, where models run in float32, else 2
 
 
 @dataclass(frozen=True)
 class Start:
-    """How a server is to be started."""
+    """Parameters for starting a server."""
 
     model: Model
     port: int
-    home: Path  # a folder for what it keeps; the same one after a restart
-    limit_tokens: int = 0  # stored KV has room for so many; 0: as it comes
+    home: Path  # folder for the server's files, kept over a restart
+    limit_tokens: int = 0  # capacity of the cache; 0: the server's default
     blas: Path | None = None  # for those on MLX
 
     def limit_bytes(self, value_bytes: int | None = None) -> int:
-        """`value_bytes`: of a number of K or V; as on MLX by default."""
+        """Return the limit in bytes. `value_bytes` is the size of a number of K or V, by default that on MLX."""
         return self.limit_tokens * self.model.token_values * (value_bytes or self.model.mlx_value_bytes)
 
 
 class Peer(ABC):
     name: str
     known_by: KnownBy = "reported"
-    known_note: str = ""  # why, where it is not plain
+    known_note: str = ""  # explanation of known_by
     on_mlx = False
-    compiles = False  # for a long time, when it is first started on a machine
+    compiles = False  # takes long to compile at the first start on a machine
     ready_path = "/health"
 
     def __init__(self, folder: Path = FOLDER) -> None:
@@ -71,7 +71,7 @@ class Peer(ABC):
 
     @abstractmethod
     def missing(self, model: Model) -> str:
-        """Why it cannot run, and what helps; empty where it can."""
+        """Return why the peer cannot run and what to do, or an empty string if it can."""
 
     @abstractmethod
     def command(self, start: Start) -> list[str]: ...
@@ -80,24 +80,25 @@ class Peer(ABC):
     def version(self) -> str: ...
 
     def environment(self, start: Start) -> Mapping[str, str]:
-        """Added to that of the process."""
+        """Return variables to add to the process's environment."""
         return preloaded(start.blas) if self.on_mlx else {}
 
     def model_name(self, model: Model) -> str:
-        """What requests call it."""
+        """Return the model's name in requests."""
         return model.name
 
     def held_bytes(self, url: str, log: str) -> int | None:  # noqa: ARG002
-        """What its cache holds, where it tells."""
+        """Return the bytes in the server's cache, or None if it does not report them."""
         return None
 
     def prefilled_in(self, log: str) -> int | None:  # noqa: ARG002
-        """Prompt tokens that it computed, by what it has logged meanwhile."""
+        """Return the number of prompt tokens computed according to a part of the log, or None if it does not say."""
         return None
 
 
 def preloaded(library: Path | None) -> dict[str, str]:
-    """A library that is loaded first wins over the reference BLAS of MLX's wheel (platform/blas.py)."""
+    """Return variables that preload a BLAS library, so that it replaces the reference BLAS of MLX's wheel
+    (platform/blas.py)."""
     if library is None:
         return {}
     from kvstrata.platform.device import usable_cores
@@ -107,7 +108,7 @@ def preloaded(library: Path | None) -> dict[str, str]:
 
 
 def package_version(python: Path, *names: str) -> str:
-    """Of what an environment has, such as 'mlx-lm 0.32.2, mlx 0.32.4'."""
+    """Return versions of an environment's packages, such as 'mlx-lm 0.32.2, mlx 0.32.4'."""
     code = "import json, sys, importlib.metadata as m; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
     try:
         done = subprocess.run([str(python), "-c", code, *names], capture_output=True, text=True, timeout=60, check=True)
@@ -118,7 +119,7 @@ def package_version(python: Path, *names: str) -> str:
 
 
 def asked(url: str, path: str) -> Any:
-    """What a server answers to a question about itself; None where it does not."""
+    """Return the JSON of a server's status endpoint, or None if it does not answer."""
     try:
         response = httpx.get(f"{url}{path}", timeout=10, trust_env=False)
         return response.json() if response.status_code == httpx.codes.OK else None
@@ -131,7 +132,7 @@ END_S = 20.0
 
 
 class ServerFailed(KvstrataError):
-    """A server did not start, or is gone."""
+    """A server did not start, or has ended."""
 
 
 def free_port() -> int:
@@ -141,7 +142,7 @@ def free_port() -> int:
 
 
 class Process:
-    """One server that runs. What it prints goes to `log`."""
+    """A running server. Its output is appended to `log`."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self._log = log
@@ -169,7 +170,7 @@ class Process:
         return self._log.stat().st_size
 
     def wait_ready(self, url: str, timeout_s: float) -> None:
-        """Other people's servers tell no one that they are ready: they have to be asked again and again."""
+        """Poll `url` until it answers; other servers do not announce that they are ready."""
         until_s = time.monotonic() + timeout_s
         while time.monotonic() < until_s:
             if not self.is_alive:
@@ -187,7 +188,7 @@ class Process:
         return " / ".join(line.strip() for line in lines[-2:])[-300:]
 
     def forget_peak(self) -> None:
-        """Only Linux has this; elsewhere the peak is that of the whole run."""
+        """Reset the peak of resident memory. Only Linux can; elsewhere the peak is that of the whole run."""
         for each in self._family():
             try:
                 Path(f"/proc/{each.pid}/clear_refs").write_text("5")
@@ -195,14 +196,14 @@ class Process:
                 continue
 
     def peak_bytes(self) -> int | None:
-        """The most that was resident at once, of the process and its children together."""
+        """Return the sum of the peak resident memory of the process and its children."""
         peaks = [found for each in self._family() if (found := _high_water(each.pid)) is not None]
         return sum(peaks) if peaks else None
 
     def end(self) -> None:
-        """As a service manager would; what does not follow is killed.
+        """End the server with SIGTERM, as a service manager would, and kill processes that remain.
 
-        Not with SIGINT: what a shell started in the background ignores it, and so do its children.
+        SIGINT is not used: processes that a shell started in the background ignore it, and so do their children.
         """
         family = self._family()
         if self.is_alive:

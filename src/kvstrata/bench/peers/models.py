@@ -1,4 +1,4 @@
-"""The model of a comparison as each peer needs it: a folder for mlx-lm, the same in float32 for a CPU, a GGUF file."""
+"""The compared model in each peer's form: a folder for mlx-lm, a float32 folder for a CPU, a GGUF file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstrata.platform.files import cache_root
 
 
 def subject(named: Path | None, gguf: Path | None, *, on_cpu: bool) -> Model:
-    """`named`: a folder or a GGUF file; None: the default model."""
+    """Return the model of a comparison. `named` is a folder or a GGUF file; None means the default model."""
     folder, ours, file = _found(named, gguf)
     config = json.loads((folder / "config.json").read_text())
     # On a CPU mlx-lm multiplies packed weights about fifty times slower than dense ones.
@@ -46,7 +46,7 @@ def _token_values(config: dict[str, Any]) -> int:
 
 
 def dense_folder(folder: Path) -> Path:
-    """Made once, by a process of its own: it takes as much memory as the model in float32."""
+    """Return a float32 copy of a model, made once by a separate process: that needs as much memory as the copy."""
     made = cache_root() / "models" / "dense" / folder.name
     source = folder / "config.json"
     if (made / "config.json").is_file() and made.stat().st_mtime > source.stat().st_mtime:
@@ -64,7 +64,7 @@ def dense_folder(folder: Path) -> Path:
 
 
 def write_dense(folder: Path, into: Path) -> None:
-    """With mlx-lm's own means, so that every version of it reads the result."""
+    """Write a model in float32 with mlx-lm's own functions, so that every version of it can read the result."""
     import mlx.core as mx
     from mlx.utils import tree_map
     from mlx_lm.utils import dequantize_model, load_model, save_config, save_model
@@ -81,7 +81,7 @@ def write_dense(folder: Path, into: Path) -> None:
 
 
 def copy_tokenizer(folder: Path, into: Path) -> None:
-    """And the chat template: all that a model's folder has beside weights."""
+    """Copy all files but the weights: config, tokenizer and chat template."""
     for path in folder.iterdir():
         if path.suffix in {".json", ".jinja", ".txt", ".model"} and not (
             "safetensors" in path.name or path.name == MARKER

@@ -1,8 +1,8 @@
 """Servers of the comparison: kvstrata, mlx-lm, vllm-mlx, and llama.cpp as `llama-server` and as `llama_cpp.server`.
 
-vllm-mlx 0.6.0 needs an older mlx-lm than kvstrata. `llama-server` is a binary that the user names, or the one prebuilt
-in PyPI's xllamacpp. That build is for any machine of an architecture, without newer instructions: its token counts are
-meaningful, its times hardly. `llama_cpp.server` is PyPI's llama-cpp-python, built by `make peers`.
+vllm-mlx 0.6.0 needs an older mlx-lm than kvstrata. `llama-server` is a binary that the user names, or the prebuilt one
+in PyPI's xllamacpp. That build runs on any machine of an architecture and uses no newer instructions: its token counts
+are meaningful, its times are not. `llama_cpp.server` is PyPI's llama-cpp-python, built by `make peers`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class LlamaCppPython(_LlamaCpp):
         return [
             *(str(self._python), "-m", "llama_cpp.server", "--model", str(start.model.gguf)),
             *("--host", "127.0.0.1", "--port", str(start.port), "--n_ctx", str(start.model.context_tokens)),
-            # Half of the cores by default.
+            # The default is half of the cores.
             *("--n_threads", str(usable_cores()), "--n_threads_batch", str(usable_cores())),
             *("--cache", "true", "--cache_size", str(size), "--interrupt_requests", "false", "--verbose", "true"),
         ]

@@ -13,20 +13,21 @@ from kvstrata.fleet.ray.deploy import grace_s
 from kvstrata.fleet.ray.front import RayFront
 from kvstrata.fleet.ray.replica import Replica
 
-# Between two reports of what a replica holds. What it was sent in between is known anyway.
+# Interval of a replica's reports. The router itself knows the prompts sent in between.
 REPORT_S = 2.0
 ROUTER = "kvstrata.fleet.ray.to_named:ToNamed"
 
 
 def build(args: dict[str, Any]) -> Application:
-    """`args`: settings, as a TOML file has them. Problems with them are said here, before a replica starts."""
+    """Build the application. `args` holds settings as in a TOML file; errors in them are raised before a replica
+    starts."""
     settings = load_settings(flags=args)
     router = RequestRouterConfig(request_router_class=ROUTER, request_routing_stats_period_s=REPORT_S)  # pyright: ignore
     replica: Any = serve.deployment(
         Replica,
         name="Replica",
         request_router_config=router,
-        # A full server says so itself, in the words of its API.
+        # Above this limit the server itself responds with an error in the shape of its API.
         max_ongoing_requests=settings.max_running + settings.max_waiting,
         graceful_shutdown_timeout_s=grace_s(settings),
         health_check_period_s=5.0,

@@ -1,4 +1,4 @@
-"""The configuration that `serve run`, `serve deploy` and KubeRay (`serveConfigV2`) take, as text. Does not need Ray."""
+"""Configuration text for `serve run`, `serve deploy` and KubeRay (`serveConfigV2`). Does not need Ray."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 from kvstrata.config import Settings
 
-# For running replies when a replica ends, and for writing what is cached, unless --drain-timeout-s says otherwise: Ray
-# ends replicas on its own account too, and a long reply should not be cut off for that.
+# Time for running replies and for writing cached KV when a replica ends, unless --drain-timeout-s is given: Ray
+# also ends replicas by itself, and that should not cut off a long reply.
 GRACE_S = 600.0
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Replicas: a number, or as many as waiting requests ask for."""
+    """Number of replicas, fixed or autoscaled by the number of requests, and the resources of each."""
 
     least: int = 1
     most: int = 2
-    cpus: float = 1.0  # of each replica, as Ray counts them
+    cpus: float = 1.0  # per replica, in Ray's units
     gpus: float = 0.0
 
     @property
@@ -29,7 +29,8 @@ class Scale:
 
 
 def deploy_text(settings: Settings, given: Mapping[str, Any], scale: Scale) -> str:
-    """`given`: the settings that were set; the rest have their defaults on the replicas too."""
+    """Return the configuration as YAML. `given` holds the settings that were set; replicas use defaults for the
+    rest."""
     options = {"num_cpus": scale.cpus, **({"num_gpus": scale.gpus} if scale.gpus else {})}
     grace = grace_s(settings)
     config = {
@@ -70,20 +71,20 @@ def grace_s(settings: Settings) -> float:
 def _replicas(settings: Settings, scale: Scale) -> dict[str, Any]:
     if scale.is_fixed:
         return {"num_replicas": scale.least}
-    # A replica that has more than it runs at once has requests that wait.
+    # Above max_running, a replica has waiting requests.
     return {
         "autoscaling_config": {
             "min_replicas": scale.least,
             "max_replicas": scale.most,
             "target_ongoing_requests": settings.max_running,
             "upscale_delay_s": 10,
-            "downscale_delay_s": 600,  # what a replica has cached goes with it
+            "downscale_delay_s": 600,  # a removed replica's cache is lost
         }
     }
 
 
 def _lines(value: Any, indent: str = "") -> list[str]:
-    """As YAML. Scalars are JSON, which YAML reads."""
+    """Return a value as lines of YAML. Scalars are written as JSON, which is valid YAML."""
     if isinstance(value, Mapping):
         lines: list[str] = []
         for key, inner in value.items():

@@ -1,5 +1,7 @@
-"""A folder of its own for each replica of a machine: the first that no other holds. After a restart it is found again,
-so what a replica wrote is read by one that comes after it."""
+"""Exclusive folders for the replicas of a machine: each takes the first one that is not locked.
+
+After a restart replicas take the same folders again, so the blocks in them are reused.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ MAX_FOLDERS = 1024
 
 
 def take_folder(parent: Path) -> tuple[Path, Callable[[], None]]:
-    """The folder, and what gives it back. It goes back by itself when the process ends. Raises ConfigError."""
+    """Lock a folder and return it with a function that releases it. The lock also ends with the process. Raises
+    ConfigError."""
     try:
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         for number in range(MAX_FOLDERS):

@@ -1,5 +1,5 @@
-"""The front on Ray Serve: what Ray knows of its replicas, handed to `fleet/front.py`, and an app behind a server's keys
-and bounds."""
+"""Router deployment on Ray Serve: passes Ray's replica reports to `fleet/front.py`, behind a server's keys and
+limits."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class RayFront:
         return _named_by_ray(guarded(front, self._settings))
 
     async def _learn(self) -> None:
-        """How prompts are rendered, and the identity by which replicas name what they hold. Until then requests go by
-        load."""
+        """Load the prompt renderer and ask a replica for the identity of its cache keys. Until then requests are routed
+        by load."""
         renders = asyncio.get_running_loop().run_in_executor(None, _renderer, self._settings)
         while True:
             try:
@@ -61,7 +61,7 @@ class RayFront:
 
 
 def _named_by_ray(app: ASGIApp) -> ASGIApp:
-    """Ray's proxy puts the request's id on every answer: ours, which is the same, would be there a second time."""
+    """Remove our `x-request-id` header: Ray's proxy adds the same id to every response."""
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_once(message: Message) -> None:
@@ -76,7 +76,8 @@ def _named_by_ray(app: ASGIApp) -> ASGIApp:
 
 
 class RayReplicas:
-    """What is told on Ray's thread is taken over on the front's."""
+    """Replicas reached through a Ray handle. Reports arrive on Ray's thread and are applied on the router's event
+    loop."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
@@ -102,7 +103,7 @@ class RayReplicas:
         self, name: str | None, request: Mapping[str, Any], body: bytes, *, only: bool
     ) -> AsyncIterator[Message]:
         asking = self._handle.options(stream=True).ask
-        # A context of its own: Ray takes calls that are made for one request for the same call, and mixes up replicas.
+        # A fresh context: Ray identifies calls within one request's context and would mix up the replicas.
         answer: Any = Context().run(asking.remote, request, body, to=name or "", only=only)
         has_ended = False
         try:

@@ -1,6 +1,6 @@
-"""What Ray knows of the replicas, from the router that Ray makes to the front in the same process.
+"""Replica reports, passed from the request router that Ray creates to `RayFront` in the same process.
 
-A module of its own: Ray sends a router's class by value, with copies of the names beside it.
+This is a separate module because Ray pickles the request router's class by value, with copies of its globals.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-Reports = Mapping[str, Mapping[str, Any]]  # by the name of the replica
+Reports = Mapping[str, Mapping[str, Any]]  # by replica name
 
 _lock = threading.Lock()
 _listeners: list[Callable[[Reports], object]] = []
@@ -17,7 +17,7 @@ _last: Reports | None = None
 
 
 def listen(listener: Callable[[Reports], object]) -> None:
-    """It is told on Ray's thread; what is known already, at once."""
+    """Add a listener. It is called on Ray's thread, and at once if there is a report already."""
     with _lock:
         _listeners.append(listener)
         if _last is not None:

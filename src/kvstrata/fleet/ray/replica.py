@@ -1,4 +1,4 @@
-"""A replica on Ray Serve: a whole server but for its connections. Ray makes it, asks it, and lets it end."""
+"""Replica deployment on Ray Serve: a whole server without its HTTP listener. Ray creates, calls and ends it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kvstrata.prefix_cache.entry_table import CacheListener
 from kvstrata.server.journal.sampling import JournalSampler
 from kvstrata.server.service import Service
 
-GONE = "replica_gone"  # instead of an answer
+GONE = "replica_gone"  # message type that replaces a response
 
 
 class Replica:
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Loads the model: takes as long as a server's start. `settings`: as a TOML file has them."""
+        """Load the model, which takes as long as starting a server. `settings` are as in a TOML file."""
         from kvstrata.config import load as load_settings
         from kvstrata.server.app import behind_front
 
@@ -35,12 +35,12 @@ class Replica:
         self._app = behind_front(self._service)
         self._capacity = own.max_running
         self._has_ended = False
-        self._sampling: asyncio.Task[None] | None = None  # begins with the first request, on Ray's event loop
+        self._sampling: asyncio.Task[None] | None = None  # started by the first request, on Ray's event loop
 
     async def ask(
         self, request: Mapping[str, Any], body: bytes, *, to: str = "", only: bool = False
     ) -> AsyncIterator[Message]:
-        """`only`: this is for the replica that `to` names, and for no other."""
+        """Yield the messages of the response. With `only`, a replica that `to` does not name refuses with `GONE`."""
         if only and to != self._name:
             yield {"type": GONE}
             return
@@ -50,7 +50,7 @@ class Replica:
             yield message
 
     async def identity(self) -> dict[str, Any]:
-        """By which prompts get their keys."""
+        """Return the identity from which prefix keys are derived."""
         return dataclasses.asdict(self._service.engine.identity)
 
     def check_health(self) -> None:
@@ -61,8 +61,8 @@ class Replica:
         return {"keys": self._summary.packed(), "capacity": self._capacity}
 
     def __del__(self) -> None:
-        """Ray calls this when running replies have ended. What neither the disk nor the shared tier has yet goes there
-        now."""
+        """Stop the server; Ray calls this when running replies have ended. Unwritten KV goes to the disk and shared
+        tiers now."""
         if getattr(self, "_has_ended", True):
             return
         self._has_ended = True

@@ -1,6 +1,6 @@
-"""Ray's part of routing: a request goes to the replica that it names. The choice is made before, in `fleet/front.py`.
+"""Request router for Ray Serve: sends a request to the replica that it names. `fleet/front.py` has made the choice.
 
-Ray makes one of these in each process that calls replicas, and tells it which there are and what they report.
+Ray creates one in each process that calls replicas, and updates it with the replicas and their reports.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ class ToNamed(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Where the named one has gone, any other: the call says itself whether that will do."""
+        """Return the named replica, or all of them if it is gone; the call's `only` argument then decides."""
         if pending_request is None:
             return [list(candidate_replicas)]
-        pending_request.routing_context.should_backoff = True  # else Ray asks again and again, without a pause
+        pending_request.routing_context.should_backoff = True  # otherwise Ray retries in a busy loop
         wanted = pending_request.kwargs.get("to")
         named = [replica for replica in candidate_replicas if replica.replica_id.unique_id == wanted]
         return [named or list(candidate_replicas)]
