@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -125,10 +125,22 @@ class S3:
 
         self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
         self._server.start()
+        self._make_creation_atomic()
         host, port = self._server.get_host_and_port()
         self.endpoint = f"http://{host}:{port}"
         self.port = int(port)
         self._numbers = itertools.count()
+
+    def _make_creation_atomic(self) -> None:
+        """Serialize conditional requests: moto looks for an object and writes it in two steps, S3 in one."""
+        server: Any = self._server._server
+        app, lock = server.app, threading.Lock()
+
+        def run(environ: dict[str, Any], start_response: Any) -> Any:
+            with lock if "HTTP_IF_NONE_MATCH" in environ else nullcontext():
+                return app(environ, start_response)
+
+        server.app = run
 
     def use_bucket(self, monkeypatch: pytest.MonkeyPatch) -> str:
         """Create an empty bucket, set the environment for it, and return its URL."""
