@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.models.conftest import write_model
 from tests.server.conftest import Served, running
 from tests.server.test_cache import LONG, complete, get
 from tests.server.test_process import serving
+from tests.tiers.timing import eventually
 from tests.tiny import tiny_config, tiny_loaded, tiny_module
 
 MESSAGES = [
@@ -90,6 +92,37 @@ def test_kill_loses_no_conversation_whose_reply_ended_ten_seconds_ago(tmp_path: 
         for tokens in conversations:
             explained = served.ask("/cache/explain", tokens=tokens[:101]).json()
             assert explained["by_tier"]["disk"] == 100
+
+
+def test_clear_survives_a_kill_right_after_the_answer(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "tiny", tiny_module("llama"), tiny_config("llama"))
+    disk = str(tmp_path / "disk")
+    tokens = [*range(1, 91)] * 2
+    with (
+        serving(tmp_path / "log", str(model), "--disk-cache-dir", disk, "--disk-reserve", "0") as (process, url, _),
+        httpx.Client(base_url=url, verify=False, timeout=60) as client,
+    ):
+        client.post("/v1/completions", json={"model": "tiny", "prompt": tokens, "max_tokens": 4}).raise_for_status()
+        eventually(lambda: client.get("/cache/usage").json()["tiers"]["disk"]["tokens"] >= len(tokens), 20)
+        client.post("/cache/clear", json={"tier": "all"}).raise_for_status()
+        process.kill()
+        process.wait(30)
+    with running(load(str(model)), disk_cache_dir=disk, disk_reserve="0") as served:
+        assert served.ask("/cache/explain", tokens=tokens).json()["cached_tokens"] == 0
+
+
+def test_clear_says_so_where_the_disk_does_not_confirm_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstrata.server.cache.DURABLE_S", 0.1)
+    go_on, create = threading.Event(), Filesystem.create
+    with running(tiny_loaded("llama"), disk_cache_dir=tmp_path, disk_reserve="0") as served:
+        complete(served, LONG)
+        eventually(lambda: get(served, "/cache/usage")["tiers"]["disk"]["tokens"])
+        monkeypatch.setattr(Filesystem, "create", lambda files, path: (go_on.wait(20), create(files, path))[1])
+        answer = served.ask("/cache/clear", tier="all")
+        assert answer.status_code == 503
+        assert "did not confirm" in answer.json()["error"]["message"]
+        go_on.set()
+        eventually(lambda: served.ask("/cache/clear", tier="all").status_code == 200)
 
 
 def test_replies_that_get_no_time_do_not_take_it_from_the_disk(tmp_path: Path) -> None:

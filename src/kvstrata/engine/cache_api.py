@@ -272,6 +272,12 @@ class CacheApi:
         tiers = self.usage(owner).tiers.items()
         return ClearedCache(cleared, sum(usage.nbytes for name, usage in tiers if tier in ("all", name)))
 
+    @property
+    def wait_for_removals(self) -> Callable[[float], bool]:
+        """A function that waits until what was cleared or dropped stays so after a crash, at most some seconds. It runs
+        on a thread of the caller, never on the engine's."""
+        return self._cache.disk.tier.wait_for_removals
+
     def _require_sharing(self) -> None:
         if not self._cache.can_share:
             raise InvalidRequest(

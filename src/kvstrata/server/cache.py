@@ -69,6 +69,8 @@ ASKED = (PromptAsked, ClearAsked, RequantizeAsked)
 AROUND_TOKENS = 12
 # Timeout of a lookup on the disk or the shared tier.
 EXPLAIN_S = 5.0
+# Timeout of the disk for what makes a removal durable.
+DURABLE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,7 @@ async def clear(request: Request) -> ClearAnswer:
     service = service_of(request)
     left = await ask_cache(service, lambda cache: cache.clear(salt, tier, owner=owner))
     await forget_texts(service, salt, owner, tier)
+    await wait_for_removals(service)
     cleared = left.cleared
     return {"tier": tier, "bytes": cleared.nbytes, "tokens": cleared.tokens, "bytes_left": left.left_bytes}
 
@@ -195,6 +198,16 @@ async def ask_cache(service: Service, question: Callable[[CacheApi], T]) -> T:
     """Run `question` on the engine's thread and return its result."""
     require_engine(service)
     return await _result_of(service.engine.ask_cache(question))
+
+
+async def wait_for_removals(service: Service) -> None:
+    """Wait until a removal survives a crash: a client that is told of it must not see the blocks again."""
+    wait = await ask_cache(service, lambda cache: cache.wait_for_removals)
+    if not await to_thread.run_sync(wait, DURABLE_S):
+        raise Unavailable(
+            f"It was removed, but the disk did not confirm it within {DURABLE_S:.0f} s: after a crash it may come "
+            "back. Send the request again."
+        )
 
 
 async def _result_of(answer: Future[T]) -> T:

@@ -22,7 +22,7 @@ from kvstrata.engine.cache_api import (
 )
 from kvstrata.errors import ConversationNotFound, InvalidRequest
 from kvstrata.server.auth import owner_in
-from kvstrata.server.cache import EXPLAIN_S, ask_cache, whose
+from kvstrata.server.cache import EXPLAIN_S, ask_cache, wait_for_removals, whose
 from kvstrata.server.cache_sessions import PAUSE_S, SLICE_S
 from kvstrata.server.cache_words import PinAnswer, Under
 from kvstrata.server.conversation.body import require_json
@@ -147,6 +147,8 @@ async def drop(request: Request, id: str) -> DropAnswer:
     dropped = await ask_cache(service, lambda cache: cache.drop_conversation(found.ids, found.salt, is_dry=is_dry))
     await to_thread.run_sync(dropped.on_disk.wait, EXPLAIN_S)
     removed = dropped.on_disk.answer
+    if not is_dry:
+        await wait_for_removals(service)
     return {
         "id": id,
         "dry_run": is_dry,

@@ -331,11 +331,17 @@ class Tier(Protocol):
 
     def remove(self, blocks: Sequence[BlockId], *, durable: bool = False) -> Removed:
         """Remove blocks: when this returns they are not found any more, even if other blocks follow them. `durable`:
-        they stay removed if the process is killed soon after; a shared tier deletes each value by itself either way."""
+        they stay removed after a crash, once `wait_for_removals` has returned; a shared tier deletes each value by
+        itself either way."""
         ...
 
     def clear(self, root_prefix: bytes = b"") -> Removed:
-        """Remove all blocks under roots with the prefix `root_prefix`."""
+        """Remove all blocks under roots with the prefix `root_prefix`, durably."""
+        ...
+
+    def wait_for_removals(self, timeout_s: float) -> bool:
+        """Wait until durable removals so far survive a crash, at most `timeout_s`. Return whether they do. The engine
+        thread must not call this."""
         ...
 
     def write_state(self) -> WriteState: ...
@@ -487,6 +493,9 @@ class NoTier:
 
     def clear(self, root_prefix: bytes = b"") -> Removed:
         return Removed()
+
+    def wait_for_removals(self, timeout_s: float) -> bool:
+        return True
 
     def write_state(self) -> WriteState:
         return WriteState(is_failing=True)

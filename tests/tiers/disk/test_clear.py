@@ -32,7 +32,7 @@ from tests.tiers.disk.blocks import (
     write_blocks,
 )
 from tests.tiers.disk.faults import FaultyFiles, fail, flip, kill, wait_for
-from tests.tiers.timing import in_time
+from tests.tiers.timing import eventually, in_time
 
 
 @pytest.fixture
@@ -275,6 +275,55 @@ def test_remove_before_a_kill_stays_removed_after_restart(
     assert not list((directory / "cleared").iterdir())
     assert tier.usage().disk_bytes == real_bytes(directory)
     tier.close()
+
+
+def wait_for_removals_and_die(directory: Path, *, is_clear: bool) -> None:
+    """Remove a chain while files cannot be deleted, and kill this process as soon as the removal is confirmed."""
+    tier = open_tier(directory, files=Undeletable())
+    blocks = make_chain(4)
+    put_all(tier, blocks)
+    if is_clear:
+        tier.clear()
+    else:
+        tier.remove([block.id for block in blocks], durable=True)
+    assert tier.wait_for_removals(20)
+    kill()
+
+
+@pytest.mark.parametrize("is_clear", [True, False])
+def test_confirmed_removal_survives_a_kill(tmp_path: Path, is_clear: bool) -> None:
+    import multiprocessing
+
+    directory = tmp_path / "cache"
+    process = multiprocessing.get_context("spawn").Process(
+        target=wait_for_removals_and_die, args=(directory,), kwargs={"is_clear": is_clear}
+    )
+    process.start()
+    process.join(60)
+    assert process.exitcode == -9
+    assert len(block_files(directory)) == 4
+    tier = open_tier(directory)
+    assert tier.usage().num_blocks == 0
+    tier.close()
+
+
+def test_wait_for_removals_ends_a_pause_and_reports_a_disk_that_hangs(
+    tier: DiskTier, files: FaultyFiles, go_on: threading.Event
+) -> None:
+    assert tier.wait_for_removals(0)
+    put_all(tier, make_chain(2))
+    files.before = {"create": fail(errno.EIO)}
+    tier.put(make_block(9))
+    eventually(lambda: tier.write_state().paused_because)
+    files.before = {}
+    tier.clear()
+    assert tier.wait_for_removals(20)
+    put_all(tier, make_chain(2))
+    hang(files, "create", go_on)
+    tier.clear()
+    assert not tier.wait_for_removals(0.1)
+    go_on.set()
+    assert tier.wait_for_removals(20)
 
 
 def put_again_and_die(directory: Path) -> None:

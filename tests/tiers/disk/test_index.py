@@ -297,23 +297,25 @@ def test_add_unwanted_record_hides_it() -> None:
     assert index.pending.records() == [row]
 
 
-def test_new_markers_are_taken_once_and_none_for_a_complete_index_without_pending_deletes() -> None:
+def test_new_markers_stay_until_written_and_none_for_a_complete_index_without_pending_deletes() -> None:
     index = BlockIndex()
     ours = tree(ROOT, 1)
     index.hide_roots(ROOT, 5.0)
-    (marker,) = index.take_new_markers()
+    (marker,) = index.new_markers()
     assert marker == ClearMarker(5.0, ROOT)
-    assert index.take_new_markers() == []
-    index.give_back_markers([marker])
-    assert index.take_new_markers() == [marker]
+    index.hide_roots(ROOT, 6.0)
+    index.markers_written([marker])
+    assert index.has_new_markers
+    assert index.new_markers() == [ClearMarker(6.0, ROOT)]
     index.set_complete()
     index.hide_roots(ROOT, 7.0)
-    assert index.take_new_markers() == []
+    assert index.new_markers() == []
+    assert not index.has_new_markers
     add_all(index, [replace(row, created=8.0) for row in ours])
     index.hide([ours[3].id])
-    assert index.take_new_markers() == []
+    assert index.new_markers() == []
     index.hide_durably([ours[1].id], 4.0)
-    assert index.take_new_markers() == [ClearMarker(8.0, blocks=frozenset([ours[1].id]))]
+    assert index.new_markers() == [ClearMarker(8.0, blocks=frozenset([ours[1].id]))]
 
 
 @settings(max_examples=60)

@@ -13,7 +13,7 @@ import json
 import math
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -418,7 +418,7 @@ class BlockIndex:
         self.forget_all()
         with self._lock:
             self._markers.clear()
-            self._new_markers.clear()
+            self._new_markers = []
             self.pending = PendingDeletes()
 
     # Markers and the catalogue.
@@ -430,16 +430,22 @@ class BlockIndex:
                 self._markers.append(marker)
                 self._last_clear = max(self._last_clear, marker.before)
 
-    def take_new_markers(self) -> list[ClearMarker]:
-        """Take the markers to write. None are needed once every file that they cover is deleted."""
-        with self._lock:
-            markers, self._new_markers = self._new_markers, []
-            return markers if len(self.pending) or not self._is_complete else []
+    @property
+    def has_new_markers(self) -> bool:
+        """Whether a removal could still be undone by a crash. Takes no lock."""
+        return bool(self._new_markers)
 
-    def give_back_markers(self, markers: Iterable[ClearMarker]) -> None:
-        """Take markers back that could not be written."""
+    def new_markers(self) -> list[ClearMarker]:
+        """Return the markers to write. None are needed once every file that they cover is deleted."""
         with self._lock:
-            self._new_markers = [*markers, *self._new_markers]
+            if not len(self.pending) and self._is_complete:
+                self._new_markers = []
+            return list(self._new_markers)
+
+    def markers_written(self, markers: Sequence[ClearMarker]) -> None:
+        """Record that markers are in the folder."""
+        with self._lock:
+            self._new_markers = [marker for marker in self._new_markers if marker not in markers]
 
     @property
     def num_unsaved(self) -> int:

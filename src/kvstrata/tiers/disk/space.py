@@ -173,11 +173,11 @@ class Space:
     def write_markers(self) -> None:
         """Write markers of new clears. A fault does not keep the files: their deletes may be what a full volume needs,
         and the next call tries again."""
-        markers = self._index.take_new_markers()
+        markers = self._index.new_markers()
         try:
             self._markers.save(markers)
+            self._index.markers_written(markers)
         except OSError as error:
-            self._index.give_back_markers(markers)
             self._counters.add(BlockEvent.FAILED, fault_of(error))
             if not self._has_logged_markers:
                 self._has_logged_markers = True

@@ -165,6 +165,10 @@ class DiskTier:
         self._writer.withdraw(lambda block: block.root.startswith(root_prefix))
         return self._removed(self._store.index.hide_roots(root_prefix, self._clock()))
 
+    def wait_for_removals(self, timeout_s: float) -> bool:
+        index = self._store.index
+        return self._writer.catch_up_until(lambda: not index.has_new_markers, timeout_s)
+
     def _removed(self, totals: IndexTotals) -> Removed:
         self._writer.wake()
         return Removed(totals.num_blocks, totals.num_tokens, totals.disk_bytes)

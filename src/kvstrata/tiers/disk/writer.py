@@ -147,6 +147,18 @@ class DiskWriter:
             self._must_catch_up = True
             self._changed.notify_all()
 
+    def catch_up_until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
+        """Let the thread catch up now, also during a pause, and wait until `is_done`. Return whether it is.
+
+        `is_done` runs under the queue's lock, and must take no other.
+        """
+        with self._changed:
+            if not is_done():
+                self._backoff.lift()
+                self._must_catch_up = True
+                self._changed.notify_all()
+            return self._changed.wait_for(lambda: is_done() or self._is_closing, timeout_s) and is_done()
+
     def flush(self, timeout_s: float) -> Flushed:
         """Write all blocks now, also during a pause, and give up a block that fails: no later attempt may come."""
         with self._changed:
