@@ -40,11 +40,11 @@ class ServerFigures(Figure):
 def measure(loaded: LoadedModel, *, streams: int = 8, reply_tokens: int = 32, rounds: int = 5) -> ServerFigures:
     with (
         _served(loaded) as (server, url),
-        _client(url, _bodies(server.service.name, loaded, streams, reply_tokens)) as through_http,
+        _client(url, _bodies(server.state.name, loaded, streams, reply_tokens)) as through_http,
     ):
 
         def alone() -> None:
-            _through_engine(server.service.engine, loaded, streams, reply_tokens)
+            _through_engine(server.state.engine, loaded, streams, reply_tokens)
 
         alone()
         through_http()
@@ -79,9 +79,9 @@ def _prompt(index: int) -> tuple[int, ...]:
 @contextmanager
 def _served(loaded: LoadedModel) -> Iterator[tuple[Server, str]]:
     settings = load_settings(flags={"port": 0})
-    service = start_service(settings, loaded, device())
+    state = start_service(settings, loaded, device())
     ready = threading.Event()
-    server = Server(service, on_ready=ready.set, say=lambda _: None)
+    server = Server(state, on_ready=ready.set, say=lambda _: None)
     listener = bind(settings.host, settings.port)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

@@ -204,8 +204,10 @@ class Metrics:
         self.refused = Counter(
             "kvstrata_requests_refused", "Requests that were never queued, by reason", ["reason"], registry=registry
         )
-        self.set_aside = Counter(
-            "kvstrata_set_aside", "Sequences that gave up their memory to be resumed later", registry=registry
+        self.preemptions = Counter(
+            "kvstrata_preemptions",
+            "Sequences preempted: they gave up their memory and are resumed later",
+            registry=registry,
         )
         self.step_s = Histogram(
             "kvstrata_step_seconds",
@@ -258,8 +260,8 @@ class Metrics:
     def generated_tokens(self) -> int:
         return _total(self.generation_tokens)
 
-    def set_aside_total(self) -> int:
-        return _total(self.set_aside)
+    def num_preemptions(self) -> int:
+        return _total(self.preemptions)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

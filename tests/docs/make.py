@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 
 from kvstrata import errors
 from kvstrata.metrics import CACHE_LEVELS, Metrics
@@ -47,10 +47,8 @@ def _tells(message: Message) -> bool:
 
 def endpoints_table() -> str:
     """Of all that server/app.py puts together; the vendors' APIs first."""
-    found = (getattr(each, "router", None) for each in (*server_app.WIRES, *vars(server_app).values()))
-    routers = {id(router): router for router in found if isinstance(router, APIRouter)}
     app = FastAPI()
-    for router in routers.values():
+    for router in (*(router for api in server_app.APIS for router in api.routers), server_app.status.router):
         app.include_router(router)
     return endpoints_of(app.openapi())
 

@@ -132,7 +132,7 @@ class Drive:
         raise AssertionError(f"not done after {most_steps} steps")
 
     def num_preempted(self) -> float:
-        return self.metrics.registry.get_sample_value("kvstrata_set_aside_total") or 0.0
+        return self.metrics.registry.get_sample_value("kvstrata_preemptions_total") or 0.0
 
 
 def do_one_step(pacer: BackgroundPacer) -> None:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from kvstrata.engine.executor import EngineCore
-from kvstrata.server.service import Service
+from kvstrata.server.state import ServerState
 from tests.events.subscriber import BLOCK_TOKENS, Subscriber, blocks_of, subscribed
 from tests.server.conftest import Served, running
 from tests.tiny import VOCAB, tiny_loaded
@@ -31,14 +31,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture
 def subscriber(served: Served) -> Iterator[Subscriber]:
-    publisher = service_of(served).publisher
+    publisher = state_of(served).publisher
     assert publisher is not None
     with subscribed(publisher.publish_url, publisher.replay_url) as one:
         yield one
 
 
-def service_of(served: Served) -> Service:
-    return served.server.service
+def state_of(served: Served) -> ServerState:
+    return served.server.state
 
 
 def usage(served: Served) -> Any:
@@ -53,7 +53,7 @@ def agree(served: Served, subscriber: Subscriber) -> None:
         return blocks_of(core), core.prefix_cache.table.tree.num_tokens
 
     def is_told() -> bool:
-        held, num_tokens = service_of(served).engine.ask(look).result(60)
+        held, num_tokens = state_of(served).engine.ask(look).result(60)
         if held != subscriber.blocks:
             return False
         return usage(served)["tiers"]["hot"]["tokens"] == num_tokens
@@ -91,7 +91,7 @@ class Talks:
 @pytest.mark.parametrize("num_requests", [400, pytest.param(1000, marks=pytest.mark.slow)])
 def test_random_requests(served: Served, subscriber: Subscriber, num_requests: int) -> None:
     talks = Talks(1)
-    engine = service_of(served).engine
+    engine = state_of(served).engine
     for part in range(NUM_PARTS):
         with served.http() as http, ThreadPoolExecutor(8) as pool:
             asked = [talks.next() for _ in range(num_requests // NUM_PARTS)]
@@ -142,7 +142,7 @@ def test_metrics_and_props_tell_of_events_and_blocks(served: Served, subscriber:
         agree_or_ask(served, subscriber)
         props = http.get("/props").json()
         lines = http.get("/metrics").text.splitlines()
-    publisher = service_of(served).publisher
+    publisher = state_of(served).publisher
     assert publisher is not None
     assert props["kv_events"] == {
         "publish": publisher.publish_url, "replay": publisher.replay_url, "topic": "", "block_tokens": BLOCK_TOKENS,
@@ -167,7 +167,7 @@ def agree_or_ask(served: Served, subscriber: Subscriber) -> None:
 
 def test_the_end_of_a_server_is_told_under_its_topic() -> None:
     with running(tiny_loaded("llama"), kv_events=ADDRESS, kv_events_topic="kv@here:8000@tiny") as served:
-        publisher = service_of(served).publisher
+        publisher = state_of(served).publisher
         assert publisher is not None
         one = Subscriber(publisher.publish_url, publisher.replay_url, "kv@")
         with served.http() as http:

@@ -15,17 +15,17 @@ from starlette.types import ASGIApp, Message
 
 from kvstrata.config import load as load_settings
 from kvstrata.fleet.asgi import answer
-from kvstrata.fleet.front import Front
-from kvstrata.fleet.prompts import Prompts
+from kvstrata.fleet.front import FleetRouter
+from kvstrata.fleet.prompts import PromptReader
 from kvstrata.fleet.replicas import ReplicaLost
-from kvstrata.fleet.routing import Report, Router
-from kvstrata.fleet.summary import Summary, unpacked
+from kvstrata.fleet.routing import ReplicaReport, RoutingPolicy
+from kvstrata.fleet.summary import ReplicaSummary, unpacked
 from kvstrata.models.load import LoadedModel
 from kvstrata.platform.device import device
-from kvstrata.server.app import behind_front
+from kvstrata.server.app import create_app, wrap_app
 from kvstrata.server.assemble import guarded, start_service
-from kvstrata.server.conversation.prompt import Renderer
-from kvstrata.server.service import Service
+from kvstrata.server.chat.prompt import PromptRenderer
+from kvstrata.server.state import ServerState
 from tests.fleet.ray_fleet import free_port
 
 
@@ -33,22 +33,22 @@ from tests.fleet.ray_fleet import free_port
 class One:
     """A replica."""
 
-    service: Service
+    state: ServerState
     app: ASGIApp
-    summary: Summary
+    summary: ReplicaSummary
     is_lost: bool = False
     lost_after: int | None = None  # messages of an answer; None: never
 
 
 @dataclass
 class LocalFleet:
-    router: Router = field(default_factory=Router)
+    router: RoutingPolicy = field(default_factory=RoutingPolicy)
     ones: dict[str, One] = field(default_factory=dict)
 
     def names(self) -> tuple[str, ...]:
         self.router.keep(list(self.ones))
         for name, one in self.ones.items():
-            self.router.report(name, Report(unpacked(one.summary.packed()), 4))
+            self.router.report(name, ReplicaReport(unpacked(one.summary.packed()), 4))
         return tuple(self.ones)
 
     async def ask(
@@ -86,20 +86,20 @@ def local_fleet(loaded: LoadedModel, num_replicas: int, **flags: Any) -> Iterato
     fleet, services = LocalFleet(), []
     try:
         for number in range(num_replicas):
-            summary = Summary()
-            service = start_service(load_settings(flags=flags), loaded, device(), listeners=[summary])
-            services.append(service)
-            fleet.ones[f"r{number}"] = One(service, behind_front(service), summary)
+            summary = ReplicaSummary()
+            state = start_service(load_settings(flags=flags), loaded, device(), listeners=[summary])
+            services.append(state)
+            fleet.ones[f"r{number}"] = One(state, wrap_app(create_app(state), state, cors=False), summary)
         yield fleet
     finally:
-        for service in services:
-            service.engine.stop()
-            for end in service.at_end:
+        for state in services:
+            state.engine.stop()
+            for end in state.at_end:
                 end()
 
 
 def front_of(fleet: LocalFleet, **flags: Any) -> ASGIApp:
-    service = next(iter(fleet.ones.values())).service
-    renderer = Renderer(service.template, service.thinking, service.hygiene)
-    prompts = Prompts(service.loaded.tokenizer, renderer, service.engine.identity)
-    return guarded(Front(fleet, fleet.router, lambda: prompts), load_settings(flags=flags))
+    state = next(iter(fleet.ones.values())).state
+    renderer = PromptRenderer(state.template, state.renderer.thinking)
+    prompts = PromptReader(state.loaded.tokenizer, renderer, state.engine.identity)
+    return guarded(FleetRouter(fleet, fleet.router, lambda: prompts), load_settings(flags=flags))

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.fleet import routing
-from kvstrata.fleet.routing import Asked, Report, Router
-from kvstrata.fleet.summary import PromptKeys, Summary, unpacked
+from kvstrata.fleet.routing import ReplicaReport, RoutedRequest, RoutingPolicy
+from kvstrata.fleet.summary import PromptKeys, ReplicaSummary, unpacked
 from kvstrata.prefix_cache.keys import TokenIds
 
 ROOT = bytes(32)
@@ -19,25 +19,25 @@ def prompt(seed: int, num_tokens: int) -> TokenIds:
     return np.random.default_rng(seed).integers(0, 1000, num_tokens).astype(np.int32)
 
 
-def asked(ids: TokenIds, session: str = "") -> Asked:
-    return Asked(len(ids), PromptKeys().of(ROOT, ids), session)
+def asked(ids: TokenIds, session: str = "") -> RoutedRequest:
+    return RoutedRequest(len(ids), PromptKeys().of(ROOT, ids), session)
 
 
-def fleet(*names: str, capacity: int = 8) -> Router:
-    router = Router()
+def fleet(*names: str, capacity: int = 8) -> RoutingPolicy:
+    router = RoutingPolicy()
     for name in names:
-        router.report(name, Report(capacity=capacity))
+        router.report(name, ReplicaReport(capacity=capacity))
     return router
 
 
-def report_of(*prompts: TokenIds, capacity: int = 8) -> Report:
-    summary = Summary()
+def report_of(*prompts: TokenIds, capacity: int = 8) -> ReplicaReport:
+    summary = ReplicaSummary()
     for ids in prompts:
         summary.stored(ROOT, ids, 0)
-    return Report(unpacked(summary.packed()), capacity)
+    return ReplicaReport(unpacked(summary.packed()), capacity)
 
 
-def sent(router: Router, request: Asked, now_s: float = 0.0) -> str:
+def sent(router: RoutingPolicy, request: RoutedRequest, now_s: float = 0.0) -> str:
     """One request that has ended."""
     choice = router.choose(request, now_s)
     assert choice is not None
@@ -114,7 +114,7 @@ def test_what_was_only_expected_is_forgotten() -> None:
 
 
 def test_without_replicas_nothing_is_chosen() -> None:
-    assert Router().choose(asked(prompt(1, 100)), 0.0) is None
+    assert RoutingPolicy().choose(asked(prompt(1, 100)), 0.0) is None
     assert fleet("a").choose(asked(prompt(1, 100)), 0.0, among=["other"]) is None
 
 
@@ -144,7 +144,7 @@ def test_all_that_is_remembered_is_bounded() -> None:
         sent(router, asked(prompt(seed, 4000), str(seed)))
     router._sessions._visits.clear()
     assert len(router._replicas["a"].expected._until_s) == routing.MAX_EXPECTED
-    summary = Summary(max_keys=100)
+    summary = ReplicaSummary(max_keys=100)
     for seed in range(50):
         summary.stored(ROOT, prompt(seed, 1000), 0)
     held = unpacked(summary.packed())
@@ -155,7 +155,7 @@ def test_all_that_is_remembered_is_bounded() -> None:
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 300), st.integers(0, 300)), max_size=40))
 def test_a_summary_is_what_is_held(changes: list[tuple[int, int, int]]) -> None:
     """Prompts that share nothing: each is longer or shorter from change to change."""
-    summary, lengths = Summary(), dict.fromkeys(range(4), 0)
+    summary, lengths = ReplicaSummary(), dict.fromkeys(range(4), 0)
     for seed, first, second in changes:
         for num_tokens in (first, second):
             was, ids = lengths[seed], prompt(seed, 300)
@@ -169,7 +169,7 @@ def test_a_summary_is_what_is_held(changes: list[tuple[int, int, int]]) -> None:
 
 
 def test_an_unknown_replica_has_no_request_in_flight() -> None:
-    assert Router().in_flight("nobody") == 0
+    assert RoutingPolicy().in_flight("nobody") == 0
 
 
 def test_as_many_sessions_as_are_allowed_are_remembered_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_as_many_sessions_as_are_allowed_are_remembered_and_no_more(monkeypatch:
     router = fleet("a", "b", "c")
 
     def why(session: str) -> str:
-        choice = router.choose(Asked(20, (), session), 0.0)
+        choice = router.choose(RoutedRequest(20, (), session), 0.0)
         assert choice is not None
         router.ended(choice.replica)
         return choice.why

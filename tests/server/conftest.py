@@ -18,7 +18,8 @@ from kvstrata.models.load import LoadedModel
 from kvstrata.platform.device import device
 from kvstrata.platform.network import bind, url_of
 from kvstrata.server.assemble import start_service
-from kvstrata.server.journal.journal import Journal
+from kvstrata.server.history import History
+from kvstrata.server.request_log import RequestLog
 from kvstrata.server.run import Server
 from tests.server.browser import HOW_TO_GET, Browser, browsing, find_browser
 from tests.tiny import tiny_loaded
@@ -32,7 +33,7 @@ class Served:
 
     @property
     def name(self) -> str:
-        return self.server.service.name
+        return self.server.state.name
 
     def openai(self, key: str = "none") -> openai.OpenAI:
         http = openai.DefaultHttpxClient(verify=False)  # as below
@@ -50,18 +51,18 @@ class Served:
         """Until no request is being served, which the server knows without being asked again and again."""
         loop = self.server._loop
         assert loop is not None
-        assert asyncio.run_coroutine_threadsafe(self.server.service.door.wait_empty(60), loop).result(61)
+        assert asyncio.run_coroutine_threadsafe(self.server.state.drain_gate.wait_empty(60), loop).result(61)
 
 
 @contextmanager
 def running(loaded: LoadedModel, *, keep_alive_s: float = 10.0, slot_s: float = 10.0, **flags: Any) -> Iterator[Served]:
     """`slot_s`: of the history that is kept."""
     settings = load(flags={"port": 0, **flags})
-    service = start_service(settings, loaded, device())
-    service = replace(service, keep_alive_s=keep_alive_s, journal=Journal(slot_s))
+    state = start_service(settings, loaded, device())
+    state = replace(state, keep_alive_s=keep_alive_s, request_log=RequestLog(History(slot_s)))
     listener = bind(settings.host, settings.port)
     ready = threading.Event()
-    server = Server(service, drain_timeout_s=settings.drain_timeout_s, on_ready=ready.set, say=lambda _line: None)
+    server = Server(state, drain_timeout_s=settings.drain_timeout_s, on_ready=ready.set, say=lambda _line: None)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     assert ready.wait(30)

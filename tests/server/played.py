@@ -9,11 +9,10 @@ from typing import Any
 
 from kvstrata.engine.request import Event, Finished, FinishReason, TextDelta, TokenUsage
 from kvstrata.engine.sequence import Sequence
-from kvstrata.server.bridge import Arrival
-from kvstrata.server.conversation.telling import Telling
-from kvstrata.server.openai.ask import read_chat
-from kvstrata.server.openai.endpoints import chat_wire
-from kvstrata.server.service import Service
+from kvstrata.server.chat.assembler import ReplyAssembler
+from kvstrata.server.chat.engine_client import RequestEvent
+from kvstrata.server.openai.endpoints import chat_writer, read_chat
+from kvstrata.server.state import ServerState
 from kvstrata.text.detokenizer import Detokenizer
 
 SCOPE = {"type": "http", "state": {}}
@@ -30,23 +29,23 @@ def letters(text: str, reason: FinishReason = "stop") -> list[Event]:
     return [*(TextDelta(letter) for letter in text), Finished(reason, TokenUsage())]
 
 
-def play(service: Service, events: Iterable[Event], **asked: Any) -> Played:
-    body, job = read_chat(service, json.dumps(asked).encode(), SCOPE)
-    wire = chat_wire(service, body, job)
-    telling = Telling(job, wire, enough=lambda _index: None)
-    sent = [event for each in events for event in telling.told(Arrival(0, each))]
-    [whole] = wire.whole(TokenUsage())["choices"]
+def play(state: ServerState, events: Iterable[Event], **asked: Any) -> Played:
+    body, generation = read_chat(state, json.dumps(asked).encode(), SCOPE)
+    writer = chat_writer(state, body, generation)
+    assembler = ReplyAssembler(generation, writer, finish_early=lambda _index: None)
+    sent = [event for each in events for event in assembler.feed(RequestEvent(0, each))]
+    [whole] = writer.whole(TokenUsage())["choices"]
     return Played([choice for event in sent for choice in event.data["choices"]], whole)
 
 
-def play_ids(service: Service, ids: Iterable[int], **asked: Any) -> Played:
+def play_ids(state: ServerState, ids: Iterable[int], **asked: Any) -> Played:
     """A reply of these tokens, as the engine would hand them on."""
-    _, job = read_chat(service, json.dumps(asked).encode(), SCOPE)
+    _, generation = read_chat(state, json.dumps(asked).encode(), SCOPE)
     events: list[Event] = []
-    sequence = Sequence(job.requests[0], events.append, job.requests[0].max_tokens, 0)
+    sequence = Sequence(generation.requests[0], events.append, generation.requests[0].max_tokens, 0)
     for id in ids:
-        sequence.accept_token(id, None, lambda _: Detokenizer(service.loaded.tokenizer))
+        sequence.accept_token(id, None, lambda _: Detokenizer(state.loaded.tokenizer))
         if sequence.finish_reason:
             break
     assert sequence.finish_reason
-    return play(service, [*events, Finished(sequence.finish_reason, sequence.usage)], **asked)
+    return play(state, [*events, Finished(sequence.finish_reason, sequence.usage)], **asked)

@@ -11,7 +11,7 @@ import pytest
 from kvstrata.config import load
 from kvstrata.prefix_cache.keys import owner_of
 from kvstrata.server.assemble import _keys
-from kvstrata.server.auth import SCOPE_KEY, ApiKey, RequireKey, owner_in, salt_of
+from kvstrata.server.http.access import SCOPE_KEY, ApiKey, RequireKey, owner_of_scope, salt_of
 from tests.server.conftest import Served, running
 from tests.tiny import tiny_loaded
 
@@ -78,9 +78,9 @@ def test_salts_divide_further_and_never_meet() -> None:
 
 def test_an_owner_has_all_its_salts_and_no_other() -> None:
     plain, admin = {SCOPE_KEY: ApiKey.of("a")}, {SCOPE_KEY: ApiKey.of("b", is_admin=True)}
-    assert owner_in({}) is owner_in(admin) is None
-    assert owner_in(plain) == ApiKey.of("a").salt
-    assert {owner_of(salt_of(plain, salt)) for salt in (None, "x", ":", "x:y")} == {owner_in(plain)}
+    assert owner_of_scope({}) is owner_of_scope(admin) is None
+    assert owner_of_scope(plain) == ApiKey.of("a").salt
+    assert {owner_of(salt_of(plain, salt)) for salt in (None, "x", ":", "x:y")} == {owner_of_scope(plain)}
     assert owner_of(salt_of({}, "x")) == owner_of(salt_of({}, None)) == ""
 
 

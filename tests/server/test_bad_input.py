@@ -201,8 +201,8 @@ def test_a_text_that_cannot_fit_is_not_tokenized(served: Served, monkeypatch: py
 
 
 def test_whatever_makes_a_prompt_too_long_is_found_before_it_is_tokenized(served: Served) -> None:
-    service = served.server.service
-    long = "word " * (service.longest_token_chars * service.context_tokens // 5 + 1)
+    state = served.server.state
+    long = "word " * (state.limits.longest_token_chars * state.limits.context_tokens // 5 + 1)
     tools = [{"type": "function", "function": {"name": "f", "description": long}}]
     spoken = [*HELLO, {"role": "assistant", "content": long}, *HELLO]
     call = {"id": "c", "function": {"name": "f", "arguments": json.dumps({"a": long})}}

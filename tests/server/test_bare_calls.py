@@ -35,7 +35,7 @@ def serve_template(default_model: LoadedModel) -> ServeTemplate:
 def test_a_call_comes_and_can_be_sent_back(serve_template: ServeTemplate) -> None:
     with serve_template(LLAMA) as served:
         reply = letters('{"name": "f", "parameters": {"a": 1}}')
-        whole = play(served.server.service, reply, messages=HELLO, tools=TOOLS).whole
+        whole = play(served.server.state, reply, messages=HELLO, tools=TOOLS).whole
         assert whole["finish_reason"] == "tool_calls"
         [call] = whole["message"]["tool_calls"]
         assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
@@ -48,7 +48,7 @@ def test_a_call_comes_and_can_be_sent_back(serve_template: ServeTemplate) -> Non
 def test_tools_of_a_template_that_shows_no_calls(serve_template: ServeTemplate) -> None:
     with serve_template(SHOWS_NO_CALLS) as served:
         reply = letters('{"name": "f", "arguments": {"a": 1}}')
-        whole = play(served.server.service, reply, messages=HELLO, tools=TOOLS).whole
+        whole = play(served.server.state, reply, messages=HELLO, tools=TOOLS).whole
         assert whole["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
 
 

@@ -11,14 +11,13 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from kvstrata.errors import Unavailable
-from kvstrata.server.cache_move import IMPORT_PATH
-from kvstrata.server.limits import BodyLimits, BoundBodyMemory, release_body
-from kvstrata.server.wire.bounds import Bounds
+from kvstrata.server.cache.transfer import IMPORT_PATH
+from kvstrata.server.http.body_limit import BodyLimits, BoundBodyMemory, HttpLimits, release_body
 from tests.server.conftest import Served, running
 from tests.server.raw import completion, connected, until
 from tests.tiny import tiny_loaded
 
-LIMITS = BodyLimits(Bounds(max_body_bytes=100, body_memory_bytes=100), {IMPORT_PATH: 1000})
+LIMITS = BodyLimits(HttpLimits(max_body_bytes=100, body_memory_bytes=100), {IMPORT_PATH: 1000})
 
 
 class Body:
@@ -102,7 +101,7 @@ def test_files_are_not_held_in_memory_and_not_counted() -> None:
 
 def test_the_memory_holds_the_largest_body_at_least() -> None:
     async def run() -> None:
-        app = BoundBodyMemory(reading, BodyLimits(Bounds(max_body_bytes=200, body_memory_bytes=100)))
+        app = BoundBodyMemory(reading, BodyLimits(HttpLimits(max_body_bytes=200, body_memory_bytes=100)))
         body = Body(app)
         await body.send(200)
         await body.end()

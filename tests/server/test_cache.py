@@ -38,7 +38,7 @@ def settle(served: Served) -> None:
         while core.pacer.has_work:
             core.pacer.run_slice(1.0)
 
-    served.server.service.engine.ask(work).result(60)
+    served.server.state.engine.ask(work).result(60)
 
 
 def complete(served: Served, prompt: list[int], **fields: Any) -> int:
@@ -152,7 +152,7 @@ def test_what_does_not_fit_beside_pins_is_refused_and_not_tried_again(stream: bo
             pinned_bytes = CacheApi(core).usage().tiers["hot"].nbytes
             core.memory.budget = replace(core.budget, total_bytes=pinned_bytes * 3 // 2)
 
-        served.server.service.engine.ask(leave_room).result(60)
+        served.server.state.engine.ask(leave_room).result(60)
         with served.openai() as client, pytest.raises(openai.BadRequestError) as refused:
             client.completions.create(model=served.name, prompt=LONG[::-1], max_tokens=2, stream=stream)
         assert refused.value.code == "memory_pinned"
@@ -346,7 +346,7 @@ def is_written(core: EngineCore) -> bool:
 def test_the_disk_is_a_tier_like_memory(tmp_path: Path) -> None:
     with running(tiny_loaded("llama"), disk_cache_dir=tmp_path) as served:
         complete(served, LONG)
-        assert served.server.service.engine.ask(is_written).result(60)
+        assert served.server.state.engine.ask(is_written).result(60)
         assert get(served, "/cache/usage")["tiers"]["disk"]["tokens"] >= len(LONG)
         said = post(served, "/cache/requantize", k="planes:4", v="planes:4", dry_run=True)
         # All of it is there already: nothing has to be put away.

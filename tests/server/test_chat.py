@@ -148,7 +148,7 @@ def test_logprobs_without_alternatives(client: openai.OpenAI, served: Served) ->
 
 
 def test_logit_bias_decides(client: openai.OpenAI, served: Served) -> None:
-    tokenizer = served.server.service.loaded.tokenizer
+    tokenizer = served.server.state.loaded.tokenizer
     [banana] = tokenizer.encode(" banana", add_special_tokens=False)
     choice = client.chat.completions.create(
         model=served.name, messages=HELLO, max_tokens=2, temperature=0, logit_bias={str(banana): 100}
@@ -189,7 +189,7 @@ def test_sampling_fields_reach_the_engine(served: Served) -> None:
 
 @pytest.mark.parametrize("name", ["path", "name"])
 def test_model_may_be_called_by_its_path(served: Served, name: str) -> None:
-    loaded = served.server.service.loaded
+    loaded = served.server.state.loaded
     called = {"path": str(loaded.path), "name": loaded.name}[name]
     response = served.ask("/v1/chat/completions", messages=HELLO, max_tokens=1, model=called)
     assert response.status_code == 200

@@ -194,18 +194,7 @@ def test_a_wish_for_http_2_does_not_cost_the_body(strict: Served) -> None:
     wish = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAMAAABkAARAAAAAAAIAAAAA"}
     with connected(strict) as line:
         line.sendall(completion(strict, headers=wish))
-        line.shutdown(socket.SHUT_WR)
-        assert json.loads(rest(line).partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 3
-
-
-def test_a_client_that_only_stops_sending_gets_its_answer(strict: Served) -> None:
-    for stream in (False, True):
-        with connected(strict) as line:
-            line.sendall(completion(strict, stream=stream))
-            line.shutdown(socket.SHUT_WR)
-            told = rest(line)
-        assert told.startswith(b"HTTP/1.1 200 OK")
-        assert (b"data: [DONE]" if stream else b'"completion_tokens":3') in told
+        assert b'"completion_tokens":3' in until(line, b"}}")
 
 
 def test_idle_connections_give_way(strict: Served) -> None:

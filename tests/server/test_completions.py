@@ -17,7 +17,7 @@ PROMPT = "The capital of France is"
 
 
 def test_text_and_ids_are_the_same_prompt(client: openai.OpenAI, served: Served) -> None:
-    ids = served.server.service.loaded.tokenizer.encode(PROMPT)
+    ids = served.server.state.loaded.tokenizer.encode(PROMPT)
     text = client.completions.create(model=served.name, prompt=PROMPT, max_tokens=4, temperature=0)
     by_ids = client.completions.create(model=served.name, prompt=ids, max_tokens=4, temperature=0)
     assert "Paris" in text.choices[0].text

@@ -153,14 +153,14 @@ def test_the_disk_is_told_and_dropped_from(tmp_path: Path) -> None:
         complete(served, FIRST, prompt_cache_key="first")
         complete(served, SECOND, prompt_cache_key="second")
         settle(served)
-        assert served.server.service.engine.ask(is_written).result(60)
+        assert served.server.state.engine.ask(is_written).result(60)
         first, second = rows(served)
         assert {tuple(part["also"]) for part in first["parts"]} == {("disk",)}
         said = drop(served, second["id"])
         assert 0 < said["disk_tokens"] <= said["tokens"] == second["tokens"] - 250
         # What has left memory is known by its session, and found on the disk. Clearing makes sessions forget their
         # tokens, so what is in memory is dropped without it.
-        served.server.service.engine.ask(lambda core: core.prefix_cache.evictor.clear(tier="hot")).result(60)
+        served.server.state.engine.ask(lambda core: core.prefix_cache.evictor.clear(tier="hot")).result(60)
         (row,) = rows(served)
         assert (tokens_in(row, "hot"), tokens_in(row, "disk")) == (0, len(FIRST) + 1)
         assert {part["k"] for part in row["parts"]} == {"raw"}
@@ -179,11 +179,11 @@ def test_the_shared_store_is_told(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     with running(tiny_loaded("llama"), remote_cache=f"file://{tmp_path}", remote_precision="raw") as served:
         complete(served, FIRST)
-        served.server.service.engine.ask(is_shared).result(60)
+        served.server.state.engine.ask(is_shared).result(60)
         (row,) = rows(served)
         # Blocks there have exactly 256 tokens.
         assert [(part["tokens"], part["also"]) for part in row["parts"]] == [(256, ["remote"]), (147, [])]
-        served.server.service.engine.ask(lambda core: core.prefix_cache.evictor.clear(tier="hot")).result(60)
+        served.server.state.engine.ask(lambda core: core.prefix_cache.evictor.clear(tier="hot")).result(60)
         (row,) = rows(served)
         told = [(part["tokens"], part["tier"], part["k"]) for part in row["parts"]]
         assert told == [(256, "remote", "raw")]

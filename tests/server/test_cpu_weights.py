@@ -66,7 +66,7 @@ def test_blocks_on_the_disk_belong_to_a_form(folder: Path, tmp_path: Path) -> No
     for _ in range(2):
         for name, options in (("raw", RAW), ("exact", EXACT), ("coded", CODED)):
             with running(load(str(folder), cpu=options), **disk) as served:
-                served.server.service.engine.ask(make_computing_slow).result(60)
+                served.server.state.engine.ask(make_computing_slow).result(60)
                 found[name].append(cached(ask(served, PROMPT)))
                 served.wait_idle()
     for name, (first, second) in found.items():

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from kvstrata.engine.request import Finished, FinishReason, TextDelta, TokenUsage
-from kvstrata.server.anthropic.wire import MessagesWire
-from kvstrata.server.bridge import Arrival
-from kvstrata.server.conversation.job import Job
-from kvstrata.server.conversation.telling import Telling
-from kvstrata.server.conversation.wire import ServerEvent, Wire
-from kvstrata.server.openai.ask import read_chat
-from kvstrata.server.openai.wires import ChatChoice, OpenAIWire
+from kvstrata.server.anthropic.response import MessagesWriter
+from kvstrata.server.chat.assembler import ReplyAssembler
+from kvstrata.server.chat.engine_client import RequestEvent
+from kvstrata.server.chat.generation import Generation
+from kvstrata.server.chat.writer import JsonEvent, ResponseWriter
+from kvstrata.server.openai.endpoints import read_chat
+from kvstrata.server.openai.response import ChatChoice, OpenAIWriter
 from tests.agents import forced
 from tests.agents.forced import TEMPLATE, call_text, forced_model, serving
 from tests.server.conftest import Served, running
@@ -56,29 +56,29 @@ def test_a_stop_string_behind_a_call_leaves_it_whole(calling: Served) -> None:
     assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {"x": "one two"}
 
 
-def job_of(served: Served, **asked: Any) -> Job:
+def generation_of(served: Served, **asked: Any) -> Generation:
     body = json.dumps({"messages": USER, "tools": [TOOL], **asked}).encode()
-    return read_chat(served.server.service, body, SCOPE)[1]
+    return read_chat(served.server.state, body, SCOPE)[1]
 
 
-def tell(job: Job, wire: Wire, finished: Finished) -> list[ServerEvent]:
+def tell(generation: Generation, writer: ResponseWriter, finished: Finished) -> list[JsonEvent]:
     """Of a reply that is CALL, and then this."""
-    telling = Telling(job, wire, enough=lambda _index: None)
-    return [event for each in (TextDelta(CALL), finished) for event in telling.told(Arrival(0, each))]
+    assembler = ReplyAssembler(generation, writer, finish_early=lambda _index: None)
+    return [event for each in (TextDelta(CALL), finished) for event in assembler.feed(RequestEvent(0, each))]
 
 
 @pytest.mark.parametrize(("reason", "stop"), [("length", ""), ("stop", "END")])
 def test_what_follows_the_one_call_does_not_matter(calling: Served, reason: FinishReason, stop: str) -> None:
-    wire = MessagesWire("message", "model")
-    tell(job_of(calling, parallel_tool_calls=False), wire, Finished(reason, TokenUsage(), stop))
+    wire = MessagesWriter("message", "model")
+    tell(generation_of(calling, parallel_tool_calls=False), wire, Finished(reason, TokenUsage(), stop))
     whole = wire.whole(TokenUsage())
     assert (whole["stop_reason"], whole["stop_sequence"]) == ("tool_use", None)
 
 
 def test_a_reply_that_the_server_cancels_has_no_end(calling: Served) -> None:
     """An error follows in its place: a client must not take the reply for a whole one."""
-    wire = OpenAIWire({}, [ChatChoice(0, calling.server.service.loaded.tokenizer)])
-    sent = tell(job_of(calling), wire, Finished("cancelled", TokenUsage()))
+    wire = OpenAIWriter({}, [ChatChoice(0, calling.server.state.loaded.tokenizer)])
+    sent = tell(generation_of(calling), wire, Finished("cancelled", TokenUsage()))
     assert sent
     assert all(event.data["choices"][0]["finish_reason"] is None for event in sent)
 

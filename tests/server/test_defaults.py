@@ -10,7 +10,7 @@ import pytest
 
 from kvstrata.engine.request import Sampling
 from kvstrata.models.generation_config import SamplingDefaults
-from kvstrata.server.openai.ask import read_chat, read_completion
+from kvstrata.server.openai.endpoints import read_chat, read_completion
 from tests.server.conftest import Served, running
 from tests.tiny import VOCAB, tiny_loaded
 
@@ -25,7 +25,7 @@ def recommended() -> Iterator[Served]:
 
 
 def sampling_of(served: Served, body: str) -> Sampling:
-    [request] = read_completion(served.server.service, body.encode(), {"type": "http"})[1].requests
+    [request] = read_completion(served.server.state, body.encode(), {"type": "http"})[1].requests
     return request.sampling
 
 
@@ -44,7 +44,7 @@ def test_without_a_model_the_one_that_is_served_answers(recommended: Served, mod
 
 def test_a_chat_without_a_model(served: Served) -> None:
     body = b'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}'
-    assert read_chat(served.server.service, body, {"type": "http"})[1].requests
+    assert read_chat(served.server.state, body, {"type": "http"})[1].requests
 
 
 def test_another_models_name_is_still_refused(recommended: Served) -> None:

@@ -55,7 +55,7 @@ def test_the_next_server_says_what_it_did_not_compute(serve: Callable[..., Serve
     first_server.thread.join(30)
     second_server = serve(disk_cache_dir=tmp_path)
     # Whichever is expected to be faster is done: on a busy machine that may be either, so it is settled here.
-    second_server.server.service.engine.ask(make_computing_slow).result(60)
+    second_server.server.state.engine.ask(make_computing_slow).result(60)
     again = chat(second_server, MESSAGES)
     assert cached_tokens(again) == again.usage.prompt_tokens - 1 > 80
     assert again.choices[0].message.content == cold.choices[0].message.content
@@ -165,7 +165,7 @@ def test_a_volume_without_room_is_told_at_the_start_and_in_usage(
     monkeypatch.setattr(Filesystem, "free_bytes", lambda _self, _folder: 5 << 20)
     flags: dict[str, Any] = {"disk_cache_dir": tmp_path, "disk_cache_size": "50GiB", "disk_reserve": "1MiB"}
     with running(tiny_loaded("llama"), **flags) as served:
-        lines = start_lines(load_settings(flags=flags), served.server.service, device(), served.url)
+        lines = start_lines(load_settings(flags=flags), served.server.state, device(), served.url)
         shown = CliRunner().invoke(app, ["cache", "usage"], env={"KVSTRATA_URL": served.url, "COLUMNS": "160"}).stdout
         counters = get(served, "/cache/usage")["counters"]
     assert 4 << 20 <= counters["disk_allowed_bytes"] < 5 << 20

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvstrata.server import forgetting
-from kvstrata.server.forgetting import expire_texts
+from kvstrata.server import state
+from kvstrata.server.state import expire_texts
 from tests.server.conftest import Served
 
 SALT = "to be forgotten"
@@ -51,10 +51,10 @@ def test_clear_forgets_responses_and_where_prompts_parted(served: Served, body: 
 
 def test_texts_expire(served: Served) -> None:
     response_id = leave_texts(served)
-    expire_texts(served.server.service, 0.0)
+    expire_texts(served.server.state, 0.0)
     assert is_kept(served, response_id)
     assert all(texts(served).values())
-    expire_texts(served.server.service, 1e12)
+    expire_texts(served.server.state, 1e12)
     assert not is_kept(served, response_id)
     assert not any(texts(served).values())
 
@@ -63,8 +63,8 @@ def test_a_server_with_a_time_to_live_looks_for_what_has_expired(
     serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked = threading.Semaphore(0)
-    monkeypatch.setattr(forgetting, "LEAST_PAUSE_S", 0.01)
-    monkeypatch.setattr(forgetting, "expire_texts", lambda _service, _before_s: looked.release())
+    monkeypatch.setattr(state, "LEAST_PAUSE_S", 0.01)
+    monkeypatch.setattr(state, "expire_texts", lambda _service, _before_s: looked.release())
     serve(cache_ttl_s=0.1)
     assert looked.acquire(timeout=30)
     assert looked.acquire(timeout=30)

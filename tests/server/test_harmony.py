@@ -40,11 +40,11 @@ def harmony(default_model: LoadedModel) -> Iterator[Served]:
 
 def play(harmony: Served, text: str, **asked: Any) -> tuple[list[Any], Any]:
     """The deltas and the whole of a reply with the tokens of this text."""
-    return play_ids(harmony, encode_rendered(harmony.server.service.loaded.tokenizer, text), **asked)
+    return play_ids(harmony, encode_rendered(harmony.server.state.loaded.tokenizer, text), **asked)
 
 
 def play_ids(harmony: Served, ids: tuple[int, ...], **asked: Any) -> tuple[list[Any], Any]:
-    played = played_ids(harmony.server.service, ids, **{"messages": HELLO, **asked})
+    played = played_ids(harmony.server.state, ids, **{"messages": HELLO, **asked})
     return played.deltas, played.whole
 
 
@@ -76,7 +76,7 @@ def test_a_call_ends_the_reply(harmony: Served) -> None:
 
 
 def test_a_reply_that_runs_out_of_tokens(harmony: Served) -> None:
-    num_tokens = len(encode_rendered(harmony.server.service.loaded.tokenizer, CALL))
+    num_tokens = len(encode_rendered(harmony.server.state.loaded.tokenizer, CALL))
     _, whole = play(harmony, CALL + "<|call|>", tools=TOOLS, max_tokens=num_tokens)
     assert whole["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": "ü"}'}
     assert whole["finish_reason"] == "length"
@@ -91,7 +91,7 @@ def test_stop_strings_do_not_reach_over_marks(harmony: Served) -> None:
 
 
 def test_half_a_character_does_not_reach_over_marks(harmony: Served) -> None:
-    tokenizer = harmony.server.service.loaded.tokenizer
+    tokenizer = harmony.server.state.loaded.tokenizer
     whole_ids = encode_rendered(tokenizer, "🙂")
     half, other_half = whole_ids[:1], whole_ids[1:]
     before = encode_rendered(tokenizer, "<|channel|>analysis<|message|>Hm ")
@@ -118,7 +118,7 @@ def test_what_was_answered_can_be_sent_back(harmony: Served, end: str) -> None:
 
 
 def test_marks_from_the_engine(harmony: Served) -> None:
-    tokenizer = harmony.server.service.loaded.tokenizer
+    tokenizer = harmony.server.state.loaded.tokenizer
 
     def forced(mark: str) -> Any:
         [id] = encode_rendered(tokenizer, mark)
@@ -135,6 +135,6 @@ def test_marks_from_the_engine(harmony: Served) -> None:
 
 
 def test_completions_show_the_reply_as_it_is(harmony: Served) -> None:
-    [id] = encode_rendered(harmony.server.service.loaded.tokenizer, "<|channel|>")
+    [id] = encode_rendered(harmony.server.state.loaded.tokenizer, "<|channel|>")
     answer = harmony.ask("/v1/completions", prompt="hi", max_tokens=2, logit_bias={str(id): 100}, temperature=0).json()
     assert answer["choices"][0]["text"] == "<|channel|><|channel|>"

@@ -22,11 +22,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from kvstrata.errors import BodyTooLarge, InvalidRequest
-from kvstrata.server import tokenizing
-from kvstrata.server.conversation import body as bodies
-from kvstrata.server.conversation.body import MAX_OBJECTS, MIN_VALUES, read_body, require_few_values, validated
-from kvstrata.server.openai.schema import ChatAsked, CompletionAsked
-from kvstrata.server.service import MAX_SMALL_BODIES
+from kvstrata.server import tokenize
+from kvstrata.server.http import json_body as bodies
+from kvstrata.server.http.body_limit import MAX_OBJECTS, MIN_VALUES, require_few_values
+from kvstrata.server.http.json_body import parse_json, validated
+from kvstrata.server.openai.schema import ChatCompletionRequest, CompletionRequest
+from kvstrata.server.state import MAX_SMALL_BODIES
 from tests.models.conftest import write_model
 from tests.server.conftest import Served
 from tests.server.test_process import serving
@@ -88,8 +89,8 @@ def test_too_many_values_are_refused_by_every_path(served: Served, what: str) ->
 
 
 def test_a_list_is_as_long_as_the_context_at_most() -> None:
-    def ask(count: int) -> CompletionAsked:
-        return read_body(CompletionAsked, b'{"prompt":' + listing(b"5", count) + b"}", 2000)
+    def ask(count: int) -> CompletionRequest:
+        return parse_json(CompletionRequest, b'{"prompt":' + listing(b"5", count) + b"}", 2000)
 
     assert ask(2000).prompt == [5] * 2000
     with pytest.raises(InvalidRequest, match="prompt: List should have at most 2000 items here, not 2001"):
@@ -98,10 +99,10 @@ def test_a_list_is_as_long_as_the_context_at_most() -> None:
 
 def test_ids_are_tried_as_one_kind_only() -> None:
     with pytest.raises(InvalidRequest) as error:
-        read_body(CompletionAsked, b'{"prompt":' + listing(b"5", 1000) + b',"n":"x"}', 1000)
+        parse_json(CompletionRequest, b'{"prompt":' + listing(b"5", 1000) + b',"n":"x"}', 1000)
     assert error.value.param == "n"
     with pytest.raises(InvalidRequest, match=re.escape("prompt.1: Input should be a valid integer.")):
-        read_body(CompletionAsked, b'{"prompt":[5,"a","b"]}')
+        parse_json(CompletionRequest, b'{"prompt":[5,"a","b"]}')
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_ids_are_tried_as_one_kind_only() -> None:
 )
 def test_validation_ends_at_the_first_wrong_item(asked: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as error:
-        ChatAsked.model_validate(asked)
+        ChatCompletionRequest.model_validate(asked)
     assert error.value.error_count() <= 2  # one for each kind that a field may be of
 
 
@@ -123,9 +124,9 @@ def test_validation_ends_at_the_first_wrong_item(asked: dict[str, Any]) -> None:
 def test_a_long_context_allows_no_more_objects(item: bytes) -> None:
     """A body of 4 MiB with 175,000 empty messages held the interpreter's lock for seconds."""
     body = b'{"messages":[' + MESSAGE + b'],"more":' + listing(item, MAX_OBJECTS - 2) + b"}"
-    assert len(read_body(ChatAsked, body, 1 << 21).messages) == 1
+    assert len(parse_json(ChatCompletionRequest, body, 1 << 21).messages) == 1
     with pytest.raises(BodyTooLarge, match=f"more than the {MAX_OBJECTS} JSON objects"):
-        read_body(ChatAsked, body.replace(b"[{", b"[{},{", 1), 1 << 21)
+        parse_json(ChatCompletionRequest, body.replace(b"[{", b"[{},{", 1), 1 << 21)
 
 
 def test_validation_lets_other_threads_run() -> None:
@@ -134,7 +135,7 @@ def test_validation_lets_other_threads_run() -> None:
 
     def validate() -> None:
         has_begun.set()
-        validated(ChatAsked, asked)
+        validated(ChatCompletionRequest, asked)
         has_ended.set()
 
     interval_s = sys.getswitchinterval()
@@ -167,7 +168,7 @@ def test_large_bodies_are_parsed_one_at_a_time(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(bodies, "from_json", counted)
     body = b'{"prompt":"' + b"a" * bodies.SMALL_BYTES + b'"}'
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda _: read_body(CompletionAsked, body), range(8)))
+        list(threads.map(lambda _: parse_json(CompletionRequest, body), range(8)))
     assert most == [1] * 8
 
 
@@ -181,7 +182,7 @@ def test_bodies_that_wait_leave_threads_to_others(served: Served, monkeypatch: p
         over.wait(60)
         return (1,)
 
-    monkeypatch.setattr(tokenizing, "_ids", wait)
+    monkeypatch.setattr(tokenize, "_ids", wait)
     with ThreadPoolExecutor(MAX_SMALL_BODIES) as threads, served.http() as http:
         asked = [threads.submit(served.ask, "/tokenize", prompt="a") for _ in range(MAX_SMALL_BODIES)]
         try:

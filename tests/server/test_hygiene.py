@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.server.conversation.hygiene import Hygiene, tidied
+from kvstrata.server.chat.prompt import stabilize
 from tests.agents.forced import Forced, Prompt, serving
 
 BILL = "x-anthropic-billing-header: cc_version=2.1.325.bb6; cch={}"
 USER: Any = {"role": "user", "content": "Hello."}
-RULES = Hygiene()
 
 
 def system(content: Any) -> Any:
@@ -27,14 +26,13 @@ def test_the_line_for_the_bill_goes_wherever_it_stands() -> None:
     bills = [BILL.format(turn) for turn in range(2)]
     plain = [system("You are an agent."), USER]
     for bill in bills:
-        assert tidied([system(f"{bill}\nYou are an agent."), USER], RULES).messages == plain
-        assert tidied([system(bill), USER], RULES).messages == [USER]
+        assert stabilize([system(f"{bill}\nYou are an agent."), USER])[0] == plain
+        assert stabilize([system(bill), USER])[0] == [USER]
         parts = [{"type": "text", "text": bill}, {"type": "text", "text": "You are an agent."}]
-        assert tidied([system(parts), USER], RULES).messages == [system(parts[1:]), USER]
-    assert tidied([system(bills[0]), system("S"), USER], RULES).used == {"nonce": 1}
+        assert stabilize([system(parts), USER])[0] == [system(parts[1:]), USER]
+    assert stabilize([system(bills[0]), system("S"), USER])[1] == {"nonce": 1}
     asked = [system(f"{bills[0]}\nYou are an agent."), {"role": "user", "content": bills[0]}]
-    assert tidied(asked, Hygiene(drop_nonces=False)).messages == asked
-    assert tidied(asked, RULES).messages[1] == asked[1]  # what a user says is the user's
+    assert stabilize(asked)[0][1] == asked[1]  # what a user says is the user's
 
 
 MESSAGES = st.lists(
@@ -46,9 +44,9 @@ MESSAGES = st.lists(
 
 @given(MESSAGES)
 def test_what_has_no_nonce_is_left_as_it_is(messages: list[Any]) -> None:
-    tidy = tidied(messages, RULES)
-    assert tidy.messages == messages
-    assert "nonce" not in tidy.used
+    stable, used = stabilize(messages)
+    assert stable == messages
+    assert "nonce" not in used
 
 
 @pytest.fixture(scope="module")

@@ -227,7 +227,7 @@ def test_the_disk_knows_whose_its_blocks_are(tmp_path: Path) -> None:
     # After a restart no list of salts is left: the blocks themselves tell.
     with running(tiny_loaded("llama"), **flags) as again:
         a, b, boss = (As(again, key) for key in KEYS)
-        assert again.server.service.engine.ask(is_written).result(60)
+        assert again.server.state.engine.ask(is_written).result(60)
         tokens = [caller.get("/cache/usage")["tiers"]["disk"]["tokens"] for caller in (a, b, boss)]
         assert tokens == [2 * (len(LONG) + 1), len(LONG) + 1, 3 * (len(LONG) + 1)]
         assert a.get("/cache/usage")["tiers"]["disk"]["by_precision"].keys() == {"raw"}

@@ -128,7 +128,7 @@ def ended(served: Served) -> bool:
     # A cancelled request holds its place until the engine's next step, so the first try may be told to come again.
     with served.openai() as client:
         client.with_options(max_retries=5).completions.create(model=served.name, prompt="a", max_tokens=1)
-    return served.server.service.engine.idle()
+    return served.server.state.engine.idle()
 
 
 def test_drain_finishes_what_runs_and_refuses_what_comes() -> None:
@@ -195,7 +195,7 @@ def test_two_hundred_clients_that_hang_up_leave_nothing_behind() -> None:
         asyncio.run(in_waves(served))
         served.wait_idle()
         assert settled_bytes(served) <= before * 1.01
-        assert served.server.service.engine.idle()
+        assert served.server.state.engine.idle()
         cancelled = scrape(served)[CANCELLED]
     # The others left before their request was read.
     assert cancelled > 50
@@ -212,4 +212,4 @@ def settled_bytes(served: Served) -> int:
         mx.clear_cache()
         return mx.get_active_memory()
 
-    return served.server.service.engine.ask(measure).result(60)
+    return served.server.state.engine.ask(measure).result(60)

@@ -9,8 +9,8 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from kvstrata.engine.request import TokenLogprob
-from kvstrata.server.conversation import wire
-from kvstrata.server.openai.wires import ChatChoice, CompletionChoice
+from kvstrata.server.chat import writer
+from kvstrata.server.openai.response import ChatChoice, CompletionChoice
 from kvstrata.server.responses import endpoints
 from kvstrata.text.reply_events import ReplyText, ToolCallArguments, ToolCallStart
 from tests.server.conftest import Served
@@ -49,7 +49,7 @@ def test_arguments_of_calls_are_joined_once(tokenizer: TokenizerWrapper) -> None
 def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int]]:
     """Everything that becomes JSON or is read from it, with the thread that does it."""
     done: list[tuple[Any, int]] = []
-    write, read = wire.json_bytes, endpoints.from_json
+    write, read = writer.json_bytes, endpoints.from_json
 
     def writing(answer: Any) -> bytes:
         done.append((answer, threading.get_ident()))
@@ -59,7 +59,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int]]:
         done.append((data, threading.get_ident()))
         return read(data)
 
-    monkeypatch.setattr(wire, "json_bytes", writing)
+    monkeypatch.setattr(writer, "json_bytes", writing)
     monkeypatch.setattr(endpoints, "from_json", reading)
     return done
 

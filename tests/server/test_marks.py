@@ -44,7 +44,7 @@ def script_of(num_calls: int) -> Any:
     return script
 
 
-class Chat:
+class ChatRequest:
     def __init__(self, forced: Forced, client: OpenAI) -> None:
         self.messages: list[Any] = [SYSTEM]
         self._forced = forced
@@ -70,7 +70,7 @@ class Chat:
 
 
 def turn_starts(forced: Forced, ids: tuple[int, ...]) -> list[int]:
-    begin = forced.served.server.service.loaded.tokenizer.encode(BEGIN)[0]
+    begin = forced.served.server.state.loaded.tokenizer.encode(BEGIN)[0]
     return [place for place, id in enumerate(ids) if id == begin]
 
 
@@ -78,7 +78,7 @@ def turn_starts(forced: Forced, ids: tuple[int, ...]) -> list[int]:
 @pytest.mark.parametrize("num_calls", [12, 30])
 def test_after_a_tool_loop_only_the_rewritten_turns_are_computed(architecture: str, num_calls: int) -> None:
     with serving(script_of(num_calls), loaded=model(architecture)) as forced, forced.served.openai() as client:
-        chat = Chat(forced, client)
+        chat = ChatRequest(forced, client)
         chat.ask({"role": "user", "content": "How many are there in Bergen?"})
         calls, num_results = True, 0
         while calls:
@@ -98,7 +98,7 @@ def test_after_a_tool_loop_only_the_rewritten_turns_are_computed(architecture: s
         assert rewritten <= cached < rewritten + 8
 
         # Another chat with the same system message begins behind it.
-        other = Chat(forced, client)
+        other = ChatRequest(forced, client)
         cached, _ = other.ask({"role": "user", "content": "And in Porto?"})
         assert cached >= turn_starts(forced, forced.said[-1].ids)[2]
 

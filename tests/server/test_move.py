@@ -19,7 +19,7 @@ from kvstrata.cli import app
 from kvstrata.engine.cache_api import as_ids
 from kvstrata.errors import KvstrataError
 from kvstrata.models.load import LoadedModel
-from kvstrata.server.sessions.names import Name
+from kvstrata.server.sessions import SessionName
 from tests.server.conftest import Served, running
 from tests.tiny import VOCAB, tiny_loaded, tiny_module
 
@@ -100,7 +100,7 @@ def test_what_only_the_disk_has_is_exported_too(tmp_path: Path) -> None:
     loaded = tiny_loaded("qwen3_next")
     with running(loaded, disk_cache_dir=tmp_path, disk_reserve="0") as here:
         reply, _ = complete(here, PROMPT)
-        here.server.service.engine.ask(lambda core: core.prefix_cache.flush(30)).result(60)
+        here.server.state.engine.ask(lambda core: core.prefix_cache.flush(30)).result(60)
         here.ask("/cache/clear", tier="hot")
         assert stored(here)[0] == 0
         # A clear forgets the ids of sessions too: they are known again by the next request, of which nothing is kept.
@@ -112,9 +112,9 @@ def test_what_only_the_disk_has_is_exported_too(tmp_path: Path) -> None:
 
 
 def _adopt(served: Served, tokens: list[int]) -> None:
-    service, name = served.server.service, Name("prompt_cache_key", "chat-1", bytes(32))
-    key, ids = service.sessions.adopt("", name).key, as_ids(tokens)
-    service.engine.ask_cache(lambda cache: cache.adopt_conversation("", key, name.digest, ids, len(PROMPT))).result(60)
+    state, name = served.server.state, SessionName("prompt_cache_key", "chat-1", bytes(32))
+    key, ids = state.sessions.adopt_session("", name).key, as_ids(tokens)
+    state.engine.ask_cache(lambda cache: cache.adopt_conversation("", key, name.digest, ids, len(PROMPT))).result(60)
 
 
 def test_keys_are_kept_apart() -> None:
@@ -130,8 +130,8 @@ def test_keys_are_kept_apart() -> None:
         assert imported(served, content, "two", "?cache_salt=aside").json()["new_tokens"] == len(PROMPT) + 7
         assert complete(served, turn, "two")[1] == 0
         assert complete(served, turn, "two", cache_salt="aside")[1] == len(PROMPT) + 7
-        salts = [key.salt.encode() for key in served.server.service.keys]
-        roots = served.server.service.engine.ask(lambda core: core.prefix_cache.table.tree.root_keys).result(60)
+        salts = [key.salt.encode() for key in served.server.state.keys]
+        roots = served.server.state.engine.ask(lambda core: core.prefix_cache.table.tree.root_keys).result(60)
         for secret in (*salts, *roots, *(root.hex().encode() for root in roots), b"Bearer"):
             assert secret not in content
 
@@ -156,7 +156,7 @@ def test_what_cannot_be_exported_or_imported_is_said(tmp_path: Path) -> None:
         with served.http() as http:
             assert http.post("/cache/import", content=b"x", headers={"content-type": "text/plain"}).status_code == 400
         served.ask("/cache/clear", tier="hot")
-        limit = served.server.service.engine.transfer.limit_bytes
+        limit = served.server.state.engine.transfer.limit_bytes
         told = imported(served, bytes(limit + 1))
         assert told.status_code == 413
         assert "--memory-limit" in told.json()["error"]["message"]

@@ -38,16 +38,16 @@ def test_metrics_count_what_was_served(served: Served) -> None:
     usage = served.ask("/v1/completions", prompt="One two three", max_tokens=3, temperature=0).json()["usage"]
     after = scrape(served)
 
-    def risen(name: str) -> float:
+    def events_between(name: str) -> float:
         return after[name] - before.get(name, 0.0)
 
-    assert risen("vllm:prompt_tokens_total") == usage["prompt_tokens"]
-    assert risen("vllm:generation_tokens_total") == usage["completion_tokens"] == 3
-    assert risen("vllm:time_to_first_token_seconds_count") == 1
-    assert risen("vllm:inter_token_latency_seconds_count") == 2
-    assert risen("vllm:e2e_request_latency_seconds_count") == 1
-    assert risen('kvstrata_requests_total{outcome="length"}') == 1
-    assert after["kvstrata_mlx_active_bytes"] >= served.server.service.loaded.weight_bytes
+    assert events_between("vllm:prompt_tokens_total") == usage["prompt_tokens"]
+    assert events_between("vllm:generation_tokens_total") == usage["completion_tokens"] == 3
+    assert events_between("vllm:time_to_first_token_seconds_count") == 1
+    assert events_between("vllm:inter_token_latency_seconds_count") == 2
+    assert events_between("vllm:e2e_request_latency_seconds_count") == 1
+    assert events_between('kvstrata_requests_total{outcome="length"}') == 1
+    assert after["kvstrata_mlx_active_bytes"] >= served.server.state.loaded.weight_bytes
 
 
 def test_models(client: openai.OpenAI, served: Served) -> None:
@@ -63,7 +63,7 @@ def test_props_say_what_is_served(served: Served) -> None:
         props = http.get("/props").json()
     assert props["model"]["name"] == served.name
     assert props["model"]["thinking"] is False
-    assert props["model"]["identity"] == served.server.service.loaded.fingerprint
+    assert props["model"]["identity"] == served.server.state.loaded.fingerprint
     assert props["kv"]["k"] == props["kv"]["v"] == "raw"
     assert sum(props["layers"].values()) == 30
     assert props["attention"]["why"]
@@ -87,7 +87,7 @@ def test_props_and_doctor_say_what_the_memory_limit_consists_of(
     with served.http() as http:
         memory = http.get("/props").json()["memory"]
         url = str(http.base_url)
-    assert memory["weight_bytes"] == served.server.service.loaded.weight_bytes
+    assert memory["weight_bytes"] == served.server.state.loaded.weight_bytes
     parts = ("weight_bytes", "scratch_bytes", "allocator_cache_bytes", "spare_bytes", "kv_bytes")
     assert all(memory[part] > 0 for part in parts)
     assert 0.99 * memory["limit_bytes"] <= sum(memory[part] for part in parts) <= memory["limit_bytes"]

@@ -15,9 +15,7 @@ import anthropic
 import pytest
 
 from kvstrata.engine.cache_api import TokenIds
-from kvstrata.server.replay.carrier import ReplyCarrier
-from kvstrata.server.replay.noting import Noting
-from kvstrata.server.sessions.session import Session
+from kvstrata.server.chat.reply_memory import ReplyMemory, SampledReplies
 from kvstrata.text.harmony import harmony_tokens
 from kvstrata.text.reply_parser import ReplyFormat
 from kvstrata.text.sampled_reply import SampledReply, content_of_reply
@@ -84,7 +82,7 @@ def result_of(message: Any) -> Any:
 def shown_ids(forced: Forced, place: int) -> tuple[int, ...]:
     """A prompt and the reply to it, but for what ended that."""
     said = forced.said[place]
-    ending = forced.served.server.service.ending_ids
+    ending = forced.served.server.state.ending_ids
     return (*said.ids, *(id for id in said.reply_ids if place != 0 or id not in ending))
 
 
@@ -103,7 +101,7 @@ def test_a_call_and_its_thinking_are_not_computed_again(name: str) -> None:
         # The template strips thinking from here on, and no replay brings it back.
         chat = [TASK, called, result_of(called), answered, {"role": "user", "content": "And now?"}]
         ask(forced, chat)
-        shown = forced.served.server.service.loaded.tokenizer.decode(list(forced.said[2].ids))
+        shown = forced.served.server.state.loaded.tokenizer.decode(list(forced.said[2].ids))
         assert "All is done." in shown
         assert "Done.\n" not in shown.replace("All is done.", "")
 
@@ -138,7 +136,7 @@ def test_visible_parts_come_back_where_thinking_is_stripped() -> None:
 
 
 def encode(forced: Forced, text: str) -> tuple[int, ...]:
-    return tuple(forced.served.server.service.loaded.tokenizer.encode(text, add_special_tokens=False))
+    return tuple(forced.served.server.state.loaded.tokenizer.encode(text, add_special_tokens=False))
 
 
 EDITS: dict[str, Callable[[Any], None]] = {
@@ -217,15 +215,15 @@ def test_replies_go_along_with_an_exported_session() -> None:
 
 def test_an_imported_reply_that_says_something_else_is_not_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES["qwen3"]
-    give = ReplyCarrier.give
+    export = ReplyMemory.export_session
 
-    def forged(carrier: ReplyCarrier, session: Session, ids_of_session: TokenIds) -> list[Any]:
-        (told,) = give(carrier, session, ids_of_session)
+    def forged(memory: ReplyMemory, salt: str, ids_of_session: TokenIds) -> list[Any]:
+        (told,) = export(memory, salt, ids_of_session)
         ids = array("i", base64.b64decode(told["ids"]))
         ids[-2] += 1
         return [{**told, "ids": base64.b64encode(ids.tobytes()).decode()}]
 
-    monkeypatch.setattr(ReplyCarrier, "give", forged)
+    monkeypatch.setattr(ReplyMemory, "export_session", forged)
     with serving(lambda _prompt: case.answers, case.form) as forced, forced.served.http() as client:
         said, _, _ = ask(forced, [TASK], extra_headers={"x-kvstrata-session": "mine"})
         file = client.get("/cache/sessions/mine/export").raise_for_status().content
@@ -234,7 +232,7 @@ def test_an_imported_reply_that_says_something_else_is_not_put_back(monkeypatch:
         client.post("/cache/import", content=file, headers=octets).raise_for_status()
         _, _, miss = ask(forced, [TASK, said, TASK])
         assert "replayed" not in miss
-        tokenizer = forced.served.server.service.loaded.tokenizer
+        tokenizer = forced.served.server.state.loaded.tokenizer
         assert said["content"] in decode_ids(tokenizer, list(forced.said[-1].ids))
 
 
@@ -268,16 +266,16 @@ def test_neither_a_long_reply_nor_an_export_holds_up_the_event_loop(monkeypatch:
 
         monkeypatch.setattr(owner, name, watching)
 
-    watched(Noting, "note")
-    watched(ReplyCarrier, "give")
-    watched(ReplyCarrier, "take")
+    watched(SampledReplies, "record_reply")
+    watched(ReplyMemory, "export_session")
+    watched(ReplyMemory, "import_session")
     case = CASES["qwen3"]
     with serving(lambda _prompt: case.answers, case.form) as forced, forced.served.http() as client:
         ask(forced, [TASK], extra_headers={"x-kvstrata-session": "mine"})
         file = client.get("/cache/sessions/mine/export").raise_for_status().content
         octets = {"content-type": "application/octet-stream"}
         client.post("/cache/import", content=file, headers=octets).raise_for_status()
-    assert on_loop == {"note": False, "give": False, "take": False}
+    assert on_loop == {"record_reply": False, "export_session": False, "import_session": False}
 
 
 def claude(forced: Forced) -> anthropic.Anthropic:
@@ -325,4 +323,4 @@ def test_a_reply_that_was_cut_is_sent_back_as_it_is() -> None:
         assert "replayed=1" in miss
         # The last token of a reply is not fed.
         assert cached >= len(forced.said[0].ids) + 3
-        assert END in forced.served.server.service.loaded.tokenizer.decode(list(forced.said[1].ids))
+        assert END in forced.served.server.state.loaded.tokenizer.decode(list(forced.said[1].ids))

@@ -8,11 +8,11 @@ import re
 from starlette.types import Message
 
 from kvstrata.engine.request import Finished, PrefillProgress, Request, Sink, TextDelta, TokenUsage
-from kvstrata.server.bridge import Replies
-from kvstrata.server.conversation.job import Job
-from kvstrata.server.conversation.stream import Heartbeat, send_stream
-from kvstrata.server.conversation.telling import Telling
-from kvstrata.server.openai.wires import CompletionChoice, OpenAIWire
+from kvstrata.server.chat.assembler import ReplyAssembler
+from kvstrata.server.chat.engine_client import RunningRequests
+from kvstrata.server.chat.generation import Generation
+from kvstrata.server.chat.serving import Heartbeat, send_stream
+from kvstrata.server.openai.response import CompletionChoice, OpenAIWriter
 from kvstrata.text.reply_parser import PlainParser
 from kvstrata.text.tool_calls.answer_text import OfferedTools
 from tests.server.conftest import running
@@ -32,7 +32,7 @@ def test_pings_are_a_second_apart() -> None:
     said = []
     for step in range(41):  # a chunk every quarter of a second, for ten seconds
         clock.now_s = 100.0 + step / 4
-        heartbeat.note(PrefillProgress(step, 41))
+        heartbeat.record_event(PrefillProgress(step, 41))
         said.append(heartbeat.due())
         if said[-1]:
             heartbeat.on_sent()
@@ -42,11 +42,11 @@ def test_pings_are_a_second_apart() -> None:
 def test_news_that_came_too_soon_is_told_when_it_is_time() -> None:
     clock = Clock()
     heartbeat = Heartbeat(10.0, clock)
-    heartbeat.note(PrefillProgress(1, 9))
+    heartbeat.record_event(PrefillProgress(1, 9))
     assert heartbeat.due() == "prefill 1/9"
     heartbeat.on_sent()
     clock.now_s += 0.25
-    heartbeat.note(PrefillProgress(2, 9))
+    heartbeat.record_event(PrefillProgress(2, 9))
     assert heartbeat.due() == ""
     assert heartbeat.left_s() == 0.75
     clock.now_s += 0.75
@@ -58,7 +58,7 @@ def test_silence_is_what_the_client_hears() -> None:
     heartbeat = Heartbeat(10.0, clock)
     for _ in range(19):  # tokens come all the time
         clock.now_s += 0.5
-        heartbeat.note(TextDelta(""))
+        heartbeat.record_event(TextDelta(""))
         assert heartbeat.due() == ""
     clock.now_s += 0.5
     assert heartbeat.due() == "writing"
@@ -103,10 +103,12 @@ def test_a_long_tool_call_is_not_silent() -> None:
 
     async def stream() -> None:
         request = Request("one", (1, 2), 100)
-        with Replies(CallWriter(num_tokens=40, gap_s=0.02), [request]) as replies:
+        with RunningRequests(CallWriter(num_tokens=40, gap_s=0.02), [request]) as replies:
             replies.submit()
-            wire = OpenAIWire({}, [CompletionChoice(0, tiny_loaded("llama").tokenizer)])
-            telling = Telling(Job("one", (request,), (PlainParser(OfferedTools(())),)), wire, replies.end)
+            wire = OpenAIWriter({}, [CompletionChoice(0, tiny_loaded("llama").tokenizer)])
+            telling = ReplyAssembler(
+                Generation("one", (request,), (PlainParser(OfferedTools(())),)), wire, replies.finish_early
+            )
             await send_stream(replies, telling, send, keep_alive_s=0.1, headers={}, on_end=lambda: ends.append(1))
 
     asyncio.run(stream())

@@ -10,7 +10,7 @@ HELLO = [{"role": "user", "content": "Hello, wörld 🙂"}]
 def test_a_prompt_there_and_back(served: Served) -> None:
     told = served.ask("/tokenize", prompt="Hello, wörld 🙂", return_token_strs=True).json()
     assert told["count"] == len(told["tokens"]) == len(told["token_strs"])
-    assert told["max_model_len"] == served.server.service.context_tokens
+    assert told["max_model_len"] == served.server.state.limits.context_tokens
     assert served.ask("/detokenize", tokens=told["tokens"]).json() == {"prompt": "Hello, wörld 🙂"}
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvstrata.models.load import LoadedModel
     from kvstrata.platform.device import Device
     from kvstrata.server.run import Server
-    from kvstrata.server.service import Service
+    from kvstrata.server.state import ServerState
 
 logger = logging.getLogger(__name__)
 
@@ -89,21 +89,21 @@ def _started(settings: Settings, listener: socket.socket, starting: Starting) ->
 
     sockets = bind_sockets(settings)
     machine = device()
-    service = start_service(settings, load_model(settings, machine), machine, sockets)
+    state = start_service(settings, load_model(settings, machine), machine, sockets)
     is_json = settings.log_format == "json"
 
     def on_ready() -> None:
         if is_json:
-            told = {"url": url_of(listener), "model": service.name, "stages": starting.seconds}
+            told = {"url": url_of(listener), "model": state.name, "stages": starting.seconds}
             if _has_disk(settings):
-                told["disk"] = _disk_text(settings, service)
+                told["disk"] = _disk_text(settings, state)
             logger.info("serving, %s", starting.words(), extra={"fields": told})
             return
-        lines = start_lines(settings, service, machine, url_of(listener))
+        lines = start_lines(settings, state, machine, url_of(listener))
         typer.echo("\n".join([*lines[:1], f"start     {starting.words()}", *lines[1:]]))
 
     return Server(
-        service,
+        state,
         drain_timeout_s=settings.drain_timeout_s,
         log_level=settings.log_level,
         on_ready=on_ready,
@@ -111,26 +111,26 @@ def _started(settings: Settings, listener: socket.socket, starting: Starting) ->
     )
 
 
-def start_lines(settings: Settings, service: Service, machine: Device, url: str) -> list[str]:
+def start_lines(settings: Settings, state: ServerState, machine: Device, url: str) -> list[str]:
     from kvstrata.cli.started_as import started_as
     from kvstrata.server.assemble import memory_limit_bytes
     from kvstrata.sizes import format_bytes
 
-    loaded, engine = service.loaded, service.engine.props()
+    loaded, engine = state.loaded, state.engine.props()
     limit = memory_limit_bytes(settings, machine)
     command = started_as()
-    needs_key = " -H 'Authorization: Bearer KEY'" if service.keys else ""
-    asked = json.dumps({"model": service.name, "messages": [{"role": "user", "content": "Hello"}]})
+    needs_key = " -H 'Authorization: Bearer KEY'" if state.keys else ""
+    asked = json.dumps({"model": state.name, "messages": [{"role": "user", "content": "Hello"}]})
     return [
-        f"model     {service.name}, context {service.context_tokens} tokens",
+        f"model     {state.name}, context {state.limits.context_tokens} tokens",
         f"weights   {format_bytes(loaded.weight_bytes)}, {_weights_text(loaded)}",
         f"back-end  {machine.backend} ({machine.name}), attention: {engine['attention']['path']}",
         *([f"BLAS      {_blas_line()}"] if machine.backend == "cpu" else []),
         f"memory    at most {format_bytes(limit)} ({settings.memory_limit}) of {format_bytes(machine.memory_bytes)}, "
         f"{format_bytes(engine['kv_budget_bytes'])} of it for KV",
         f"cache     stored as K {engine['kv']['k']}, V {engine['kv']['v']}{_where_text(settings)}",
-        *([f"disk      {_disk_text(settings, service)}"] if _has_disk(settings) else []),
-        *([f"events    {_events_text(service)}"] if service.publisher else []),
+        *([f"disk      {_disk_text(settings, state)}"] if _has_disk(settings) else []),
+        *([f"events    {_events_text(state)}"] if state.publisher else []),
         f"serving   {url}/v1   (Ctrl-C to stop), the page is {url}/",
         f"try       curl {url}/v1/chat/completions -H 'Content-Type: application/json'{needs_key} -d '{asked}'",
         f"or        {command} chat --url {url}",
@@ -143,8 +143,8 @@ def _weights_text(loaded: LoadedModel) -> str:
     return f"{loaded.weights}; all else in {loaded.dtype}" if loaded.weights else loaded.dtype
 
 
-def _events_text(service: Service) -> str:
-    publisher = service.publisher
+def _events_text(state: ServerState) -> str:
+    publisher = state.publisher
     assert publisher is not None
     return f"{publisher.publish_url}, missed ones from {publisher.replay_url}"
 
@@ -157,10 +157,10 @@ def _where_text(settings: Settings) -> str:
     return ", in memory and on disk" if _has_disk(settings) else ", in memory only"
 
 
-def _disk_text(settings: Settings, service: Service) -> str:
+def _disk_text(settings: Settings, state: ServerState) -> str:
     from kvstrata.sizes import format_bytes
 
-    counters = service.engine.ask_cache(lambda cache: cache.usage()).result().counters
+    counters = state.engine.ask_cache(lambda cache: cache.usage()).result().counters
     allowed_bytes = counters.get("disk_allowed_bytes", 0)
     most = str(settings.disk_cache_size)
     if allowed_bytes < counters.get("disk_limit_bytes", 0):

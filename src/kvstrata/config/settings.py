@@ -35,7 +35,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.models.cpu_options import CpuOptions, CpuWeights
 from kvstrata.platform.network import is_loopback
 from kvstrata.prefix_cache.config import CacheConfig, DiskWrite
-from kvstrata.server.wire.bounds import Bounds
+from kvstrata.server.http.body_limit import HttpLimits
 from kvstrata.sizes import Size
 from kvstrata.tiers.options import DiskOptions, RemoteOptions
 from kvstrata.tiers.remote.url import parse_url
@@ -343,31 +343,31 @@ class Settings(BaseSettings):
     )  # fmt: skip
 
     max_body_bytes: ByteCount = setting(
-        Bounds.max_body_bytes, "Largest body of a request that the server reads, after it is decompressed",
+        HttpLimits.max_body_bytes, "Largest body of a request that the server reads, after it is decompressed",
         panel="Process", unit="size", ge=1024,
     )  # fmt: skip
     body_memory: ByteCount = setting(
-        Bounds.body_memory_bytes, "Most bytes of request bodies that the server holds at once, and no less than "
+        HttpLimits.body_memory_bytes, "Most bytes of request bodies that the server holds at once, and no less than "
         "--max-body-bytes. Past the limit clients are answered 503", panel="Process", unit="size", ge=1024,
     )  # fmt: skip
     body_timeout_s: float = setting(
-        Bounds.body_timeout_s, "Seconds in which the body of a request must arrive; each KiB that has arrived adds a "
+        HttpLimits.body_timeout_s, "Seconds in which the body of a request must arrive; each KiB that has arrived adds a "
         "second", panel="Process", unit="seconds", gt=0, le=86400,
     )  # fmt: skip
     max_header_bytes: ByteCount = setting(
-        Bounds.max_header_bytes, "Largest headers of a request that the server reads", panel="Process", unit="size",
+        HttpLimits.max_header_bytes, "Largest headers of a request that the server reads", panel="Process", unit="size",
         ge=1024, le=1024**2,
     )  # fmt: skip
     header_timeout_s: float = setting(
-        Bounds.header_timeout_s, "Seconds in which the headers of a request must arrive", panel="Process",
+        HttpLimits.header_timeout_s, "Seconds in which the headers of a request must arrive", panel="Process",
         unit="seconds", gt=0, le=86400,
     )  # fmt: skip
     send_timeout_s: float = setting(
-        Bounds.send_timeout_s, "Seconds for which a client may read less than 1 KiB a second of its answer before the "
+        HttpLimits.send_timeout_s, "Seconds for which a client may read less than 1 KiB a second of its answer before the "
         "server lets it go", panel="Process", unit="seconds", gt=0, le=86400,
     )  # fmt: skip
     max_connections: int = setting(
-        Bounds.max_connections, "Most connections at once. Past the limit idle ones are closed; if none is idle, new "
+        HttpLimits.max_connections, "Most connections at once. Past the limit idle ones are closed; if none is idle, new "
         "ones are answered 503", panel="Process", unit="connections", ge=1, le=100_000,
     )  # fmt: skip
     drain_timeout_s: float = setting(

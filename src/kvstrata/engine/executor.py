@@ -127,7 +127,7 @@ class StepExecutor:
         self._sequences.preempt_sequence(sequence)
         self._prefixes.finish(sequence, "preempted")
         sequence.preempt()
-        self._metrics.set_aside.inc()
+        self._metrics.preemptions.inc()
 
     def _start(self, sequence: Sequence) -> None:
         """Start an admitted sequence, unless its cached prefix has shrunk and it does not fit any more."""

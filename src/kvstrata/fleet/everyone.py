@@ -21,7 +21,7 @@ from kvstrata.errors import RequestError, Unavailable
 from kvstrata.fleet.asgi import nothing, plain
 from kvstrata.fleet.replicas import ReplicaLost, Replicas
 from kvstrata.fleet.sums import histories, labelled, summed
-from kvstrata.server.errors import error_response
+from kvstrata.server.http.errors import error_response
 
 METRICS, HEALTH, PROPS, SESSIONS = "/metrics", "/health", "/props", "/cache/sessions"
 HISTORY, CONVERSATIONS = "/cache/history", "/cache/conversations"
@@ -40,7 +40,7 @@ ANSWER_S = 30.0
 
 
 @dataclass(frozen=True)
-class Told:
+class ReplicaAnswer:
     """The response of one replica. Status 0 means that the replica was lost."""
 
     status: int
@@ -59,7 +59,7 @@ class Told:
             return {"error": {"message": self.body.decode("utf-8", "replace")[:500]}}
 
 
-class Everyone:
+class FanOut:
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
 
@@ -76,11 +76,11 @@ class Everyone:
         told = await self._ask_all({**scope, "method": "GET", "path": f"{SESSIONS}/{session}"}, b"")
         return next((name for name, answer in told.items() if answer.is_good), None)
 
-    async def _ask_all(self, scope: Scope, body: bytes) -> dict[str, Told]:
+    async def _ask_all(self, scope: Scope, body: bytes) -> dict[str, ReplicaAnswer]:
         names = self._replicas.names()
         return dict(zip(names, await asyncio.gather(*(self._ask(name, scope, body) for name in names)), strict=True))
 
-    async def _ask(self, name: str, scope: Scope, body: bytes) -> Told:
+    async def _ask(self, name: str, scope: Scope, body: bytes) -> ReplicaAnswer:
         status, headers, pieces = 0, {}, []
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -94,9 +94,9 @@ class Everyone:
             return _lost(str(error))
         except TimeoutError:
             return _lost(f"no answer within {ANSWER_S:.0f} s")
-        return Told(status, headers, b"".join(pieces))
+        return ReplicaAnswer(status, headers, b"".join(pieces))
 
-    def _response(self, scope: Scope, told: Mapping[str, Told]) -> Response:
+    def _response(self, scope: Scope, told: Mapping[str, ReplicaAnswer]) -> Response:
         path = scope["path"]
         if not told:
             return error_response(Unavailable("There is no replica yet. Send the request again in a moment."))
@@ -122,11 +122,11 @@ class Everyone:
         return JSONResponse({**summed(list(answers.values())), "replicas": answers})
 
 
-def _lost(why: str) -> Told:
-    return Told(0, {}, json.dumps({"error": {"message": f"The replica was lost: {why}."}}).encode())
+def _lost(why: str) -> ReplicaAnswer:
+    return ReplicaAnswer(0, {}, json.dumps({"error": {"message": f"The replica was lost: {why}."}}).encode())
 
 
-def _partly(told: Mapping[str, Told], good: Mapping[str, Told]) -> Response:
+def _partly(told: Mapping[str, ReplicaAnswer], good: Mapping[str, ReplicaAnswer]) -> Response:
     """Return the replicas' own error if all failed with the same status, otherwise a 502 with the response of each."""
     statuses = {answer.status for answer in told.values()}
     if not good and len(statuses) == 1 and statuses != {0}:
@@ -145,7 +145,7 @@ def _object(answer: Any) -> dict[str, Any]:
     return answer if isinstance(answer, dict) else {"answer": answer}
 
 
-def _as_it_is(told: Told) -> Response:
+def _as_it_is(told: ReplicaAnswer) -> Response:
     kept = {name.decode(): value.decode("latin-1") for name, value in told.headers.items() if name != b"content-length"}
     return Response(told.body, status_code=told.status or 503, headers=kept)
 

@@ -21,19 +21,21 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvstrata.errors import RequestError, Unavailable
 from kvstrata.fleet.asgi import nothing, plain
-from kvstrata.fleet.everyone import Everyone
-from kvstrata.fleet.prompts import CHAT, COMPLETION, RESPONSES, Prompts
+from kvstrata.fleet.everyone import FanOut
+from kvstrata.fleet.prompts import PromptReader
 from kvstrata.fleet.replicas import ReplicaLost, Replicas
-from kvstrata.fleet.routing import Asked, Choice, Router
-from kvstrata.server.app import WIRES
-from kvstrata.server.conversation.body import MIN_VALUES, require_few_values
-from kvstrata.server.conversation.wire import ServerEvent, encode
-from kvstrata.server.errors import error_response, openai_shape
+from kvstrata.fleet.routing import Choice, RoutedRequest, RoutingPolicy
+from kvstrata.server.api import find_api
+from kvstrata.server.app import APIS
+from kvstrata.server.chat.writer import JsonEvent, encode_sse
+from kvstrata.server.http.body_limit import MIN_VALUES, require_few_values
+from kvstrata.server.http.errors import error_response, openai_error
 
 logger = logging.getLogger("kvstrata.fleet")
 
 MAX_ATTEMPTS = 3
 MAX_RESPONSES = 1 << 16
+RESPONSES = "/v1/responses"
 RESPONSE_ID = re.compile(rb"(resp_[0-9a-f]{32})")
 PREVIOUS = re.compile(rb'"previous_response_id"\s*:\s*"(resp_[0-9a-f]{32})"')
 EXPORT = re.compile(r"/cache/sessions/([^/]+)/export")
@@ -43,7 +45,7 @@ REPLICA, ROUTE = b"x-kvstrata-replica", b"x-kvstrata-route"
 LOST = "The replica that was answering has ended. Send the request again; what it had cached may be computed anew."
 
 
-class Front:
+class FleetRouter:
     """The ASGI app that clients connect to.
 
     `prompts` returns None until a replica has reported its identity; until then requests are routed by load alone.
@@ -52,15 +54,15 @@ class Front:
     def __init__(
         self,
         replicas: Replicas,
-        router: Router,
-        prompts: Callable[[], Prompts | None],
+        router: RoutingPolicy,
+        prompts: Callable[[], PromptReader | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._replicas = replicas
         self._router = router
         self._prompts = prompts
         self._clock = clock
-        self._everyone = Everyone(replicas)
+        self._everyone = FanOut(replicas)
         self._responses: OrderedDict[str, str] = OrderedDict()  # response id -> replica that keeps it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -99,13 +101,13 @@ class Front:
             scope, nothing, send
         )
 
-    async def _asked(self, scope: Scope, body: bytes) -> Asked:
+    async def _asked(self, scope: Scope, body: bytes) -> RoutedRequest:
         prompts = self._prompts()
         if prompts is None or scope["method"] != "POST" or not prompts.reads(scope["path"]):
-            return Asked(0)
+            return RoutedRequest(0)
         return await to_thread.run_sync(prompts.asked, body, scope)
 
-    def _choose(self, asked: Asked, home: str | None, lost: Set[str]) -> Choice | None:
+    def _choose(self, asked: RoutedRequest, home: str | None, lost: Set[str]) -> Choice | None:
         names = [name for name in self._replicas.names() if name not in lost]
         return self._router.choose(asked, self._clock(), [home] if home in names else names)
 
@@ -132,7 +134,7 @@ class Front:
 class _Place:
     """A request's slot at its replica, released once."""
 
-    def __init__(self, router: Router, choice: Choice | None) -> None:
+    def __init__(self, router: RoutingPolicy, choice: Choice | None) -> None:
         self._router = router
         self._choice = choice
 
@@ -145,7 +147,7 @@ class _Place:
 class _Answer:
     """Attempt to serve a request at one replica."""
 
-    def __init__(self, front: Front, choice: Choice | None, place: _Place, scope: Scope, send: Send) -> None:
+    def __init__(self, front: FleetRouter, choice: Choice | None, place: _Place, scope: Scope, send: Send) -> None:
         self._front = front
         self._choice = choice
         self._place = place
@@ -196,10 +198,10 @@ class _Answer:
 
 
 def _error_event(path: str) -> bytes:
-    shapes = {start: shape for wire in WIRES for start, shape in wire.ERROR_SHAPES.items()}
-    shape = next((shape for start, shape in shapes.items() if path.startswith(start)), openai_shape)
-    name = "" if path in (CHAT, COMPLETION) else "error"
-    return encode([ServerEvent(shape(Unavailable(LOST)), name)])
+    api = find_api(APIS, path)
+    error = Unavailable(LOST)
+    event = JsonEvent(openai_error(error)) if api is None else JsonEvent(api.error_body(error), api.error_event)
+    return encode_sse([event])
 
 
 def _session_in(body: bytes) -> str:

@@ -29,7 +29,7 @@ MAX_SESSIONS = 1 << 16
 
 
 @dataclass(frozen=True)
-class Asked:
+class RoutedRequest:
     """The properties of a request that decide its route."""
 
     num_tokens: int
@@ -38,7 +38,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Report:
+class ReplicaReport:
     """A replica's report of its cached prefixes and capacity."""
 
     keys: frozenset[int] = frozenset()
@@ -52,7 +52,7 @@ class Choice:
     why: str  # prefix, session, load
 
 
-class Router:
+class RoutingPolicy:
     def __init__(self, load_tokens: float = LOAD_TOKENS) -> None:
         self._load_tokens = load_tokens
         self._replicas: dict[str, _Replica] = {}
@@ -66,7 +66,7 @@ class Router:
     def in_flight(self, replica: str) -> int:
         return self._replicas[replica].in_flight if replica in self._replicas else 0
 
-    def report(self, replica: str, report: Report) -> None:
+    def report(self, replica: str, report: ReplicaReport) -> None:
         """Store the report of a replica, adding the replica if it is new."""
         self._replicas.setdefault(replica, _Replica()).report = report
 
@@ -77,7 +77,7 @@ class Router:
         for gone in self._replicas.keys() - set(replicas):
             del self._replicas[gone]
 
-    def choose(self, asked: Asked, now_s: float, among: Sequence[str] | None = None) -> Choice | None:
+    def choose(self, asked: RoutedRequest, now_s: float, among: Sequence[str] | None = None) -> Choice | None:
         """Choose a replica and count the request as in flight; the caller must call `ended` later.
 
         `among` limits the choice; None means all known replicas. Returns None if there is no replica.
@@ -104,7 +104,7 @@ class Router:
         if replica in self._replicas:
             self._replicas[replica].in_flight = max(0, self._replicas[replica].in_flight - 1)
 
-    def _best(self, asked: Asked, able: Mapping[str, _Replica], now_s: float) -> Choice:
+    def _best(self, asked: RoutedRequest, able: Mapping[str, _Replica], now_s: float) -> Choice:
         last = self._sessions.find(asked.session, now_s)
         choices = [self._choice(asked, name, replica, last, now_s) for name, replica in able.items()]
 
@@ -118,7 +118,7 @@ class Router:
 
         return min(choices, key=cost)
 
-    def _choice(self, asked: Asked, name: str, replica: _Replica, last: _Visit | None, now_s: float) -> Choice:
+    def _choice(self, asked: RoutedRequest, name: str, replica: _Replica, last: _Visit | None, now_s: float) -> Choice:
         held = replica.held_tokens(asked.keys, now_s)
         if last is not None and last.replica == name:
             likely = int(SESSION_SHARE * min(asked.num_tokens, last.num_tokens))
@@ -129,7 +129,7 @@ class Router:
 
 @dataclass
 class _Replica:
-    report: Report = field(default_factory=Report)
+    report: ReplicaReport = field(default_factory=ReplicaReport)
     in_flight: int = 0
     last_chosen: int = 0
     expected: _Expected = field(default_factory=lambda: _Expected())

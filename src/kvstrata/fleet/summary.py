@@ -32,7 +32,7 @@ class PromptKeys:
         return [(position, short(key)) for position, key in self._keys.keys_for(root_key, ids)]
 
 
-class Summary:
+class ReplicaSummary:
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self._max_keys = max_keys
         self._keys = PromptKeys()

@@ -32,17 +32,13 @@ from kvstrata.models.load import LoadedModel, load
 from kvstrata.platform.device import Device
 from kvstrata.platform.logging import begin
 from kvstrata.prefix_cache.ladder import parse_lengths
-from kvstrata.server.auth import ApiKey, RequireKey
-from kvstrata.server.conversation.hygiene import Hygiene
-from kvstrata.server.cors import Cors
-from kvstrata.server.hosts import RequireHost
-from kvstrata.server.inflate import Inflate
-from kvstrata.server.limits import BodyLimits, BoundBodyMemory, LimitBody
-from kvstrata.server.replay.carrier import ReplyCarrier
-from kvstrata.server.replay.files import ReplyFiles
-from kvstrata.server.replay.memory import ReplyMemory
-from kvstrata.server.service import Service
-from kvstrata.server.wire.bounds import Bounds
+from kvstrata.server.app import allow_origins
+from kvstrata.server.chat.prompt import PromptLimits, PromptRenderer
+from kvstrata.server.chat.reply_files import ReplyFiles
+from kvstrata.server.chat.reply_memory import ReplyMemory, SampledReplies
+from kvstrata.server.http.access import ApiKey, RequireKey, RequireKnownHost
+from kvstrata.server.http.body_limit import BodyLimits, BoundBodyMemory, DecompressBody, HttpLimits, LimitBody
+from kvstrata.server.state import ServerState
 from kvstrata.sizes import format_bytes
 from kvstrata.text.harmony import harmony_tokens
 from kvstrata.text.reply_parser import ReplyFormat
@@ -73,7 +69,7 @@ def start_service(
     sockets: EventSockets | None = None,
     *,
     listeners: Sequence[CacheListener] = (),
-) -> Service:
+) -> ServerState:
     """Start the engine, wait until it is ready, and return the service. `sockets`: sockets already bound by
     `bind_sockets`. `listeners`: receivers of cache events, in addition to --kv-events. Raises ModelError."""
     metrics = Metrics()
@@ -93,37 +89,46 @@ def start_service(
         raise
     _say_blocks(metrics, engine)
     begin("template", "Trying the chat template and the grammars")
-    replies = _replies(settings, loaded, disk)
     names, paths = _names(settings, loaded)
     template = ChatTemplate(
         loaded.tokenizer,
         system_in_place=settings.system_in_place,
         allow_special_tokens=settings.allow_special_tokens,
     )
-    return Service(
+    reply_format = ReplyFormat(loaded.tokenizer, template, harmony_tokens(loaded.tokenizer))
+    memory = _replies(settings, loaded, disk)
+    ending_ids = loaded.eos_ids | reply_format.ending_ids
+    replies = None if memory is None else SampledReplies(memory, reply_format, ending_ids)
+    prompt_limits = PromptLimits(engine.context_tokens, longest_token_chars(loaded.tokenizer))
+    return ServerState(
         loaded=loaded,
         engine=engine,
         metrics=metrics,
         template=template,
-        form=ReplyFormat(loaded.tokenizer, template, harmony_tokens(loaded.tokenizer)),
-        thinking=ThinkingSwitch(template),
+        reply_format=reply_format,
+        renderer=PromptRenderer(
+            template,
+            ThinkingSwitch(template),
+            settings.drop_nonces,
+            prompt_limits,
+            replies,
+            resumes_at_checkpoints=engine.resumes_at_checkpoints,
+            pin_quota=settings.pin_quota,
+        ),
         grammars=GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids),
         name=settings.served_name or loaded.name,
         names=names,
         paths=paths,
-        context_tokens=engine.context_tokens,
+        limits=prompt_limits,
         max_prompts=half_of_places(limits.num_places),
-        longest_token_chars=longest_token_chars(loaded.tokenizer),
         sampling=loaded.sampling if settings.generation_config == "model" else SamplingDefaults(),
-        hygiene=Hygiene(settings.drop_nonces, settings.system_in_place),
         replies=replies,
         cache_ttl_s=settings.cache_ttl_s,
-        carriers=(ReplyCarrier(replies, loaded.vocab_size),) if replies is not None else (),
         any_model_name=settings.any_model_name,
         keys=_keys(settings),
         pin_quota=settings.pin_quota,
         hosts=_hosts(settings),
-        bounds=_bounds(settings),
+        http_limits=_bounds(settings),
         origins=settings.cors_origin,
         publisher=publisher,
         at_end=at_end,
@@ -134,10 +139,10 @@ def start_service(
 def guarded(app: ASGIApp, settings: Settings) -> ASGIApp:
     """Return an app that forwards requests to replicas, behind the same keys and limits as theirs."""
     limits = BodyLimits(_bounds(settings), {})
-    app = LimitBody(Inflate(BoundBodyMemory(app, limits), limits), limits)
+    app = LimitBody(DecompressBody(BoundBodyMemory(app, limits), limits), limits)
     keys = _keys(settings)
-    app = RequireKey(app, keys) if keys else RequireHost(app, _hosts(settings), settings.cors_origin)
-    return Cors(app, settings.cors_origin)
+    app = RequireKey(app, keys) if keys else RequireKnownHost(app, _hosts(settings), settings.cors_origin)
+    return allow_origins(app, settings.cors_origin)
 
 
 def _hosts(settings: Settings) -> frozenset[str]:
@@ -190,8 +195,8 @@ def _keys(settings: Settings) -> tuple[ApiKey, ...]:
     return (*plain, *(ApiKey.of(key, is_admin=True) for key in settings.admin_keys))
 
 
-def _bounds(settings: Settings) -> Bounds:
-    return Bounds(
+def _bounds(settings: Settings) -> HttpLimits:
+    return HttpLimits(
         max_connections=_connections(settings.max_connections),
         max_header_bytes=settings.max_header_bytes,
         header_timeout_s=settings.header_timeout_s,

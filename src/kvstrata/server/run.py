@@ -17,11 +17,10 @@ from types import FrameType
 import uvicorn
 from anyio import to_thread
 
-from kvstrata.server.app import front
-from kvstrata.server.forgetting import expire_regularly
-from kvstrata.server.journal.sampling import JournalSampler
-from kvstrata.server.service import Service
-from kvstrata.server.wire.connection import Connection
+from kvstrata.server.app import create_app, wrap_app
+from kvstrata.server.history import HistorySampler
+from kvstrata.server.http.connection import ClientConnection
+from kvstrata.server.state import ServerState, expire_regularly
 
 FLUSH_S = 5  # time to flush connections
 INTERRUPTED = 130
@@ -32,15 +31,15 @@ class Server(uvicorn.Server):
 
     def __init__(
         self,
-        service: Service,
+        state: ServerState,
         *,
         drain_timeout_s: float = 30.0,
         log_level: str = "warning",
         on_ready: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = print,
     ) -> None:
-        super().__init__(_uvicorn_config(service, log_level))
-        self.service = service
+        super().__init__(_uvicorn_config(state, log_level))
+        self.state = state
         self._drain_timeout_s = drain_timeout_s
         self._on_ready = on_ready
         self._say = say
@@ -52,9 +51,11 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
-        self._sampling = self._loop.create_task(JournalSampler(self.service).run())
-        if self.service.cache_ttl_s is not None:
-            self._expiring = self._loop.create_task(expire_regularly(self.service, self.service.cache_ttl_s))
+        state = self.state
+        sampler = HistorySampler(state.engine, state.metrics, state.request_log.history)
+        self._sampling = self._loop.create_task(sampler.run())
+        if self.state.cache_ttl_s is not None:
+            self._expiring = self._loop.create_task(expire_regularly(self.state, self.state.cache_ttl_s))
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -68,7 +69,7 @@ class Server(uvicorn.Server):
 
     def _end_connections(self) -> None:
         for connection in tuple(self.server_state.connections):
-            if isinstance(connection, Connection):
+            if isinstance(connection, ClientConnection):
                 connection.transport.abort()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -84,7 +85,7 @@ class Server(uvicorn.Server):
         handler."""
         assert self._loop is not None, "only a server that has started can drain"
         # Takes effect at once. Nothing here may take a lock, which the interrupted code might hold.
-        self.service.door.closed = True
+        self.state.drain_gate.is_closed = True
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._begin_drain)
 
@@ -98,27 +99,27 @@ class Server(uvicorn.Server):
             self._draining = asyncio.get_running_loop().create_task(self._drain())
 
     async def _drain(self) -> None:
-        door = self.service.door
-        self.service.engine.drain()
+        drain_gate = self.state.drain_gate
+        self.state.engine.drain()
         deadline = asyncio.get_running_loop().time() + self._drain_timeout_s
-        while (left_s := deadline - asyncio.get_running_loop().time()) > 0 and door.num_inside:
-            replies = "1 reply" if door.num_inside == 1 else f"{door.num_inside} replies"
+        while (left_s := deadline - asyncio.get_running_loop().time()) > 0 and drain_gate.num_running:
+            replies = "1 reply" if drain_gate.num_running == 1 else f"{drain_gate.num_running} replies"
             self._say(f"Finishing {replies}, {left_s:.0f} s left. Ctrl-C again ends at once.")
-            await door.wait_empty(min(1.0, left_s))
-        await to_thread.run_sync(self.service.engine.stop)
-        for end in self.service.at_end:
+            await drain_gate.wait_empty(min(1.0, left_s))
+        await to_thread.run_sync(self.state.engine.stop)
+        for end in self.state.at_end:
             await to_thread.run_sync(end)
-        if self.service.replies is not None:
-            await to_thread.run_sync(self.service.replies.close)
+        if self.state.replies is not None:
+            await to_thread.run_sync(self.state.replies.memory.close)
         self.should_exit = True
 
 
-def _uvicorn_config(service: Service, log_level: str) -> uvicorn.Config:
+def _uvicorn_config(state: ServerState, log_level: str) -> uvicorn.Config:
     return uvicorn.Config(
-        front(service),
+        wrap_app(create_app(state), state),
         # uvicorn's messages at level info (process id, how to quit) repeat the server's own.
         log_level="warning" if log_level == "info" else log_level,
-        # logs.py configures logging.
+        # platform/logging.py configures logging.
         log_config=None,
         access_log=False,
         server_header=False,
@@ -126,7 +127,7 @@ def _uvicorn_config(service: Service, log_level: str) -> uvicorn.Config:
         ws="none",
         # The server aborts its connections after FLUSH_S; a task that runs longer is a defect.
         timeout_graceful_shutdown=2 * FLUSH_S,
-        http=functools.partial(Connection, service.bounds),  # pyright: ignore[reportArgumentType]
+        http=functools.partial(ClientConnection, state.http_limits),  # pyright: ignore[reportArgumentType]
         # An agent thinks for minutes between two requests; a connection kept open saves it a round trip.
         timeout_keep_alive=120,
     )

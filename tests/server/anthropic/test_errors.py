@@ -9,7 +9,7 @@ import anthropic
 import pytest
 
 from kvstrata import errors
-from kvstrata.server.anthropic.errors import messages_shape
+from kvstrata.server.anthropic.response import messages_error
 from tests.agents.forced import CONTEXT_TOKENS, Forced
 
 USER: Any = {"role": "user", "content": "hello"}
@@ -39,11 +39,11 @@ def shaped(answer: Any, status: int, kind: str) -> str:
     ],
 )
 def test_each_error_has_its_type(error: errors.RequestError, kind: str) -> None:
-    assert messages_shape(error) == {"type": "error", "error": {"type": kind, "message": "x"}}
+    assert messages_error(error) == {"type": "error", "error": {"type": kind, "message": "x"}}
 
 
 def test_a_prompt_that_no_memory_holds_is_too_long_as_well() -> None:
-    assert messages_shape(errors.NeverFits("x"))["error"]["message"] == "prompt is too long: x"
+    assert messages_error(errors.NeverFits("x"))["error"]["message"] == "prompt is too long: x"
 
 
 BAD: list[dict[str, Any]] = [

@@ -11,7 +11,7 @@ import anthropic
 import pytest
 
 from kvstrata.engine.executor import EngineCore
-from kvstrata.server.anthropic import cache_control
+from kvstrata.server.anthropic import request
 from tests.agents.forced import Forced, serving
 from tests.server.anthropic.conftest import client_of, script
 from tests.server.conftest import Served
@@ -76,7 +76,7 @@ def evict_all(served: Served) -> None:
         core.prefix_cache.evictor.evict_to(0)
         done.set()
 
-    served.server.service.engine.ask(evict).result(60)
+    served.server.state.engine.ask(evict).result(60)
     assert done.is_set()
 
 
@@ -120,7 +120,7 @@ def test_the_next_turn_takes_the_place_of_the_last(caller: Caller) -> None:
     def pins(core: EngineCore) -> int:
         return len(core.prefix_cache.pins)
 
-    assert caller.served.server.service.engine.ask(pins).result(10) == 1
+    assert caller.served.server.state.engine.ask(pins).result(10) == 1
     assert first < caller.pinned_bytes < 1.5 * first
     # What was taken back is gone with its one name.
     prompt = [{"role": "user", "content": LONG}]
@@ -131,9 +131,9 @@ def test_the_next_turn_takes_the_place_of_the_last(caller: Caller) -> None:
 
 
 def test_a_term_ends_though_nobody_asks(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(cache_control.TTLS_S, "5m", 0.5)
+    monkeypatch.setitem(request.TTLS_S, "5m", 0.5)
     caller.ask(user(text(LONG, {"type": "ephemeral", "ttl": "5m"})))
-    pins = caller.served.server.service.engine.ask(lambda core: core.prefix_cache.pins).result(10)
+    pins = caller.served.server.state.engine.ask(lambda core: core.prefix_cache.pins).result(10)
     assert len(pins)
     until_s = time.monotonic() + 10
     while len(pins) and time.monotonic() < until_s:

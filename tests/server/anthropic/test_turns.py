@@ -1,4 +1,4 @@
-"""From bodies of the Messages API to conversations, without a server."""
+"""From bodies of the Messages API to chats, without a server."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.errors import InvalidRequest
-from kvstrata.server.anthropic.ask import conversation
-from kvstrata.server.anthropic.schema import MessagesAsked
-from kvstrata.server.conversation.body import read_body
-from kvstrata.server.conversation.chat import Chat, ThinkingWanted, ToolChoice
+from kvstrata.server.anthropic.request import parse_prompt
+from kvstrata.server.anthropic.schema import MessagesRequest
+from kvstrata.server.chat.request import ChatRequest, GenerationParams, ThinkingParams, ToolChoice
+from kvstrata.server.http.json_body import parse_json
 from kvstrata.text.messages import Message
 
 USER = {"role": "user", "content": "hello"}
@@ -23,9 +23,9 @@ CALLED = [USER, {"role": "assistant", "content": [CALL]}]
 LOOK = {"name": "look", "description": "Looks", "input_schema": {"type": "object", "properties": {}}}
 
 
-def chat(*messages: Any, **fields: Any) -> Chat:
+def chat(*messages: Any, **fields: Any) -> ChatRequest:
     body = {"model": "claude-x", "max_tokens": 10, "messages": list(messages) or [USER], **fields}
-    return conversation(read_body(MessagesAsked, json.dumps(body).encode()))
+    return parse_prompt(parse_json(MessagesRequest, json.dumps(body).encode()), GenerationParams())
 
 
 def turns(*messages: Any, **fields: Any) -> list[Message]:
@@ -198,22 +198,22 @@ def test_tool_choice(asked: Any, choice: ToolChoice) -> None:
 @pytest.mark.parametrize(
     ("fields", "wanted"),
     [
-        ({}, ThinkingWanted()),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, ThinkingWanted(True)),
-        ({"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}}, ThinkingWanted(False)),
+        ({}, ThinkingParams()),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, ThinkingParams(True)),
+        ({"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}}, ThinkingParams(False)),
         (
             {"thinking": {"type": "adaptive", "display": "omitted"}, "output_config": {"effort": "medium"}},
-            ThinkingWanted(None, "medium"),
+            ThinkingParams(None, "medium"),
         ),
-        ({"output_config": {"effort": "max"}}, ThinkingWanted(None, "high")),
+        ({"output_config": {"effort": "max"}}, ThinkingParams(None, "high")),
     ],
 )
-def test_thinking(fields: dict[str, Any], wanted: ThinkingWanted) -> None:
+def test_thinking(fields: dict[str, Any], wanted: ThinkingParams) -> None:
     assert chat(**fields).thinking == wanted
 
 
 def test_what_is_wanted_of_the_reply() -> None:
-    wanted = chat(temperature=1.5, top_p=0, top_k=40, stop_sequences=["a", "b"], max_tokens=128_000).wanted
+    wanted = chat(temperature=1.5, top_p=0, top_k=40, stop_sequences=["a", "b"], max_tokens=128_000).params
     assert (wanted.max_tokens, wanted.reserves, wanted.stop) == (128_000, False, ("a", "b"))
     assert (wanted.sampling["temperature"], wanted.sampling["top_k"]) == (1.5, 40)
     assert 0 < wanted.sampling["top_p"] < 0.001
@@ -222,7 +222,7 @@ def test_what_is_wanted_of_the_reply() -> None:
 @pytest.mark.parametrize("field", ["output_config", "output_format"])
 def test_a_schema_that_the_reply_must_follow(field: str) -> None:
     form = {"type": "json_schema", "schema": {"type": "object"}}
-    wanted = chat(**{field: {"format": form} if field == "output_config" else form}).wanted
+    wanted = chat(**{field: {"format": form} if field == "output_config" else form}).params
     assert wanted.constraint is not None
     assert json.loads(wanted.constraint.text) == {"type": "object"}
     assert wanted.constraint_param.startswith(field)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kvstrata.engine.request import TokenUsage
 from kvstrata.errors import ContextTooLong, QueueFull
-from kvstrata.server.anthropic.wire import SIGNATURE, MessagesWire
-from kvstrata.server.conversation.wire import Begun, Ended, ServerEvent
+from kvstrata.server.anthropic.response import SIGNATURE, MessagesWriter
+from kvstrata.server.chat.writer import ChoiceEnd, JsonEvent, StreamStart
 from kvstrata.text.reply_events import (
     ReplyEvent,
     ReplyText,
@@ -27,23 +27,23 @@ USAGE = TokenUsage(prompt_tokens=100, cached_tokens=60, completion_tokens=7)
 LOOK = [ToolCallStart("abcdefghi", "look"), ToolCallArguments('{"at": '), ToolCallArguments("1}"), ToolCallEnd()]
 
 
-def streamed(*events: ReplyEvent, ended: Ended | None = None) -> list[ServerEvent]:
-    wire = MessagesWire("msg_1", "claude-x")
-    told = wire.begin(Begun(100, 60))
+def streamed(*events: ReplyEvent, ended: ChoiceEnd | None = None) -> list[JsonEvent]:
+    wire = MessagesWriter("msg_1", "claude-x")
+    told = wire.start(StreamStart(100, 60))
     for event in events:
         told += wire.add(0, [event], ())
-    return [*told, *wire.end(0, ended or Ended("stop", USAGE)), *wire.close(USAGE)]
+    return [*told, *wire.finish_choice(0, ended or ChoiceEnd("stop", USAGE)), *wire.finish(USAGE)]
 
 
-def whole(*events: ReplyEvent, ended: Ended | None = None) -> dict[str, Any]:
-    wire = MessagesWire("msg_1", "claude-x")
+def whole(*events: ReplyEvent, ended: ChoiceEnd | None = None) -> dict[str, Any]:
+    wire = MessagesWriter("msg_1", "claude-x")
     wire.add(0, events, ())
-    wire.end(0, ended or Ended("stop", USAGE))
-    wire.close(USAGE)
+    wire.finish_choice(0, ended or ChoiceEnd("stop", USAGE))
+    wire.finish(USAGE)
     return dict(wire.whole(USAGE))
 
 
-def put_together(told: list[ServerEvent]) -> dict[str, Any]:
+def put_together(told: list[JsonEvent]) -> dict[str, Any]:
     """As the SDK does it."""
     message, buffers = None, {}
     for event in told:
@@ -82,7 +82,7 @@ def test_a_stream_says_at_once_what_the_prompt_took() -> None:
     start = streamed()[0].data["message"]
     expected = {"input_tokens": 40, "cache_read_input_tokens": 60, "cache_creation_input_tokens": 0, "output_tokens": 0}
     assert (start["usage"], start["content"], start["stop_reason"]) == (expected, [], None)
-    unknown = MessagesWire("msg_1", "m").begin(Begun(100, None))[0].data["message"]["usage"]
+    unknown = MessagesWriter("msg_1", "m").start(StreamStart(100, None))[0].data["message"]["usage"]
     assert (unknown["input_tokens"], unknown["cache_read_input_tokens"]) == (100, 0)
 
 
@@ -96,8 +96,8 @@ PIECES = st.lists(
 )
 
 
-@given(PIECES, st.sampled_from([Ended("stop", USAGE), Ended("length", USAGE), Ended("stop", USAGE, "END")]))
-def test_streamed_and_whole_are_the_same_message(pieces: list[Any], ended: Ended) -> None:
+@given(PIECES, st.sampled_from([ChoiceEnd("stop", USAGE), ChoiceEnd("length", USAGE), ChoiceEnd("stop", USAGE, "END")]))
+def test_streamed_and_whole_are_the_same_message(pieces: list[Any], ended: ChoiceEnd) -> None:
     events: list[ReplyEvent] = []
     for piece in pieces:
         if isinstance(piece, dict):
@@ -121,14 +121,14 @@ def test_streamed_and_whole_are_the_same_message(pieces: list[Any], ended: Ended
 @pytest.mark.parametrize(
     ("events", "ended", "reason"),
     [
-        ([ReplyText("x")], Ended("stop", USAGE), "end_turn"),
-        ([ReplyText("x")], Ended("length", USAGE), "max_tokens"),
-        ([ReplyText("x")], Ended("stop", USAGE, "END"), "stop_sequence"),
-        (LOOK, Ended("stop", USAGE), "tool_use"),
-        (LOOK[:2], Ended("length", USAGE), "max_tokens"),
+        ([ReplyText("x")], ChoiceEnd("stop", USAGE), "end_turn"),
+        ([ReplyText("x")], ChoiceEnd("length", USAGE), "max_tokens"),
+        ([ReplyText("x")], ChoiceEnd("stop", USAGE, "END"), "stop_sequence"),
+        (LOOK, ChoiceEnd("stop", USAGE), "tool_use"),
+        (LOOK[:2], ChoiceEnd("length", USAGE), "max_tokens"),
     ],
 )
-def test_why_it_stopped(events: list[ReplyEvent], ended: Ended, reason: str) -> None:
+def test_why_it_stopped(events: list[ReplyEvent], ended: ChoiceEnd, reason: str) -> None:
     answer = whole(*events, ended=ended)
     assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, ended.stop or None)
     assert streamed(*events, ended=ended)[-2].data["delta"]["stop_reason"] == reason
@@ -155,7 +155,7 @@ def test_a_call_that_is_broken_is_told_as_text(arguments: str) -> None:
 )
 def test_a_call_cut_off_by_max_tokens_stays_a_call(arguments: str, kept: dict[str, Any]) -> None:
     answer = whole(
-        ReplyText("I look."), ToolCallStart("a", "look"), ToolCallArguments(arguments), ended=Ended("length", USAGE)
+        ReplyText("I look."), ToolCallStart("a", "look"), ToolCallArguments(arguments), ended=ChoiceEnd("length", USAGE)
     )
     assert answer["content"][-1] == {"type": "tool_use", "id": "a", "name": "look", "input": kept}
     assert answer["stop_reason"] == "max_tokens"
@@ -163,7 +163,7 @@ def test_a_call_cut_off_by_max_tokens_stays_a_call(arguments: str, kept: dict[st
 
 def test_a_broken_call_before_a_cut_is_text() -> None:
     broken = (ToolCallStart("a", "look"), ToolCallArguments('{"at": NaN'), ToolCallEnd())
-    answer = whole(*broken, ReplyText("and"), ended=Ended("length", USAGE))
+    answer = whole(*broken, ReplyText("and"), ended=ChoiceEnd("length", USAGE))
     assert [block["type"] for block in answer["content"]] == ["text", "text"]
 
 
@@ -185,12 +185,12 @@ def test_thoughts_are_signed() -> None:
 
 
 def test_pings_and_failures_have_names() -> None:
-    wire = MessagesWire("msg_1", "m")
+    wire = MessagesWriter("msg_1", "m")
     assert wire.ping("prefill 1/2") == b'event: ping\ndata: {"type":"ping"}\n\n'
     (failed,) = wire.fail(QueueFull("full"))
     assert failed == ({"type": "error", "error": {"type": "rate_limit_error", "message": "full"}}, "error")
 
 
 def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for() -> None:
-    (failed,) = MessagesWire("msg_1", "m").fail(ContextTooLong("Shorten it.", num_tokens=30, max_tokens=20))
+    (failed,) = MessagesWriter("msg_1", "m").fail(ContextTooLong("Shorten it.", num_tokens=30, max_tokens=20))
     assert failed.data["error"]["message"] == "prompt is too long: 30 tokens > 20 maximum. Shorten it."

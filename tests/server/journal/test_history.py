@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kvstrata.engine.cache_api import CacheApi
-from kvstrata.server.journal.journal import MAX_REQUESTS
-from kvstrata.server.journal.sampling import SETTLED_AFTER, JournalSampler
+from kvstrata.server.history import SETTLED_AFTER, HistorySampler
+from kvstrata.server.request_log import MAX_REQUESTS
 from tests.server.conftest import Served, running
 from tests.server.journal.conftest import Lines
 from tests.server.test_cache import LONG, complete, get, post
@@ -31,16 +31,16 @@ def history(served: Served, query: str = "") -> dict[str, Any]:
     return get(served, f"/cache/history{query}")
 
 
-def look(sampler: JournalSampler, served: Served) -> None:
+def look(sampler: HistorySampler, served: Served) -> None:
     """As at the end of a slot, without waiting for it."""
     loop = served.server._loop
     assert loop is not None
-    slot = served.server.service.journal.slots.current
-    asyncio.run_coroutine_threadsafe(sampler.look(slot), loop).result(60)
+    slot = served.server.state.request_log.history.current
+    asyncio.run_coroutine_threadsafe(sampler.sample_slot(slot), loop).result(60)
 
 
 def encoded_spans(served: Served) -> int:
-    usage = served.server.service.engine.ask(lambda core: CacheApi(core).usage()).result(60)
+    usage = served.server.state.engine.ask(lambda core: CacheApi(core).usage()).result(60)
     return usage.counters.get("encoded_spans", 0)
 
 
@@ -50,14 +50,14 @@ def test_a_request_is_there_with_why_it_missed(fresh: Served) -> None:
     answered = fresh.ask("/v1/completions", prompt=changed, max_tokens=3, ignore_eos=True)
     told = history(fresh)
     before, last = told["requests"][-2:]
-    assert before["parted"] is None
+    assert before["divergence"] is None
     assert last["id"] == answered.headers["x-request-id"]
     assert (last["path"], last["status"], last["error"]) == ("/v1/completions", 200, None)
     assert (last["prompt_tokens"], last["cached_tokens"]) == (len(LONG), 100)
     assert last["completion_tokens"] == answered.json()["usage"]["completion_tokens"]
-    assert (last["miss"], last["parted"]["at"], last["parted"]["where"]) == ("diverged", 100, "prompt")
+    assert (last["miss"], last["divergence"]["at"], last["divergence"]["where"]) == ("diverged", 100, "prompt")
     assert last["meaning"] == "Something else is stored from there on."
-    assert last["parted"]["was"] != last["parted"]["now"]
+    assert last["divergence"]["was"] != last["divergence"]["now"]
     assert 0 < last["first_token_s"] <= last["seconds"]
     assert before["time"] < last["time"] < told["now"]
     # One click from there to why: the session that it names can be explained.
@@ -75,8 +75,13 @@ def test_counting_tokens_is_no_recent_request_unless_it_fails(served: Served) ->
     assert told[failed.headers["request-id"]] == 400
 
 
+def sampler_of(served: Served) -> HistorySampler:
+    state = served.server.state
+    return HistorySampler(state.engine, state.metrics, state.request_log.history)
+
+
 def test_slots_count_and_sample(fresh: Served) -> None:
-    sampler = JournalSampler(fresh.server.service)
+    sampler = sampler_of(fresh)
     look(sampler, fresh)
     before = sums(history(fresh))
     complete(fresh, LONG)
@@ -104,8 +109,8 @@ def sums(told: dict[str, Any]) -> dict[str, int]:
     return {name: sum(slot[name] for slot in told["slots"]) for name in names}
 
 
-def test_events_are_sentences(fresh: Served) -> None:
-    sampler = JournalSampler(fresh.server.service)
+def test_events_have_a_label_and_a_count(fresh: Served) -> None:
+    sampler = sampler_of(fresh)
     look(sampler, fresh)
     complete(fresh, LONG)
     post(fresh, "/cache/requantize", k="planes:8", v="planes:8")
@@ -114,10 +119,10 @@ def test_events_are_sentences(fresh: Served) -> None:
         assert time.monotonic() < until_s
     look(sampler, fresh)
     told = [(event["kind"], event["text"]) for event in history(fresh)["events"]]
-    assert ("target", "New KV is stored as K planes:8, V planes:8.") in told
+    assert ("target", "Precision of new KV: K planes:8, V planes:8") in told
     # The server looks by itself too, and may have seen most of it before.
     encoded = [text for kind, text in told if kind == "encoded"]
-    assert any(re.fullmatch(r"1 span was stored in fewer bits, planes:8: [\d.]+ KiB freed\.", text) for text in encoded)
+    assert any(re.fullmatch(r"Spans quantized: 1 \(planes:8, [\d.]+ KiB freed\)", text) for text in encoded)
     assert history(fresh, f"?since={history(fresh)['now']}")["events"] == []
 
 
@@ -136,9 +141,9 @@ def test_since_leaves_out_what_is_older(fresh: Served) -> None:
 
 def test_an_idle_engine_is_left_asleep(fresh: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    engine = type(fresh.server.service.engine)
+    engine = type(fresh.server.state.engine)
     ask = engine.ask_cache
-    sampler = JournalSampler(fresh.server.service)
+    sampler = sampler_of(fresh)
     look(sampler, fresh)
     monkeypatch.setattr(engine, "ask_cache", lambda self, question: asked.append(1) or ask(self, question))
     for _ in range(3 * SETTLED_AFTER):
@@ -166,7 +171,7 @@ def test_every_key_sees_its_own_requests(locked: Served) -> None:
     assert ids["a"] | ids["b"] < ids["boss"]
     assert (own["a"]["under"], own["boss"]["under"]) == ("key", "all")
     assert [request["status"] for request in own["boss"]["requests"]].count(401) == 1
-    assert own["a"]["requests"][-1]["parted"]["at"] == 70
+    assert own["a"]["requests"][-1]["divergence"]["at"] == 70
     # Sums are over all keys, as in /metrics.
     assert own["a"]["slots"][-1]["requests"] == own["boss"]["slots"][-1]["requests"]
 

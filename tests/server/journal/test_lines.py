@@ -95,8 +95,8 @@ def test_where_a_prompt_parted_is_a_number_in_the_log(served: Served, lines: Lin
     lines.next()
     ask("Tuesday")
     _, line, fields = lines.next()
-    assert fields["parted_in"] == "prompt"
-    assert f"(diverged at {fields['parted_at']})" in line
+    assert fields["diverged_in"] == "prompt"
+    assert f"(diverged at {fields['diverged_at']})" in line
     assert "Tuesday" not in line + str(fields)
 
 
@@ -169,7 +169,7 @@ def test_a_path_begins_no_line_of_its_own(served: Served, lines: Lines) -> None:
 
 
 def test_a_prompt_that_is_too_long_for_a_stream_of_responses(served: Served, lines: Lines) -> None:
-    context = served.server.service.context_tokens
+    context = served.server.state.limits.context_tokens
     with served.openai() as client:
         *_, last = client.responses.create(model=served.name, input="a b " * context, stream=True)
     assert last.type == "response.failed"
@@ -192,7 +192,7 @@ def test_a_defect_is_a_warning_with_its_id(served: Served, lines: Lines, monkeyp
     def broken(*_: object) -> None:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(type(served.server.service), "answers_to", broken)
+    monkeypatch.setattr(type(served.server.state), "answers_to", broken)
     response = served.ask("/v1/chat/completions", messages=[{"role": "user", "content": "x"}])
     assert response.status_code == 500
     level, _, fields = lines.next()

@@ -10,24 +10,23 @@ from typing import Any
 import pytest
 
 from kvstrata.errors import InvalidRequest
-from kvstrata.server.conversation.body import read_body
-from kvstrata.server.conversation.chat import Chat, ToolChoice
-from kvstrata.server.conversation.wire import json_bytes
-from kvstrata.server.responses.ask import conversation, understood
-from kvstrata.server.responses.reasoning import packed
-from kvstrata.server.responses.schema import ResponseAsked
-from kvstrata.server.responses.stored import StoredResponse, StoredResponses
-from kvstrata.server.responses.tools import IgnoredTools, ToolName, ignored_types, toolbox
+from kvstrata.server.chat.request import ChatRequest, ToolChoice
+from kvstrata.server.chat.writer import json_bytes
+from kvstrata.server.http.json_body import parse_json
+from kvstrata.server.responses.request import packed, parse_response
+from kvstrata.server.responses.schema import ResponsesRequest
+from kvstrata.server.responses.store import ResponseStore, StoredResponse
+from kvstrata.server.responses.tools import ToolName, ignored_tools, tool_names
+from kvstrata.server.state import IgnoredTools
 
 READ = {"type": "function", "name": "read", "parameters": {"type": "object"}, "description": "Reads.", "strict": True}
 PATCH = {"type": "custom", "name": "patch", "description": "Patches."}
 CALL = {"type": "function_call", "call_id": "c1", "name": "read", "arguments": '{"path": "a"}'}
 
 
-def chat(stored: StoredResponses | None = None, **body: Any) -> Chat:
-    asked = read_body(ResponseAsked, json.dumps(body).encode())
-    box, items, num_before = understood(asked, stored or StoredResponses(), "me")
-    return conversation(asked, box, items, num_before)
+def chat(stored: ResponseStore | None = None, **body: Any) -> ChatRequest:
+    asked = parse_json(ResponsesRequest, json.dumps(body).encode())
+    return parse_response(asked, stored or ResponseStore(), "me").chat
 
 
 def refusal(**body: Any) -> InvalidRequest:
@@ -119,8 +118,8 @@ def test_tools_are_functions_for_the_model() -> None:
     grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /x/"}
     space = {"type": "namespace", "name": "team", "description": "T", "tools": [{**READ, "name": "spawn"}, READ, PATCH]}
     tools = [space, READ, {**PATCH, "format": grammar}, {"type": "web_search", "filters": {}}, {"type": "mcp"}]
-    asked = read_body(ResponseAsked, json.dumps({"tools": tools}).encode())
-    box = toolbox(asked.tools or ())
+    asked = parse_json(ResponsesRequest, json.dumps({"tools": tools}).encode())
+    box = tool_names(asked.tools or ())
     told = {tool["function"]["name"]: tool["function"] for tool in box.tools}
     assert list(told) == ["read", "patch", "spawn", "team__read", "team__patch"]
     assert told["read"] == {key: value for key, value in READ.items() if key != "type"}
@@ -131,15 +130,15 @@ def test_tools_are_functions_for_the_model() -> None:
     assert box.told_as("read", "team") == "team__read"
     assert box.told_as("read", None) == "read"
     assert box.told_as("gone", "team") == "gone"
-    assert ignored_types(asked.tools or ()) == ["web_search", "mcp"]
+    assert ignored_tools(asked.tools or ()) == {"web_search": "does not run here", "mcp": "does not run here"}
 
 
 def test_what_runs_elsewhere_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     ignored = IgnoredTools()
     with caplog.at_level(logging.INFO, "kvstrata.server"):
-        ignored.note(["web_search", "mcp", "web_search"])
-        ignored.note(["mcp"])
-    assert [record.args for record in caplog.records] == [("web_search",), ("mcp",)]
+        ignored.log_tools({"web_search": "does not run here", "mcp": "does not run here"})
+        ignored.log_tools({"mcp": "does not run here"})
+    assert [record.args and record.args[0] for record in caplog.records] == ["mcp", "web_search"]
 
 
 @pytest.mark.parametrize(
@@ -180,13 +179,13 @@ def test_what_is_wanted_of_the_reply() -> None:
         brand_new=1,
     )
     assert made.thinking.effort == "low"
-    assert made.wanted.max_tokens == 7
-    assert not made.wanted.reserves
-    assert made.wanted.sampling == {"temperature": 0.5, "top_p": 0.25, "num_logprobs": 2}
-    assert made.wanted.constraint is not None
-    assert made.wanted.constraint_param == "text.format"
-    assert chat(input="x").wanted.sampling["num_logprobs"] is None
-    assert chat(input="x", include=["message.output_text.logprobs"]).wanted.sampling["num_logprobs"] == 0
+    assert made.params.max_tokens == 7
+    assert not made.params.reserves
+    assert made.params.sampling == {"temperature": 0.5, "top_p": 0.25, "num_logprobs": 2}
+    assert made.params.constraint is not None
+    assert made.params.constraint_param == "text.format"
+    assert chat(input="x").params.sampling["num_logprobs"] is None
+    assert chat(input="x", include=["message.output_text.logprobs"]).params.sampling["num_logprobs"] == 0
 
 
 def kept(response_id: str, owner: str, items: list[Any], output: list[Any]) -> StoredResponse:
@@ -195,7 +194,7 @@ def kept(response_id: str, owner: str, items: list[Any], output: list[Any]) -> S
 
 
 def test_earlier_responses_come_first_and_their_instructions_do_not() -> None:
-    stored = StoredResponses()
+    stored = ResponseStore()
     call = {**CALL, "id": "fc_1", "status": "completed"}
     stored.keep(kept("resp_1", "me", [{"type": "message", "role": "user", "content": "Hi", "id": "m"}], [call]))
     output = {"type": "function_call_output", "call_id": "c1", "output": "A"}
@@ -210,7 +209,7 @@ def test_earlier_responses_come_first_and_their_instructions_do_not() -> None:
 
 
 def test_another_keys_response_is_an_unknown_one() -> None:
-    stored = StoredResponses()
+    stored = ResponseStore()
     stored.keep(kept("resp_1", "somebody", [], [{**CALL, "id": "fc_1"}]))
     with pytest.raises(InvalidRequest) as theirs:
         chat(stored, input="x", previous_response_id="resp_1")

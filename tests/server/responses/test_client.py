@@ -311,7 +311,7 @@ def test_a_prompt_that_memory_has_no_room_for(
     def refuse(*_: Any) -> None:
         raise NeverFits("It needs more memory than there is.")
 
-    monkeypatch.setattr(served.server.service.engine, "submit", refuse)
+    monkeypatch.setattr(served.server.state.engine, "submit", refuse)
     with pytest.raises(openai.BadRequestError, match="more memory"):
         client.responses.create(model=served.name, input="x")
     assert events_of(served, input="x")[-1][1]["response"]["error"]["code"] == "context_length_exceeded"

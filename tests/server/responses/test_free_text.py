@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.server.responses.free_text import FreeText
+from kvstrata.server.responses.tools import FreeTextInput
 
 
 def read(pieces: list[str]) -> list[str]:
-    reader = FreeText()
+    reader = FreeTextInput()
     return [*(reader.add(piece) for piece in pieces), reader.finish()]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstrata.server.responses.stored import StoredResponse, StoredResponses
+from kvstrata.server.responses.store import ResponseStore, StoredResponse
 
 
 def response(name: str, owner: str = "a", num_bytes: int = 10) -> StoredResponse:
@@ -10,7 +10,7 @@ def response(name: str, owner: str = "a", num_bytes: int = 10) -> StoredResponse
 
 
 def test_the_least_recently_used_go() -> None:
-    stored = StoredResponses(max_responses=2)
+    stored = ResponseStore(max_responses=2)
     stored.keep(response("1"))
     stored.keep(response("2"))
     assert stored.find("1", "a")
@@ -22,7 +22,7 @@ def test_the_least_recently_used_go() -> None:
 
 
 def test_bytes_are_bounded() -> None:
-    stored = StoredResponses(max_bytes=100)
+    stored = ResponseStore(max_bytes=100)
     for name in "123":
         stored.keep(response(name, num_bytes=45))
     assert (len(stored), stored.num_bytes) == (2, 90)
@@ -34,7 +34,7 @@ def test_bytes_are_bounded() -> None:
 
 
 def test_clearing_keeps_to_its_salt_and_owner() -> None:
-    stored = StoredResponses()
+    stored = ResponseStore()
     for salt in ("a", "a:x", "b"):
         stored.keep(response(salt, owner=salt))
     stored.clear("a:x", None)
@@ -47,7 +47,7 @@ def test_clearing_keeps_to_its_salt_and_owner() -> None:
 
 def test_what_no_request_used_expires() -> None:
     now_s = 0.0
-    stored = StoredResponses(clock=lambda: now_s)
+    stored = ResponseStore(clock=lambda: now_s)
     stored.keep(response("1"))
     stored.keep(response("2"))
     now_s = 10.0
@@ -59,7 +59,7 @@ def test_what_no_request_used_expires() -> None:
 
 
 def test_another_key_finds_nothing() -> None:
-    stored = StoredResponses()
+    stored = ResponseStore()
     stored.keep(response("1", owner="a"))
     assert stored.find("1", "b") is None
     assert stored.find_with_item("item of 1", "b") is None
@@ -73,7 +73,7 @@ def test_another_key_finds_nothing() -> None:
 
 
 def test_a_request_under_another_salt_of_the_key_continues_nothing() -> None:
-    stored = StoredResponses()
+    stored = ResponseStore()
     stored.keep(response("1", owner="a:x"))
     for other in ("a", "a:y", "b:x"):
         assert stored.find_to_continue("1", other) is None

@@ -12,14 +12,13 @@ from pydantic import TypeAdapter
 
 from kvstrata.engine.request import Sampling, TokenLogprob, TokenUsage
 from kvstrata.errors import ContextTooLong, MemoryPinned, NeverFits, QueueFull, ReplyFailed, RequestError
-from kvstrata.server.conversation.body import validated
-from kvstrata.server.conversation.wire import Begun, Ended, ServerEvent, json_bytes
-from kvstrata.server.responses.answers import OutputLogprob, opening
-from kvstrata.server.responses.output import Output
-from kvstrata.server.responses.reasoning import packed
-from kvstrata.server.responses.schema import ResponseAsked
+from kvstrata.server.chat.writer import ChoiceEnd, JsonEvent, StreamStart, json_bytes
+from kvstrata.server.http.json_body import validated
+from kvstrata.server.responses.output_items import OutputItems
+from kvstrata.server.responses.request import packed
+from kvstrata.server.responses.response import ResponsesWriter
+from kvstrata.server.responses.schema import OutputLogprob, ResponsesRequest, opening
 from kvstrata.server.responses.tools import ToolName
-from kvstrata.server.responses.wire import ResponsesWire
 from kvstrata.text.reply_events import (
     ReplyEvent,
     ReplyText,
@@ -47,24 +46,24 @@ def logprobs(tokens: Sequence[TokenLogprob]) -> list[OutputLogprob]:
     return [{"token": str(token.id), "logprob": token.logprob, "bytes": [], "top_logprobs": []} for token in tokens]
 
 
-def wire(*, packs: bool = False) -> ResponsesWire:
-    asked = validated(ResponseAsked, {"input": "x", "instructions": "I", "tools": TOOLS, "metadata": {"a": "b"}})
+def wire(*, packs: bool = False) -> ResponsesWriter:
+    asked = validated(ResponsesRequest, {"input": "x", "instructions": "I", "tools": TOOLS, "metadata": {"a": "b"}})
     first = opening(asked, "resp_1", "model", Sampling())
-    return ResponsesWire(first, Output(NAMES, logprobs, packs_thinking=packs))
+    return ResponsesWriter(first, OutputItems(NAMES, logprobs, packs_thinking=packs))
 
 
-def stream(events: Sequence[ReplyEvent], reason: Any = "stop", on: ResponsesWire | None = None) -> list[Any]:
+def stream(events: Sequence[ReplyEvent], reason: Any = "stop", on: ResponsesWriter | None = None) -> list[Any]:
     """All of a stream, checked against the package's types and for its numbers."""
     one = on or wire()
-    sent = one.begin(Begun(7, 3))
+    sent = one.start(StreamStart(7, 3))
     for event in events:
         sent += one.add(0, [event], [])
-    sent += one.end(0, Ended(reason, USAGE))
-    sent += one.close(USAGE)
+    sent += one.finish_choice(0, ChoiceEnd(reason, USAGE))
+    sent += one.finish(USAGE)
     return checked(sent, one)
 
 
-def checked(sent: Sequence[ServerEvent], one: ResponsesWire) -> list[Any]:
+def checked(sent: Sequence[JsonEvent], one: ResponsesWriter) -> list[Any]:
     del one
     events = [json.loads(json_bytes(event.data)) for event in sent]
     assert [event["type"] for event in events] == [event.name for event in sent]
@@ -197,7 +196,7 @@ def test_white_space_alone_is_a_message_only_where_there_is_nothing_else(
 
 def test_silence_is_broken_by_events_that_count() -> None:
     one = wire()
-    sent = [event.data["sequence_number"] for event in one.begin(Begun(7, None))]
+    sent = [event.data["sequence_number"] for event in one.start(StreamStart(7, None))]
     name, data, *rest = one.ping("prefill 1/2").decode().split("\n")
     event = json.loads(data.removeprefix("data: "))
     assert (name, rest) == ("event: response.in_progress", ["", ""])
@@ -217,7 +216,11 @@ def test_silence_is_broken_by_events_that_count() -> None:
 )
 def test_failures(error: RequestError, code: str) -> None:
     one = wire()
-    sent = [*one.begin(Begun(7, None)), *one.add(0, [ReplyText("a"), ToolCallStart("c", "read")], []), *one.fail(error)]
+    sent = [
+        *one.start(StreamStart(7, None)),
+        *one.add(0, [ReplyText("a"), ToolCallStart("c", "read")], []),
+        *one.fail(error),
+    ]
     last = json.loads(json_bytes(sent[-1].data))
     assert last["type"] == "response.failed"
     assert last["sequence_number"] == len(sent) - 1
@@ -239,7 +242,7 @@ def test_logprobs_go_with_their_text() -> None:
     [*_, delta] = one.add(0, [ReplyText("ab")], [TokenLogprob(3, -1.0)])
     assert [each["token"] for each in delta.data["logprobs"]] == ["2", "3"]
     one.add(0, [ReplyText("c")], [TokenLogprob(4, -1.0)])
-    one.end(0, Ended("stop", USAGE))
+    one.finish_choice(0, ChoiceEnd("stop", USAGE))
     message = one.whole(USAGE)["output"][1]
     assert message["type"] == "message"
     assert [each["token"] for each in message["content"][0]["logprobs"]] == ["2", "3", "4"]

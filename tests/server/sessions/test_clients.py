@@ -69,7 +69,7 @@ def test_a_chat_with_a_prompt_cache_key(clean: Served) -> None:
     hot = found["held"]["hot"]
     assert found["tokens"] - 1 <= hot <= found["tokens"]  # a step may have begun before the end was read
     assert found["precision"] == {"k": {"raw": hot}, "v": {"raw": hot}}
-    assert found["parted"] is None
+    assert found["divergence"] is None
     assert found["created"] < found["last_use"]
     assert get(clean, "/cache/sessions")["sessions"][0] == found
 
@@ -82,7 +82,7 @@ def test_a_changed_system_text_is_told_in_the_header_and_explained(clean: Served
         again = turns(ORCHARD + "It is 12:59 now.", "Which is the sourest?", reply, "Why?")
         said = post(clean, "/cache/explain", messages=again, tools=[TOOL])
         assert said["session"]["recognised_by"] == "first message"
-        parted = said["session"]["parted"]
+        parted = said["session"]["divergence"]
         assert parted["where"] == "prompt"
         assert parted["before"].endswith(":")
         assert parted["was"].startswith("31 now.")
@@ -92,7 +92,7 @@ def test_a_changed_system_text_is_told_in_the_header_and_explained(clean: Served
     assert 'now="59 now.' in miss
     [found] = [s for s in get(clean, "/cache/sessions")["sessions"] if s["id"] == said["session"]["id"]]
     assert found["requests"] == 2  # to explain is no visit
-    assert found["parted"] == {**parted, "request": 2}
+    assert found["divergence"] == {**parted, "request": 2}
 
 
 def test_a_reply_that_comes_back_otherwise_is_told_with_another_word(clean: Served) -> None:
@@ -101,7 +101,7 @@ def test_a_reply_that_comes_back_otherwise_is_told_with_another_word(clean: Serv
         _, miss = talk(client, turns(ORCHARD, "Say it again.", reply[:8], "Well?"), prompt_cache_key="cut")
     assert "reply_at=" in miss
     assert "; at=" not in miss
-    assert session(clean, "cut")["parted"]["where"] == "reply"
+    assert session(clean, "cut")["divergence"]["where"] == "reply"
 
 
 def test_a_stream_is_learnt_and_told_too(clean: Served) -> None:

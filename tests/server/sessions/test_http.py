@@ -33,7 +33,7 @@ def test_plain_texts_are_one_session_by_their_first_tokens(fresh: Served) -> Non
     response = fresh.ask("/v1/completions", prompt=changed, max_tokens=1)
     assert response.headers[MISS].startswith("diverged; at=100; was=")
     latest = get(fresh, "/cache/sessions?limit=1")["sessions"][0]
-    assert (latest["recognised_by"], latest["parted"]["at"]) == ("first tokens", 100)
+    assert (latest["recognised_by"], latest["divergence"]["at"]) == ("first tokens", 100)
 
 
 def test_two_prompts_of_one_request_are_two_sessions(fresh: Served) -> None:
@@ -49,13 +49,13 @@ def test_several_choices_are_one_turn_of_the_first(fresh: Served) -> None:
     fields = {"prompt_cache_key": "choices", "n": 3, "temperature": 1, "seed": 5}
     fresh.ask("/v1/completions", prompt=LONG, max_tokens=4, **fields).raise_for_status()
     found = session(fresh, "choices")
-    assert (found["requests"], found["tokens"], found["parted"]) == (1, 404, None)
+    assert (found["requests"], found["tokens"], found["divergence"]) == (1, 404, None)
     # The answer to several choices says where the prompt diverged, too.
     changed = [*LONG[:100], 1, *LONG[101:]]
     response = fresh.ask("/v1/completions", prompt=changed, max_tokens=4, **fields)
     assert "at=100; was=" in response.headers[MISS]
     found = session(fresh, "choices")
-    assert (found["requests"], found["parted"]["at"], found["parted"]["request"]) == (2, 100, 2)
+    assert (found["requests"], found["divergence"]["at"], found["divergence"]["request"]) == (2, 100, 2)
 
 
 def test_a_session_can_be_pinned_and_explained_by_its_id(fresh: Served) -> None:
@@ -127,7 +127,7 @@ def test_a_key_never_sees_anothers_sessions(locked: Served) -> None:
 def test_what_the_disk_has_is_told(tmp_path: Path) -> None:
     with running(tiny_loaded("llama"), disk_cache_dir=tmp_path) as served:
         complete(served, LONG, prompt_cache_key="on-disk")
-        assert served.server.service.engine.ask(is_written).result(60)
+        assert served.server.state.engine.ask(is_written).result(60)
         assert session(served, "on-disk")["held"] == {"hot": 401, "disk": 401}
         listed = get(served, "/cache/sessions")["sessions"]
         assert listed[0]["held"] == {"hot": 401, "disk": 401}

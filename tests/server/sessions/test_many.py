@@ -12,8 +12,8 @@ import pytest
 from kvstrata.engine.cache_api import CacheApi, TokenIds, as_ids
 from kvstrata.engine.request import TokenUsage
 from kvstrata.prefix_cache.conversation_list import MAX_COUNTED, CountedSlice, SessionCounts
-from kvstrata.server.cache_sessions import SLICE_S
-from kvstrata.server.sessions.names import Name
+from kvstrata.server.cache.sessions import SLICE_S
+from kvstrata.server.sessions import SessionName
 from tests.server.conftest import Served, running
 from tests.server.test_cache import complete, get
 from tests.tiny import VOCAB, tiny_loaded
@@ -28,13 +28,13 @@ def crowded() -> Iterator[Served]:
     with running(tiny_loaded("llama")) as served:
         for prompt in STORED:
             complete(served, prompt)
-        sessions = served.server.service.sessions
+        sessions = served.server.state.sessions
         tracked: list[tuple[str, TokenIds]] = []
         for number in range(NUM_SESSIONS):
-            name = Name("prompt_cache_key", f"crowd-{number}", b"")
+            name = SessionName("prompt_cache_key", f"crowd-{number}", b"")
             prompt = STORED[number % len(STORED)] if number % 3 else [0, *STORED[0]]
-            visit = sessions.visit("", name, lambda _: "")
-            visit.learn(TokenUsage(len(prompt), number % 2, 1), None)
+            visit = sessions.visit_session("", name, lambda _: "")
+            visit.record_reply(TokenUsage(len(prompt), number % 2, 1), None)
             tracked.append((visit.key, as_ids([*prompt, 2, 3, number % VOCAB, 5])))
         assert len(sessions) == NUM_SESSIONS
 
@@ -42,7 +42,7 @@ def crowded() -> Iterator[Served]:
             for key, ids in tracked:
                 cache.adopt_conversation("", key, b"", ids, len(ids) - 1)
 
-        served.server.service.engine.ask_cache(track).result(60)
+        served.server.state.engine.ask_cache(track).result(60)
         yield served
 
 
@@ -80,7 +80,7 @@ def test_a_stream_goes_on_while_they_are_listed(crowded: Served) -> None:
     with crowded.openai() as client:
         stream = client.completions.create(model=crowded.name, prompt=STORED[1], max_tokens=4000, stream=True)
         next(stream)
-        assert crowded.server.service.engine.state().running == 1
+        assert crowded.server.state.engine.state().running == 1
         listed = get(crowded, "/cache/sessions?limit=500")
         assert (len(listed["sessions"]), listed["total"]) == (500, NUM_SESSIONS)
         assert listed["next_before"] == listed["sessions"][-1]["last_use"]

@@ -109,9 +109,9 @@ def exported(request: pytest.FixtureRequest) -> Iterator[tuple[Served, bytes]]:
     """A server with an empty cache, and a file that it exported."""
     with running(tiny_loaded(request.param)) as served:
         complete(served, PROMPT)
-        session = served.server.service.sessions.find("chat-1", None)
+        session = served.server.state.sessions.find("chat-1", None)
         assert session is not None
-        engine, key = served.server.service.engine, session.key
+        engine, key = served.server.state.engine, session.key
         longest = engine.ask_cache(lambda cache: cache.longest_conversation("", key)).result(60)
         assert longest is not None
         export = engine.transfer.begin_export(ExportedConversation(longest.ids, ""))
@@ -124,7 +124,7 @@ def exported(request: pytest.FixtureRequest) -> Iterator[tuple[Served, bytes]]:
 
 def import_file(served: Served, content: bytes) -> int:
     """Import a file, and return the number of new tokens."""
-    return served.server.service.engine.transfer.import_file(
+    return served.server.state.engine.transfer.import_file(
         io.BytesIO(content), len(content), "", lambda _: as_ids([1])
     ).num_new
 
@@ -136,7 +136,7 @@ def assert_refused(served: Served, content: bytes) -> None:
 
 
 def split_bundle(served: Served, content: bytes) -> tuple[BundleHeader, list[Block], bytes]:
-    identity = served.server.service.engine.ask(lambda core: core.prefix_cache.matcher.identity).result(60)
+    identity = served.server.state.engine.ask(lambda core: core.prefix_cache.matcher.identity).result(60)
     root, bundle = neutral_root(identity), open_content(content)
     return bundle.header, list(blocks_of(bundle, Lineage(root, chain, 1 << 30))), root
 
@@ -331,7 +331,7 @@ def described(exported: tuple[Served, bytes]) -> tuple[Served, list[Block], Layo
     """The server, the blocks of its file, its layout and a checkpoint of its model."""
     served, content = exported
     _, good, _ = split_bundle(served, content)
-    engine = served.server.service.engine
+    engine = served.server.state.engine
     layout, example = engine.ask(lambda core: (core.runner.layout, run_to_end(example_checkpoint(core)))).result(60)
     return served, good, layout, example
 
@@ -354,7 +354,7 @@ def test_changed_description_is_refused_or_within_the_counts_of_the_model(
         return
     assert len(description.get("groups") or description["states"]) <= len(layout.flat())
     with contextlib.suppress(ConfigError, ValueError, TypeError, LookupError, ArithmeticError):
-        engine = served.server.service.engine
+        engine = served.server.state.engine
         engine.ask(lambda core: run_to_end(core.prefix_cache.imports.check_block(changed, example))).result(60)
 
 

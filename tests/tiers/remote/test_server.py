@@ -35,7 +35,7 @@ def write_to_store(core: EngineCore) -> None:
 
 
 def engine_of(served: Served) -> Any:
-    return served.server.service.engine
+    return served.server.state.engine
 
 
 def complete(served: Served, prompt: list[int], max_tokens: int) -> CompletionUsage:

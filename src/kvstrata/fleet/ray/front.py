@@ -16,16 +16,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstrata.config import Settings
 from kvstrata.config import load as load_settings
-from kvstrata.fleet.front import Front
-from kvstrata.fleet.prompts import Prompts
+from kvstrata.fleet.front import FleetRouter
+from kvstrata.fleet.prompts import PromptReader
 from kvstrata.fleet.ray import hearing
 from kvstrata.fleet.ray.replica import GONE
 from kvstrata.fleet.replicas import ReplicaLost
-from kvstrata.fleet.routing import Report, Router
+from kvstrata.fleet.routing import ReplicaReport, RoutingPolicy
 from kvstrata.fleet.summary import unpacked
 from kvstrata.prefix_cache.keys import Identity
-from kvstrata.server.conversation.hygiene import Hygiene
-from kvstrata.server.conversation.prompt import Renderer
+from kvstrata.server.chat.prompt import PromptRenderer
 
 RETRY_S = 0.5
 
@@ -35,13 +34,13 @@ class RayFront:
     def __init__(self, settings: Mapping[str, Any], replicas: DeploymentHandle) -> None:
         self._settings = load_settings(flags=settings)
         self._replicas = RayReplicas(replicas)
-        self._prompts: Prompts | None = None
+        self._prompts: PromptReader | None = None
         self._learning: asyncio.Task[None] | None = None
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         from kvstrata.server.assemble import guarded
 
-        front = Front(self._replicas, self._replicas.router, lambda: self._prompts)
+        front = FleetRouter(self._replicas, self._replicas.router, lambda: self._prompts)
         self._replicas.listen(asyncio.get_running_loop())
         self._learning = asyncio.get_running_loop().create_task(self._learn())
         return _named_by_ray(guarded(front, self._settings))
@@ -57,7 +56,7 @@ class RayFront:
             except (RayError, RayServeException):
                 await asyncio.sleep(RETRY_S)
         tokenizer, renderer = await renders
-        self._prompts = Prompts(tokenizer, renderer, identity)
+        self._prompts = PromptReader(tokenizer, renderer, identity)
 
 
 def _named_by_ray(app: ASGIApp) -> ASGIApp:
@@ -81,7 +80,7 @@ class RayReplicas:
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
-        self.router = Router()
+        self.router = RoutingPolicy()
 
     def listen(self, loop: asyncio.AbstractEventLoop) -> None:
         hearing.listen(lambda reports: loop.call_soon_threadsafe(self._update, dict(reports)))
@@ -90,7 +89,7 @@ class RayReplicas:
         self.router.keep(list(reports))
         for name, told in reports.items():
             if told:
-                self.router.report(name, Report(unpacked(told["keys"]), told["capacity"]))
+                self.router.report(name, ReplicaReport(unpacked(told["keys"]), told["capacity"]))
 
     def names(self) -> tuple[str, ...]:
         return self.router.replicas
@@ -120,7 +119,7 @@ class RayReplicas:
                 answer.cancel()
 
 
-def _renderer(settings: Settings) -> tuple[Any, Renderer]:
+def _renderer(settings: Settings) -> tuple[Any, PromptRenderer]:
     from kvstrata.models.load import load_tokenizer
     from kvstrata.text.template import ChatTemplate
     from kvstrata.text.thinking import ThinkingSwitch
@@ -129,5 +128,4 @@ def _renderer(settings: Settings) -> tuple[Any, Renderer]:
     template = ChatTemplate(
         tokenizer, system_in_place=settings.system_in_place, allow_special_tokens=settings.allow_special_tokens
     )
-    hygiene = Hygiene(settings.drop_nonces, settings.system_in_place)
-    return tokenizer, Renderer(template, ThinkingSwitch(template), hygiene)
+    return tokenizer, PromptRenderer(template, ThinkingSwitch(template), settings.drop_nonces)

@@ -14,10 +14,10 @@ from starlette.types import Message
 from kvstrata.config import Settings
 from kvstrata.fleet.asgi import answer
 from kvstrata.fleet.ray.folders import take_folder
-from kvstrata.fleet.summary import Summary
+from kvstrata.fleet.summary import ReplicaSummary
 from kvstrata.prefix_cache.entry_table import CacheListener
-from kvstrata.server.journal.sampling import JournalSampler
-from kvstrata.server.service import Service
+from kvstrata.server.history import HistorySampler
+from kvstrata.server.state import ServerState
 
 GONE = "replica_gone"  # message type that replaces a response
 
@@ -26,13 +26,13 @@ class Replica:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """Load the model, which takes as long as starting a server. `settings` are as in a TOML file."""
         from kvstrata.config import load as load_settings
-        from kvstrata.server.app import behind_front
+        from kvstrata.server.app import create_app, wrap_app
 
         self._name = serve.get_replica_context().replica_id.unique_id
-        self._summary = Summary()
+        self._summary = ReplicaSummary()
         own, self._give_back = _with_folder(load_settings(flags=settings))
-        self._service = _start(own, self._summary)
-        self._app = behind_front(self._service)
+        self._state = _start(own, self._summary)
+        self._app = wrap_app(create_app(self._state), self._state, cors=False)
         self._capacity = own.max_running
         self._has_ended = False
         self._sampling: asyncio.Task[None] | None = None  # started by the first request, on Ray's event loop
@@ -45,16 +45,18 @@ class Replica:
             yield {"type": GONE}
             return
         if self._sampling is None:
-            self._sampling = asyncio.create_task(JournalSampler(self._service).run())
+            self._sampling = asyncio.create_task(
+                HistorySampler(self._state.engine, self._state.metrics, self._state.request_log.history).run()
+            )
         async for message in answer(self._app, request, body):
             yield message
 
     async def identity(self) -> dict[str, Any]:
         """Return the identity from which prefix keys are derived."""
-        return dataclasses.asdict(self._service.engine.identity)
+        return dataclasses.asdict(self._state.engine.identity)
 
     def check_health(self) -> None:
-        if not self._service.engine.alive:
+        if not self._state.engine.alive:
             raise RuntimeError("The engine has stopped; the replica's log says why.")
 
     def record_routing_stats(self) -> dict[str, Any]:
@@ -69,10 +71,10 @@ class Replica:
         if self._sampling is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._sampling.get_loop().call_soon_threadsafe(self._sampling.cancel)
-        self._service.engine.stop()
-        if self._service.replies is not None:
-            self._service.replies.close()
-        for end in self._service.at_end:
+        self._state.engine.stop()
+        if self._state.replies is not None:
+            self._state.replies.memory.close()
+        for end in self._state.at_end:
             end()
         self._give_back()
 
@@ -84,7 +86,7 @@ def _with_folder(settings: Settings) -> tuple[Settings, Callable[[], None]]:
     return settings.model_copy(update={"disk_cache_dir": folder}), give_back
 
 
-def _start(settings: Settings, listener: CacheListener) -> Service:
+def _start(settings: Settings, listener: CacheListener) -> ServerState:
     from kvstrata.platform.device import device
     from kvstrata.platform.logging import show_messages
     from kvstrata.server.assemble import load_model, start_service

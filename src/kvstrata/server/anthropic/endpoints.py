@@ -1,23 +1,24 @@
-"""Routes of Anthropic's Messages API. Assigns a job, a wire and documentation to each path."""
+"""Routes of Anthropic's Messages API."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+import uuid
 
-from kvstrata.server.anthropic.answers import CountAnswer, MessagesAnswer
-from kvstrata.server.anthropic.ask import count_prompt, read_message
-from kvstrata.server.anthropic.errors import messages_answers, messages_shape
-from kvstrata.server.anthropic.schema import CountAsked, MessagesAsked
-from kvstrata.server.anthropic.wire import MessagesWire
-from kvstrata.server.conversation.body import body_of, read, read_aside
-from kvstrata.server.conversation.reply import Reply
-from kvstrata.server.errors import Shape
-from kvstrata.server.service import service_of
+from fastapi import APIRouter, Request, Response
+from starlette.types import Scope
+
+from kvstrata.server.anthropic.request import ignored_tools, parse_messages, parse_prompt
+from kvstrata.server.anthropic.response import MessagesWriter, messages_error, messages_error_responses
+from kvstrata.server.anthropic.schema import CountTokensRequest, CountTokensResponse, MessagesRequest, MessagesResponse
+from kvstrata.server.api import Api
+from kvstrata.server.chat.generation import Generation, build_chat_generation, check_model
+from kvstrata.server.chat.request import GenerationParams
+from kvstrata.server.chat.serving import GenerationResponse
+from kvstrata.server.http.access import salt_of
+from kvstrata.server.http.json_body import document_body, parse_json, read, read_aside
+from kvstrata.server.state import ServerState, state_of
 
 router = APIRouter(prefix="/v1/messages", tags=["Anthropic"])
-
-ASKED = (MessagesAsked, CountAsked)
-ERROR_SHAPES: dict[str, Shape] = {"/v1/messages": messages_shape}
 
 _EVENT = {
     "type": "object",
@@ -25,7 +26,7 @@ _EVENT = {
     "required": ["event", "data"],
 }
 _MESSAGE = {
-    "model": MessagesAnswer,
+    "model": MessagesResponse,
     "description": "The reply; with `stream` as server-sent events",
     "content": {"text/event-stream": {"schema": _EVENT}},
 }
@@ -34,20 +35,46 @@ _MESSAGE = {
 @router.post(
     "",
     summary="The next message of a chat, as Anthropic's API has it",
-    responses={200: _MESSAGE, **messages_answers(400, 401, 404, 408, 413, 429, 503)},
-    openapi_extra=body_of(MessagesAsked),
+    responses={200: _MESSAGE, **messages_error_responses(400, 401, 404, 408, 413, 429, 503)},
+    openapi_extra=document_body(MessagesRequest),
 )
 async def messages(request: Request) -> Response:
-    service = service_of(request)
-    asked, job = await read(request, read_message)
-    return Reply(service, job, MessagesWire(job.id, asked.model or service.name), stream=bool(asked.stream))
+    state = state_of(request)
+    asked, generation = await read(request, _read_messages)
+    return GenerationResponse(
+        state, generation, MessagesWriter(generation.id, asked.model or state.name), stream=bool(asked.stream)
+    )
 
 
 @router.post(
     "/count_tokens",
     summary="How many tokens a prompt has",
-    responses=messages_answers(400, 401, 404, 408, 413, 503),
-    openapi_extra=body_of(CountAsked),
+    responses=messages_error_responses(400, 401, 404, 408, 413, 503),
+    openapi_extra=document_body(CountTokensRequest),
 )
-async def count_tokens(request: Request) -> CountAnswer:
-    return {"input_tokens": await read_aside(request, count_prompt)}
+async def count_tokens(request: Request) -> CountTokensResponse:
+    return {"input_tokens": await read_aside(request, _count_tokens)}
+
+
+def _read_messages(state: ServerState, body: bytes, scope: Scope) -> tuple[MessagesRequest, Generation]:
+    asked = parse_json(MessagesRequest, body, state.limits.max_items)
+    state.ignored_tools.log_tools(ignored_tools(asked))
+    return asked, build_chat_generation(state, parse_messages(asked), scope, f"msg_{uuid.uuid4().hex[:24]}")
+
+
+def _count_tokens(state: ServerState, body: bytes, scope: Scope) -> int:
+    """Return the number of tokens of the prompt that /v1/messages would make of the same body."""
+    asked = parse_json(CountTokensRequest, body, state.limits.max_items)
+    check_model(state, asked.model)
+    chat = parse_prompt(asked, GenerationParams())
+    return len(state.renderer.render(chat, salt_of(scope, None)).ids)
+
+
+API = Api(
+    "/v1/messages",
+    (router,),
+    (MessagesRequest, CountTokensRequest),
+    error_body=messages_error,
+    error_event="error",
+    parsers={"/v1/messages": lambda body: parse_messages(parse_json(MessagesRequest, body))},
+)

@@ -1,58 +1,63 @@
-"""Request bodies of OpenAI's chat and completions APIs.
+"""Request bodies and response types of OpenAI's chat and completions APIs.
 
-Checks types and ranges; unknown fields are ignored, and null means the default. Requests that are valid but that this
-model or server cannot serve are refused by ask.py.
+Bodies: types and ranges are checked; unknown fields are ignored, and null means the default. Response types are
+dictionaries rather than models: an event is sent for every token, so building one must be cheap.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
+from typing_extensions import TypedDict
 
-from kvstrata.server.conversation.body import Asked, Items, JsonText
+from kvstrata.engine.request import TokenUsage
+from kvstrata.server.http.json_body import Items, JsonText, RequestModel
 
 MAX_STOPS = 64
+
 MAX_CHOICES = 128
+
 MAX_STOP_CHARS = 1024
+
 INT64 = 2**63
 
 
-class StreamOptions(Asked):
+class StreamOptions(RequestModel):
     include_usage: bool | None = None
 
 
-class TextPart(Asked):
+class ChatTextPart(RequestModel):
     type: Literal["text"]
     text: str
 
 
-class RefusalPart(Asked):
+class ChatRefusalPart(RequestModel):
     type: Literal["refusal"]
     refusal: str
 
 
-class OtherPart(Asked):
+class ChatOtherPart(RequestModel):
     """An image, audio clip or file; accepted here so that the refusal can name the type."""
 
     type: Literal["image_url", "input_audio", "file", "video_url"]
 
 
-Part = Annotated[TextPart | RefusalPart | OtherPart, Field(discriminator="type")]
+Part = Annotated[ChatTextPart | ChatRefusalPart | ChatOtherPart, Field(discriminator="type")]
 
 
-class CalledFunction(Asked):
+class CalledFunction(RequestModel):
     name: str = Field(min_length=1)
     arguments: str
 
 
-class ToolCallMade(Asked):
+class ToolCallMade(RequestModel):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class Message(Asked):
+class Message(RequestModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Items[Part] | None = None
     name: str | None = None
@@ -61,7 +66,7 @@ class Message(Asked):
     reasoning_content: str | None = None
 
 
-class FunctionOffered(Asked):
+class FunctionOffered(RequestModel):
     # Additional fields of a function are passed to the template.
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
 
@@ -70,7 +75,7 @@ class FunctionOffered(Asked):
     parameters: dict[str, Any] | None = None
 
 
-class ToolOffered(Asked):
+class ToolOffered(RequestModel):
     type: Literal["function"]
     function: FunctionOffered
 
@@ -79,19 +84,19 @@ class ToolOffered(Asked):
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
-class JsonSchemaFormat(Asked):
+class JsonSchemaFormat(RequestModel):
     # `schema` is a method of every pydantic model.
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     name: str | None = None
     strict: bool | None = None
 
 
-class ResponseFormat(Asked):
+class ResponseFormat(RequestModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = Field(None, description="With type json_schema")
 
 
-class StructuredOutputs(Asked):
+class StructuredOutputs(RequestModel):
     """A constraint in vLLM's form: exactly one of these fields."""
 
     json_: dict[str, Any] | JsonText | None = Field(None, alias="json", description="A JSON schema")
@@ -101,16 +106,16 @@ class StructuredOutputs(Asked):
     grammar: str | None = Field(None, min_length=1, description="In Lark's form")
 
 
-class NamedFunction(Asked):
+class NamedFunction(RequestModel):
     name: str = Field(min_length=1)
 
 
-class NamedTool(Asked):
+class NamedTool(RequestModel):
     type: Literal["function"]
     function: NamedFunction
 
 
-class SamplingAsked(Asked):
+class SamplingFields(RequestModel):
     model: str | None = Field(None, description="Left out: the one that is served")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -133,7 +138,7 @@ class SamplingAsked(Asked):
     prompt_cache_key: str | None = Field(None, description="Requests with the same one are a session")
 
 
-class ChatAsked(SamplingAsked):
+class ChatCompletionRequest(SamplingFields):
     messages: Items[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
@@ -172,9 +177,128 @@ AnyPrompt = Annotated[
 ]
 
 
-class CompletionAsked(SamplingAsked):
+class CompletionRequest(SamplingFields):
     prompt: AnyPrompt
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
+
+
+Finish = Literal["stop", "length", "tool_calls"]
+
+
+class PromptTokensDetails(TypedDict):
+    cached_tokens: int
+
+
+class CompletionUsage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
+class CalledFunctionResponse(TypedDict):
+    name: str
+    arguments: str
+
+
+class ToolCallResponse(TypedDict):
+    index: NotRequired[int]  # in streams
+    id: str
+    type: Literal["function"]
+    function: CalledFunctionResponse
+
+
+class ChatMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: NotRequired[str]  # the name that many servers use; OpenAI's chat API has none
+    tool_calls: NotRequired[list[ToolCallResponse]]
+
+
+class ChatChoiceResponse(TypedDict):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish
+
+
+class ChatCompletionResponse(TypedDict):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoiceResponse]
+    usage: CompletionUsage
+
+
+class CompletionLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoiceResponse(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Finish
+
+
+class CompletionResponse(TypedDict):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoiceResponse]
+    usage: CompletionUsage
+
+
+class ModelResponse(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    # Anthropic's names for the same, so that its clients can read the list too.
+    type: Literal["model"]
+    display_name: str
+    created_at: str
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelResponse]
+    has_more: bool
+    first_id: str
+    last_id: str
+
+
+def completion_usage(usage: TokenUsage) -> CompletionUsage:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }

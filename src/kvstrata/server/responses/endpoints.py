@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -9,69 +10,77 @@ from typing import Any
 from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 from pydantic_core import from_json
+from starlette.types import Scope
 
 from kvstrata.errors import ContextTooLong, InvalidRequest, RequestError, ResponseNotFound
-from kvstrata.server.auth import owner_in
-from kvstrata.server.conversation.body import body_of, read
-from kvstrata.server.conversation.job import default_sampling
-from kvstrata.server.conversation.reply import Reply
-from kvstrata.server.conversation.wire import Begun, encode, json_response
-from kvstrata.server.errors import ErrorAnswer, Shape, answers
-from kvstrata.server.journal.trace import trace_in
-from kvstrata.server.responses.answers import DeletedAnswer, ItemList, ResponseAnswer, opening
-from kvstrata.server.responses.ask import ENCRYPTED, Asking, Memory, Question
-from kvstrata.server.responses.output import Output
-from kvstrata.server.responses.schema import ResponseAsked
-from kvstrata.server.responses.stored import StoredResponse
-from kvstrata.server.responses.tools import IgnoredTools
-from kvstrata.server.responses.wire import Logprobs, ResponsesWire
-from kvstrata.server.service import Service, service_of
+from kvstrata.server.api import Api
+from kvstrata.server.chat.generation import Generation, build_chat_generation, default_sampling
+from kvstrata.server.chat.request import ChatRequest
+from kvstrata.server.chat.serving import GenerationResponse
+from kvstrata.server.chat.writer import StreamStart, encode_sse, json_bytes, json_response
+from kvstrata.server.http.access import owner_of_scope, salt_of
+from kvstrata.server.http.errors import ErrorResponseBody, error_responses
+from kvstrata.server.http.json_body import document_body, parse_json, read
+from kvstrata.server.request_log import trace_of
+from kvstrata.server.responses.output_items import OutputItems
+from kvstrata.server.responses.request import ENCRYPTED, encode_items, parse_response
+from kvstrata.server.responses.response import Logprobs, ResponsesWriter
+from kvstrata.server.responses.schema import DeletedResponse, ItemList, ResponsesRequest, ResponsesResponse, opening
+from kvstrata.server.responses.store import ResponseStore, StoredResponse
+from kvstrata.server.responses.tools import ToolNames, ignored_tools
+from kvstrata.server.state import ServerState, state_of
 
 router = APIRouter(prefix="/v1/responses", tags=["OpenAI Responses"])
 
-ASKED = (ResponseAsked,)
-ERROR_SHAPES: dict[str, Shape] = {}  # the server's own
 MAX_LISTED = 100
 EVENT_STREAM = "text/event-stream"
-NO_RESPONSE: dict[str, Any] = {"model": ErrorAnswer, "description": "No such response, or it is another key's"}
+NO_RESPONSE: dict[str, Any] = {"model": ErrorResponseBody, "description": "No such response, or it is another key's"}
 
 
 def _answered() -> dict[int | str, dict[str, Any]]:
     # The `event` of each event is the type of the JSON in its `data`.
     event = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
     whole = {
-        "model": ResponseAnswer,
+        "model": ResponsesResponse,
         "description": "The response; with `stream` as server-sent events",
         "content": {EVENT_STREAM: {"schema": event}},
     }
-    return {200: whole, **answers(400, 401, 404, 408, 413, 429, 503)}
+    return {200: whole, **error_responses(400, 401, 404, 408, 413, 429, 503)}
 
 
 @router.post(
-    "", summary="A response to a text or to items", responses=_answered(), openapi_extra=body_of(ResponseAsked)
+    "", summary="A response to a text or to items", responses=_answered(), openapi_extra=document_body(ResponsesRequest)
 )
 async def create_response(request: Request) -> Response:
-    service, memory = service_of(request), _memory(request)
-    question = await read(request, Asking(memory))
-    asked, job = question.asked, question.job
-    wire = _wire(service, question)
-    too_long = partial(_too_long, wire, stream=bool(asked.stream))
-    if isinstance(job, ContextTooLong):
-        trace_in(request.scope).fail(job)
-        return too_long(job)
+    state = state_of(request)
+    response_id = f"resp_{uuid.uuid4().hex}"
+    asked, names, items, generation = await read(request, partial(_read_response, response_id))
+    writer = _writer(state, asked, names, response_id)
+    too_long = partial(_too_long, writer, stream=bool(asked.stream))
+    if isinstance(generation, ContextTooLong):
+        trace_of(request.scope).record_error(generation)
+        return too_long(generation)
+    salt = salt_of(request.scope, asked.cache_salt)
 
     def keep(answer: Any) -> None:
-        memory.stored.keep(question.stored(answer))
+        output_ids = tuple(item["id"] for item in answer["output"])
+        state.responses.keep(StoredResponse(response_id, salt, json_bytes(answer), items, output_ids))
 
-    on_end = None if asked.store is False else keep
-    return Reply(service, job, wire, stream=bool(asked.stream), on_end=on_end, on_too_long=too_long)
+    return GenerationResponse(
+        state,
+        generation,
+        writer,
+        stream=bool(asked.stream),
+        on_end=None if asked.store is False else keep,
+        on_too_long=too_long,
+    )
 
 
 @router.get(
     "/{response_id}",
     summary="A response that was kept",
-    response_model=ResponseAnswer,
-    responses={**answers(400, 401), 404: NO_RESPONSE},
+    response_model=ResponsesResponse,
+    responses={**error_responses(400, 401), 404: NO_RESPONSE},
 )
 async def get_response(request: Request, response_id: str) -> Response:
     if request.query_params.get("stream", "").lower() == "true":
@@ -79,9 +88,9 @@ async def get_response(request: Request, response_id: str) -> Response:
     return Response(_found(request, response_id).answer, media_type="application/json")
 
 
-@router.delete("/{response_id}", summary="Forget a response", responses={**answers(401), 404: NO_RESPONSE})
-async def delete_response(request: Request, response_id: str) -> DeletedAnswer:
-    if not _memory(request).stored.remove(response_id, owner_in(request.scope)):
+@router.delete("/{response_id}", summary="Forget a response", responses={**error_responses(401), 404: NO_RESPONSE})
+async def delete_response(request: Request, response_id: str) -> DeletedResponse:
+    if not state_of(request).responses.remove(response_id, owner_of_scope(request.scope)):
         raise _no_response(response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
@@ -90,7 +99,7 @@ async def delete_response(request: Request, response_id: str) -> DeletedAnswer:
     "/{response_id}/input_items",
     summary="What a response answers, earlier responses included",
     response_model=ItemList,
-    responses={**answers(400, 401), 404: NO_RESPONSE},
+    responses={**error_responses(400, 401), 404: NO_RESPONSE},
 )
 async def list_input_items(request: Request, response_id: str) -> Response:
     """List the input items of a response. `order`: desc (newest first) or asc; `limit`: 1 to 100; `after`: the id of an
@@ -116,35 +125,45 @@ def _input_items(response: StoredResponse, asked: Mapping[str, str]) -> Response
     return json_response(answer)
 
 
-def _memory(request: Request) -> Memory:
-    """Return the state of this API, created by the first request. Called only on the event loop's thread."""
-    state = request.app.state
-    if not hasattr(state, "responses"):
-        state.responses = Memory(service_of(request).responses, IgnoredTools())
-    return state.responses
+def _read_response(
+    response_id: str, state: ServerState, body: bytes, scope: Scope
+) -> tuple[ResponsesRequest, ToolNames, bytes, Generation | ContextTooLong]:
+    """Return the request, its tools, its input items for storage, and its generation, or an error if the prompt does
+    not fit the context."""
+    asked = parse_json(ResponsesRequest, body, state.limits.max_items)
+    parsed = parse_response(asked, state.responses, salt_of(scope, asked.cache_salt))
+    state.ignored_tools.log_tools(ignored_tools(asked.tools or ()))
+    items = b"" if asked.store is False else encode_items(parsed.items)
+    try:
+        return asked, parsed.names, items, build_chat_generation(state, parsed.chat, scope, response_id)
+    except RequestError as error:
+        if error.param == "messages":  # the name of the field in a chat
+            error.param = "input"
+        if isinstance(error, ContextTooLong):
+            return asked, parsed.names, items, error
+        raise
 
 
-def _wire(service: Service, question: Question) -> ResponsesWire:
-    asked = question.asked
-    output = Output(
-        question.box.names,
-        Logprobs(service.loaded.tokenizer),
+def _writer(state: ServerState, asked: ResponsesRequest, names: ToolNames, response_id: str) -> ResponsesWriter:
+    output = OutputItems(
+        names.names,
+        Logprobs(state.loaded.tokenizer),
         packs_thinking=ENCRYPTED in (asked.include or ()),
     )
-    return ResponsesWire(opening(asked, question.id, service.name, default_sampling(service)), output)
+    return ResponsesWriter(opening(asked, response_id, state.name, default_sampling(state)), output)
 
 
-def _too_long(wire: ResponsesWire, error: RequestError, *, stream: bool) -> Response:
+def _too_long(writer: ResponsesWriter, error: RequestError, *, stream: bool) -> Response:
     """Return the response to a prompt that is too long, as a failed stream: Codex then shortens its history, but gives
     up if the request itself fails. Without `stream`, raise the error."""
     if not stream:
         raise error
-    body = encode([*wire.begin(Begun(0, None)), *wire.fail(error)])
+    body = encode_sse([*writer.start(StreamStart(0, None)), *writer.fail(error)])
     return Response(body, media_type=EVENT_STREAM, headers={"cache-control": "no-cache"})
 
 
 def _found(request: Request, response_id: str) -> StoredResponse:
-    found = _memory(request).stored.find(response_id, owner_in(request.scope))
+    found = state_of(request).responses.find(response_id, owner_of_scope(request.scope))
     if found is None:
         raise _no_response(response_id)
     return found
@@ -169,3 +188,18 @@ def _limit(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 4 and 1 <= int(text) <= MAX_LISTED):
         raise InvalidRequest(f"limit: a number from 1 to {MAX_LISTED}.", param="limit")
     return int(text)
+
+
+def _parse_without_store(body: bytes) -> ChatRequest:
+    """Read a request without stored responses. One that continues an earlier response can be read only by the server
+    that keeps it."""
+    return parse_response(parse_json(ResponsesRequest, body), ResponseStore(), "").chat
+
+
+API = Api(
+    "/v1/responses",
+    (router,),
+    (ResponsesRequest,),
+    error_event="error",
+    parsers={"/v1/responses": _parse_without_store},
+)

@@ -1,20 +1,21 @@
-"""Request bodies of /v1/responses.
-
-Checks types and ranges; unknown fields are ignored, and null means the default. Items and tools of unknown types have
-their own classes: such items are refused by name (turns.py), such tools are left out (tools.py).
-"""
+"""Request bodies and response types of OpenAI's Responses API, and the fields that each response repeats."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import time
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter
+from typing_extensions import TypedDict
 
-from kvstrata.server.conversation.body import Asked, Items
+from kvstrata.engine.request import Sampling, TokenUsage
+from kvstrata.server.http.json_body import Items, RequestModel
 
 ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output", "custom_tool_call",
               "custom_tool_call_output", "item_reference")  # fmt: skip
+
 TOOL_TYPES = ("function", "custom", "namespace")
+
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
@@ -54,17 +55,17 @@ def _by(tag_of: Any, what: str) -> Discriminator:
     )
 
 
-class TextPart(Asked):
+class TextPart(RequestModel):
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
 
 
-class RefusalPart(Asked):
+class RefusalPart(RequestModel):
     type: Literal["refusal"]
     refusal: str
 
 
-class OtherPart(Asked):
+class OtherPart(RequestModel):
     """An image, audio clip or file; accepted here so that the refusal can name the type."""
 
     type: str
@@ -76,7 +77,7 @@ Part = Annotated[
 ]
 
 
-class Item(Asked):
+class Item(RequestModel):
     id: str | None = None
 
 
@@ -137,11 +138,12 @@ AnyItem = Annotated[
     | Annotated[OtherItem, Tag("other")],
     _by(_tag_of_item, "an item"),
 ]
+
 # Validates stored items: those of requests, and those of responses, which have additional fields.
 ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[AnyItem])
 
 
-class Offered(Asked):
+class Offered(RequestModel):
     # The response repeats additional fields of a tool.
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
 
@@ -196,7 +198,7 @@ AnyTool = Annotated[
 ]
 
 
-class ChosenTool(Asked):
+class ChosenTool(RequestModel):
     """A tool that must be called. Without a name: a tool that runs elsewhere."""
 
     type: str
@@ -204,7 +206,7 @@ class ChosenTool(Asked):
     namespace: str | None = None
 
 
-class AllowedTools(Asked):
+class AllowedTools(RequestModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"] = "auto"
     tools: Items[ChosenTool]
@@ -225,12 +227,12 @@ AnyChoice = Annotated[
 ]
 
 
-class Reasoning(Asked):
+class Reasoning(RequestModel):
     effort: str | None = Field(None, description="none, minimal, low, medium, high, ...")
     summary: str | None = None
 
 
-class TextFormat(Asked):
+class TextFormat(RequestModel):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     # `schema` is a method of every pydantic model.
@@ -238,12 +240,12 @@ class TextFormat(Asked):
     strict: bool | None = None
 
 
-class TextAsked(Asked):
+class TextOptions(RequestModel):
     format: TextFormat | None = None
     verbosity: str | None = None
 
 
-class ResponseAsked(Asked):
+class ResponsesRequest(RequestModel):
     model: str | None = Field(None, description="Left out: the one that is served")
     instructions: str | None = None
     input: str | Items[AnyItem] | None = None
@@ -254,7 +256,7 @@ class ResponseAsked(Asked):
     include: Items[str] | None = None
     store: bool | None = Field(None, description="Left out: kept for GET and previous_response_id, within bounds")
     previous_response_id: str | None = None
-    text: TextAsked | None = None
+    text: TextOptions | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -272,3 +274,210 @@ class ResponseAsked(Asked):
     background: bool | None = None
     conversation: Any = None
     prompt: Any = None
+
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputTopLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class OutputLogprob(OutputTopLogprob):
+    top_logprobs: list[OutputTopLogprob]
+
+
+class OutputText(TypedDict):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[OutputLogprob]
+
+
+class ReasoningText(TypedDict):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class MessageItemResponse(TypedDict):
+    id: str
+    type: Literal["message"]
+    status: ItemStatus
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class ReasoningItemResponse(TypedDict):
+    id: str
+    type: Literal["reasoning"]
+    status: ItemStatus
+    summary: list[Any]
+    content: list[ReasoningText]
+    encrypted_content: str | None
+
+
+class FunctionCallResponse(TypedDict):
+    id: str
+    type: Literal["function_call"]
+    status: ItemStatus
+    call_id: str
+    name: str
+    namespace: NotRequired[str]
+    arguments: str
+
+
+class CustomCallResponse(TypedDict):
+    id: str
+    type: Literal["custom_tool_call"]
+    status: ItemStatus
+    call_id: str
+    name: str
+    namespace: NotRequired[str]
+    input: str
+
+
+OutputItemResponse = MessageItemResponse | ReasoningItemResponse | FunctionCallResponse | CustomCallResponse
+
+
+class InputDetails(TypedDict):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputDetails(TypedDict):
+    reasoning_tokens: int
+
+
+class ResponsesUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class FailureDetails(TypedDict):
+    code: str
+    message: str
+
+
+class IncompleteDetails(TypedDict):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponsesResponse(TypedDict):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Status
+    background: bool
+    error: FailureDetails | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, Any]
+    model: str
+    output: list[OutputItemResponse]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: dict[str, Any]
+    safety_identifier: str | None
+    service_tier: str
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    usage: ResponsesUsage | None
+    user: str | None
+
+
+class DeletedResponse(TypedDict):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class ItemList(TypedDict):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+def opening(asked: ResponsesRequest, response_id: str, model: str, defaults: Sampling) -> ResponsesResponse:
+    """Return the response at its start, with empty output. Most of its fields repeat the request."""
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": asked.instructions,
+        "max_output_tokens": asked.max_output_tokens,
+        "max_tool_calls": asked.max_tool_calls,
+        "metadata": asked.metadata or {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": asked.parallel_tool_calls is not False,
+        "previous_response_id": asked.previous_response_id,
+        "prompt_cache_key": asked.prompt_cache_key,
+        "reasoning": asked.reasoning.model_dump() if asked.reasoning else {"effort": None, "summary": None},
+        "safety_identifier": asked.safety_identifier,
+        "service_tier": "default",
+        "store": asked.store is not False,
+        "temperature": defaults.temperature if asked.temperature is None else asked.temperature,
+        "text": _text(asked),
+        "tool_choice": _choice(asked),
+        "tools": [_tool(tool) for tool in asked.tools or ()],
+        "top_logprobs": asked.top_logprobs or 0,
+        "top_p": defaults.top_p if asked.top_p is None else asked.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": asked.user,
+    }
+
+
+def responses_usage(usage: TokenUsage) -> ResponsesUsage:
+    """Return the token counts. Reasoning tokens and cache writes are not counted separately and are always 0."""
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _text(asked: ResponsesRequest) -> dict[str, Any]:
+    form = asked.text.format if asked.text else None
+    told: dict[str, Any] = {"format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}}
+    if asked.text and asked.text.verbosity:
+        told["verbosity"] = asked.text.verbosity
+    return told
+
+
+def _choice(asked: ResponsesRequest) -> Any:
+    choice = asked.tool_choice or "auto"
+    return choice if isinstance(choice, str) else choice.model_dump(exclude_none=True)
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    """Return a tool as the response repeats it. Like OpenAI, it always contains a function's `parameters` and
+    `strict`."""
+    always = {"parameters": None, "strict": None} if isinstance(tool, FunctionTool) else {}
+    return {**always, **tool.model_dump(exclude_unset=True)}

@@ -5,14 +5,16 @@ Handles free-text ("custom") tools, namespaces and tools that run elsewhere. Ind
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from kvstrata.errors import InvalidRequest
-from kvstrata.server.conversation.chat import Tool, ToolChoice
+from kvstrata.server.chat.request import Tool, ToolChoice
 from kvstrata.server.responses.schema import (
     AllowedTools,
     ChosenTool,
@@ -20,7 +22,7 @@ from kvstrata.server.responses.schema import (
     FunctionTool,
     NamespaceTool,
     OtherTool,
-    ResponseAsked,
+    ResponsesRequest,
 )
 
 logger = logging.getLogger("kvstrata.server")
@@ -38,7 +40,7 @@ class ToolName:
 
 
 @dataclass(frozen=True)
-class Toolbox:
+class ToolNames:
     """The tools of a request. `tools`: functions for the model; `names`: the client's name for each of the model's
     names."""
 
@@ -64,25 +66,12 @@ class Toolbox:
     def _told(self) -> dict[tuple[str, str | None], str]:
         return {(known.name, known.namespace): told for told, known in self.names.items()}
 
-    def only(self, names: set[str]) -> Toolbox:
+    def only(self, names: set[str]) -> ToolNames:
         kept = tuple(tool for tool in self.tools if tool["function"]["name"] in names)
-        return Toolbox(kept, self.names)
+        return ToolNames(kept, self.names)
 
 
-class IgnoredTools:
-    """Logs, once for each type, that tools of the type do not run here."""
-
-    def __init__(self) -> None:
-        self._said: set[str] = set()
-
-    def note(self, types: Iterable[str]) -> None:
-        for kind in types:
-            if kind not in self._said and len(self._said) < 100:
-                self._said.add(kind)
-                logger.info("Tools of type %.80s do not run here: left out of what the model is told.", kind)
-
-
-def toolbox(tools: Sequence[Any]) -> Toolbox:
+def tool_names(tools: Sequence[Any]) -> ToolNames:
     told: list[Tool] = []
     names: dict[str, ToolName] = {}
     for where, tool, namespace in _flat(tools):
@@ -95,14 +84,15 @@ def toolbox(tools: Sequence[Any]) -> Toolbox:
             raise InvalidRequest(f"{where}: another tool has the name '{name[:80]}' too. Rename one.", param=where)
         names[name] = known
         told.append({"type": "function", "function": _function(tool, name)})
-    return Toolbox(tuple(told), names)
+    return ToolNames(tuple(told), names)
 
 
-def ignored_types(tools: Sequence[Any]) -> list[str]:
-    return [tool.type for _, tool, _ in _flat(tools) if isinstance(tool, OtherTool)]
+def ignored_tools(tools: Sequence[Any]) -> dict[str, str]:
+    """Return the types of tools that have no effect here, each with the reason."""
+    return {tool.type: "does not run here" for _, tool, _ in _flat(tools) if isinstance(tool, OtherTool)}
 
 
-def choice_of(asked: ResponseAsked, box: Toolbox) -> tuple[Toolbox, ToolChoice]:
+def choose_tools(asked: ResponsesRequest, box: ToolNames) -> tuple[ToolNames, ToolChoice]:
     """Return the tools that may be called, and whether a call is required."""
     parallel = asked.parallel_tool_calls is not False
     choice = asked.tool_choice or "auto"
@@ -154,7 +144,7 @@ def _description(tool: CustomTool) -> str:
     return f"{said}\n\n{grammar}" if said else grammar
 
 
-def _chosen(box: Toolbox, choice: ChosenTool) -> str:
+def _chosen(box: ToolNames, choice: ChosenTool) -> str:
     if choice.type not in ("function", "custom") or choice.name is None:
         raise InvalidRequest(
             f"tool_choice: tools of type {choice.type[:80]} do not run here. Name a function or a custom tool.",
@@ -168,6 +158,110 @@ def _chosen(box: Toolbox, choice: ChosenTool) -> str:
     return name
 
 
-def _allowed(box: Toolbox, choice: AllowedTools) -> set[str]:
+def _allowed(box: ToolNames, choice: AllowedTools) -> set[str]:
     names = {box.told_of(tool.name, tool.namespace) for tool in choice.tools}
     return {name for name in names if name is not None}
+
+
+_BEFORE = ("{", f'"{FREE_TEXT}"', ":", '"')
+
+_HIGH = r"[dD][89abAB][0-9a-fA-F]{2}"
+
+_LOW = r"[dD][c-fC-F][0-9a-fA-F]{2}"
+
+_ESCAPE = re.compile(rf"\\u({_HIGH})\\u({_LOW})|\\u([0-9a-fA-F]{{4}})|\\([^u])")
+
+# An incomplete escape at the end of the text: a part of one, or the first of a surrogate pair.
+_BEGUN = re.compile(rf"\\(u(?:[0-9a-fA-F]{{0,3}}|{_HIGH}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?)?)?\Z")
+
+_PLAIN = re.compile(r'[^"\\]+')
+
+_MEANT = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+
+
+class FreeTextInput:
+    """A parser that reads each character once. Arguments of another form are collected and returned at the end."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._expected = list(_BEFORE)  # tokens before the text
+        self._held = ""  # not decoded yet
+        self._state = "before"
+
+    def add(self, piece: str) -> str:
+        """Return the part of the input that a piece of the arguments adds."""
+        if self._state in ("before", "other"):
+            self._pieces.append(piece)
+        self._held += piece
+        if self._state == "before":
+            self._skip()
+        if self._state == "inside":
+            return self._unescape()
+        if self._state != "before":
+            self._held = ""
+        return ""
+
+    def finish(self) -> str:
+        """Return the rest of the input at the end of the call."""
+        if self._state in ("before", "other"):
+            return _input_of("".join(self._pieces))
+        held, self._held = self._held, ""
+        return held if self._state == "inside" else ""
+
+    def _skip(self) -> None:
+        while self._expected:
+            rest = self._held.lstrip(" \t\r\n")
+            wanted = self._expected[0]
+            if rest.startswith(wanted):
+                self._held = rest[len(wanted) :]
+                self._expected.pop(0)
+            else:
+                self._held = rest
+                if not wanted.startswith(rest):
+                    self._state = "other"
+                return
+        self._state = "inside"
+        self._pieces.clear()
+
+    def _unescape(self) -> str:
+        out: list[str] = []
+        text, at = self._held, 0
+        while at < len(text):
+            if plain := _PLAIN.match(text, at):
+                out.append(plain[0])
+                at = plain.end()
+            elif text[at] == '"':
+                self._state, at = "after", len(text)
+            elif _BEGUN.match(text, at):
+                break
+            elif escape := _ESCAPE.match(text, at):
+                out.append(_unescaped(escape))
+                at = escape.end()
+            else:  # invalid JSON: keep it as it was written
+                out.append(text[at])
+                at += 1
+        self._held = text[at:]
+        return "".join(out)
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    high, low, single, letter = escape.groups()
+    if high:
+        return chr(0x10000 + ((int(high, 16) - 0xD800) << 10) + (int(low, 16) - 0xDC00))
+    if single:
+        code = int(single, 16)
+        return "\ufffd" if 0xD800 <= code < 0xE000 else chr(code)
+    return _MEANT.get(letter, letter)
+
+
+def _input_of(arguments: str) -> str:
+    """Return the input of a call in another form: the text under the right name or of the only member, else all
+    arguments."""
+    try:
+        parsed = json.loads(arguments, strict=False)
+    except (ValueError, RecursionError):
+        return arguments
+    if not isinstance(parsed, dict):
+        return arguments
+    values = [parsed[FREE_TEXT]] if FREE_TEXT in parsed else list(parsed.values())
+    return values[0] if len(values) == 1 and isinstance(values[0], str) else arguments

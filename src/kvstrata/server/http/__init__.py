@@ -1,0 +1,1 @@
+"""HTTP without APIs: connections, bodies, access, errors."""

@@ -1,1 +1,0 @@
-"""The request journal: a trace of each request, log lines, and an hour of history for the dashboard."""
