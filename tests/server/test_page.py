@@ -223,7 +223,7 @@ def test_a_request_opens_its_explanation(page: Page, fresh: Served) -> None:
     said = page.text(f"{row} + .details").replace("\u00a0", " ")
     assert f"100 of {len(changed)} prompt tokens were cached" in said
     assert "It parts from the prompt before it in its session at token 100:" in said
-    assert "Something else is stored from there on." in said
+    assert "The cached prompt differs from here on." in said
     assert answered.headers["x-request-id"] in said
     assert f"If its session went on now, {len(changed)} of " in said or "If its session went on now" in said
     assert page.run("document.querySelectorAll('#requests img').length") == 0

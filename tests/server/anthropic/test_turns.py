@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.errors import InvalidRequest
-from kvstrata.server.anthropic.request import parse_prompt
+from kvstrata.server.anthropic.request import parse_messages, parse_prompt
 from kvstrata.server.anthropic.schema import MessagesRequest
 from kvstrata.server.chat.request import ChatRequest, GenerationParams, ThinkingParams, ToolChoice
 from kvstrata.server.http.json_body import parse_json
@@ -25,7 +25,10 @@ LOOK = {"name": "look", "description": "Looks", "input_schema": {"type": "object
 
 def chat(*messages: Any, **fields: Any) -> ChatRequest:
     body = {"model": "claude-x", "max_tokens": 10, "messages": list(messages) or [USER], **fields}
-    return parse_prompt(parse_json(MessagesRequest, json.dumps(body).encode()), GenerationParams())
+    asked = parse_json(MessagesRequest, json.dumps(body).encode())
+    if asked.messages and asked.messages[-1].role == "assistant":  # no reply is possible, but it is translated
+        return parse_prompt(asked, GenerationParams())
+    return parse_messages(asked)
 
 
 def turns(*messages: Any, **fields: Any) -> list[Message]:

@@ -56,7 +56,7 @@ def test_a_request_is_there_with_why_it_missed(fresh: Served) -> None:
     assert (last["prompt_tokens"], last["cached_tokens"]) == (len(LONG), 100)
     assert last["completion_tokens"] == answered.json()["usage"]["completion_tokens"]
     assert (last["miss"], last["divergence"]["at"], last["divergence"]["where"]) == ("diverged", 100, "prompt")
-    assert last["meaning"] == "Something else is stored from there on."
+    assert last["meaning"] == "The cached prompt differs from here on."
     assert last["divergence"]["was"] != last["divergence"]["now"]
     assert 0 < last["first_token_s"] <= last["seconds"]
     assert before["time"] < last["time"] < told["now"]

@@ -127,9 +127,9 @@ def test_tools_are_functions_for_the_model() -> None:
     assert told["patch"]["parameters"]["required"] == ["input"]
     assert box.names["spawn"] == ToolName("spawn", "team")
     assert box.names["team__patch"] == ToolName("patch", "team", is_custom=True)
-    assert box.told_as("read", "team") == "team__read"
-    assert box.told_as("read", None) == "read"
-    assert box.told_as("gone", "team") == "gone"
+    assert box.shown_name("read", "team") == "team__read"
+    assert box.shown_name("read", None) == "read"
+    assert box.shown_name("gone", "team") == "gone"
     assert ignored_tools(asked.tools or ()) == {"web_search": "does not run here", "mcp": "does not run here"}
 
 

@@ -120,8 +120,8 @@ def _result(path: str, block: ToolResultBlock, known: set[str]) -> Message:
         )
     text = _result_text(block.content, f"{path}.content")
     # Chat templates have no error flag, so the text carries it.
-    told = f"Error: {text}" if block.is_error else text
-    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": told}
+    shown = f"Error: {text}" if block.is_error else text
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": shown}
 
 
 def _result_text(content: str | Sequence[ResultBlock] | None, where: str) -> str:

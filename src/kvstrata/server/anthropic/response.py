@@ -128,7 +128,7 @@ class MessagesWriter:
 
     def add(self, index: int, events: Sequence[ReplyEvent], logprobs: Sequence[TokenLogprob]) -> list[JsonEvent]:
         del index, logprobs
-        return [told for event in events for told in self._add(event)]
+        return [sent for event in events for sent in self._add(event)]
 
     def finish_choice(self, index: int, end: ChoiceEnd) -> list[JsonEvent]:
         del index

@@ -206,7 +206,7 @@ async def ask_cache(state: ServerState, question: Callable[[CacheApi], T]) -> T:
 
 
 async def wait_for_removals(state: ServerState) -> None:
-    """Wait until a removal survives a crash: a client that is told of it must not see the blocks again."""
+    """Wait until a removal survives a crash: a client that got the answer must not see the blocks again."""
     wait = await ask_cache(state, lambda cache: cache.wait_for_removals)
     if not await to_thread.run_sync(wait, DURABLE_S):
         raise Unavailable(

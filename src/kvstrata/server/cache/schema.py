@@ -392,20 +392,19 @@ def _part(part: PartUsage) -> SequencePartResponse:
 
 
 KEY_NOTE = (
-    "Only what is stored under this key changes. What is to come is stored as the server is set to; an admin key "
-    "(--admin-key) changes that."
+    "Only what is cached under this key changes. New KV is cached in the server's precision; an admin key (--admin-key) "
+    "changes that."
 )
-
 MEANINGS = {
-    "complete": "All that can be is cached; the last token of a prompt is always computed.",
-    "new": "What is stored ends there: the rest was never seen.",
-    "diverged": "Something else is stored from there on.",
-    "evicted": "The rest was stored and had to go to make room.",
-    "damaged": "The next block on the disk was damaged and put aside; it is computed and written again.",
-    "mark": "More is stored, but this model can be resumed only where its state was kept, and that is here.",
-    "salt": "It is stored without this cache_salt; requests with different salts never share.",
-    "empty": "Nothing is stored yet for this model, key and salt.",
-    "identity": "Nothing is stored for this model, key and salt; the disk has only what belongs to other weights, "
-    "another template, other settings or another salt.",
-    "foreign": "This model brings caches of its own kind, which cannot be shared between requests.",
+    "complete": "All that can be cached is cached; the last token of a prompt is always computed.",
+    "new": "The cache ends here: the rest was never computed before.",
+    "diverged": "The cached prompt differs from here on.",
+    "evicted": "The rest was cached and was evicted to reclaim memory.",
+    "damaged": "The next block on the disk was damaged and was quarantined; it is computed and written again.",
+    "mark": "More is cached, but this model can be resumed only at a state checkpoint, and the last one is here.",
+    "salt": "It is cached without this cache_salt; requests with different salts never share cached KV.",
+    "empty": "Nothing is cached yet for this model, key and salt.",
+    "identity": "Nothing is cached for this model, key and salt; the disk has only blocks of other weights, another "
+    "template, other settings or another salt.",
+    "foreign": "This model has caches of its own kind, which cannot be shared between requests.",
 }

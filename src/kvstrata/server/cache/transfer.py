@@ -136,7 +136,7 @@ async def export(request: Request, id: str) -> StreamingResponse:
         "requestBody": {"required": True, "content": {OCTETS: {"schema": {"type": "string", "format": "binary"}}}},
     },
 )
-async def take_in(request: Request) -> ImportResponse:
+async def import_conversation(request: Request) -> ImportResponse:
     state = state_of(request)
     # A web page can post plain text to a local server without a preflight; this type forces one.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != OCTETS:
@@ -145,7 +145,7 @@ async def take_in(request: Request) -> ImportResponse:
     places = state.imports.reserve(state.engine.transfer.limit_bytes)
     with state.drain_gate.admit(), places as grow, tempfile.TemporaryFile() as file:
         size_bytes = await _receive(request, file, grow)
-        taken, session = await to_thread.run_sync(_take_in, state, file, size_bytes, salt)
+        taken, session = await to_thread.run_sync(_import_file, state, file, size_bytes, salt)
     return {"session": session.id, "tokens": len(taken.ids), "new_tokens": taken.num_new, "bytes": size_bytes}
 
 
@@ -196,25 +196,27 @@ def _conversation(state: ServerState, session: Session, longest: Conversation) -
     return ExportedConversation(longest.ids, session.salt, named, sections)
 
 
-def _take_in(state: ServerState, file: BinaryIO, size_bytes: int, salt: str) -> tuple[ImportedConversation, Session]:
+def _import_file(
+    state: ServerState, file: BinaryIO, size_bytes: int, salt: str
+) -> tuple[ImportedConversation, Session]:
     taken = state.engine.transfer.import_file(file, size_bytes, salt, partial(ids_of_prompt, state))
-    session = _known_again(state, taken, salt)
+    session = _adopt_session(state, taken, salt)
     if state.replies is not None:
         section = taken.sections.get(REPLIES, ())
         state.replies.memory.import_session(session.salt, section, state.loaded.vocab_size)
     return taken, session
 
 
-def _known_again(state: ServerState, taken: ImportedConversation, salt: str) -> Session:
+def _adopt_session(state: ServerState, taken: ImportedConversation, salt: str) -> Session:
     """Return the session that the client's next request will belong to. The file's session data is untrusted."""
-    told = taken.session
-    digest, number = told.get("digest", ""), told.get("num_prompt", "")
-    by: RecognisedBy | None = next((each for each in RECOGNISED if each == told.get("recognised_by")), None)
+    claimed = taken.session
+    digest, number = claimed.get("digest", ""), claimed.get("num_prompt", "")
+    by: RecognisedBy | None = next((each for each in RECOGNISED if each == claimed.get("recognised_by")), None)
     if by is None or not DIGEST.fullmatch(digest):
         name = name_text_session({}, None, taken.ids[:FIRST_TOKENS].tolist())
     else:
         is_derived = by in ("first message", "first tokens")
-        name = SessionName(by, given="" if is_derived else told.get("id", ""), digest=bytes.fromhex(digest))
+        name = SessionName(by, given="" if is_derived else claimed.get("id", ""), digest=bytes.fromhex(digest))
     num_prompt = int(number) if number.isascii() and number.isdigit() and len(number) < 10 else 0
     session, num_prompt = state.sessions.adopt_session(salt, name), min(num_prompt or len(taken.ids), len(taken.ids))
     state.engine.ask_cache(

@@ -176,7 +176,7 @@ class ReplyFiles:
         self._expired_s = 0.0  # older replies are ignored when read
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._appended_bytes = 0  # since the folder size was last checked
-        self._told = False  # whether the warning about an unusable folder was logged
+        self._has_warned = False  # whether the warning about an unusable folder was logged
         self._thread = threading.Thread(target=self._work, name="kvstrata-replies", daemon=True)
         self._thread.start()
         self._jobs.put(self._bound)
@@ -238,8 +238,8 @@ class ReplyFiles:
                 self._tell(error)
 
     def _tell(self, error: OSError) -> None:
-        if not self._told:
-            self._told = True
+        if not self._has_warned:
+            self._has_warned = True
             log.warning(
                 "Replies cannot be kept in %s: %s. They are remembered until the server ends.", self._folder, error
             )

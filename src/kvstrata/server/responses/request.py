@@ -48,8 +48,8 @@ def packed(thinking: str) -> str:
 def thinking_of(item: ReasoningItem) -> str:
     """Return the reasoning text of an item. Encrypted content of other servers cannot be read; the summary is used
     instead."""
-    told = _texts(item.content) or _unpacked(item.encrypted_content or "")
-    return told or _texts(item.summary)
+    content = _texts(item.content) or _unpacked(item.encrypted_content or "")
+    return content or _texts(item.summary)
 
 
 def _texts(parts: list[Part] | None) -> str:
@@ -122,7 +122,7 @@ class _Turns:
 
     def _add_call(self, item: FunctionCallItem | CustomCallItem, arguments: str) -> None:
         self._calls.add(item.call_id)
-        function = {"name": self._box.told_as(item.name, item.namespace), "arguments": arguments}
+        function = {"name": self._box.shown_name(item.name, item.namespace), "arguments": arguments}
         call = {"id": item.call_id, "type": "function", "function": function}
         self._open_reply().setdefault("tool_calls", []).append(call)
 
@@ -152,8 +152,8 @@ class _Turns:
         reply, self._reply = self._reply, None
         # Reasoning without text or calls belongs to an aborted reply.
         if reply is not None and (reply["content"] or reply.get("tool_calls") or "reasoning_content" not in reply):
-            told = {key: "".join(value) if key in TEXTS else value for key, value in reply.items()}
-            self._messages.append({key: value for key, value in told.items() if value or key == "content"})
+            joined = {key: "".join(value) if key in TEXTS else value for key, value in reply.items()}
+            self._messages.append({key: value for key, value in joined.items() if value or key == "content"})
 
 
 def text_of(content: str | list[Any], where: str) -> str:

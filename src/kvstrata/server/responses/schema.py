@@ -465,10 +465,10 @@ def responses_usage(usage: TokenUsage) -> ResponsesUsage:
 
 def _text(asked: ResponsesRequest) -> dict[str, Any]:
     form = asked.text.format if asked.text else None
-    told: dict[str, Any] = {"format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}}
+    text: dict[str, Any] = {"format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}}
     if asked.text and asked.text.verbosity:
-        told["verbosity"] = asked.text.verbosity
-    return told
+        text["verbosity"] = asked.text.verbosity
+    return text
 
 
 def _choice(asked: ResponsesRequest) -> Any:

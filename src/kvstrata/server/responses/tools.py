@@ -47,24 +47,24 @@ class ToolNames:
     tools: tuple[Tool, ...] = ()
     names: dict[str, ToolName] = field(default_factory=dict)
 
-    def told_as(self, name: str, namespace: str | None) -> str:
+    def shown_name(self, name: str, namespace: str | None) -> str:
         """Return the model's name of a tool, or the client's name if a tool of an earlier turn no longer exists."""
-        return self._told.get((name, namespace), name)
+        return self._shown_names.get((name, namespace), name)
 
-    def told_of(self, name: str | None, namespace: str | None) -> str | None:
+    def find_name(self, name: str | None, namespace: str | None) -> str | None:
         """Return the model's name of a tool that the client names, possibly without its namespace, or None."""
         if namespace is None:
             return self._by_name.get(name)
-        return self._told.get((name or "", namespace))
+        return self._shown_names.get((name or "", namespace))
 
     @cached_property
     def _by_name(self) -> dict[str | None, str]:
         """The model's names by the client's names; the first tool with a name wins."""
-        return {known.name: told for told, known in reversed(self.names.items())}
+        return {known.name: shown for shown, known in reversed(self.names.items())}
 
     @cached_property
-    def _told(self) -> dict[tuple[str, str | None], str]:
-        return {(known.name, known.namespace): told for told, known in self.names.items()}
+    def _shown_names(self) -> dict[tuple[str, str | None], str]:
+        return {(known.name, known.namespace): shown for shown, known in self.names.items()}
 
     def only(self, names: set[str]) -> ToolNames:
         kept = tuple(tool for tool in self.tools if tool["function"]["name"] in names)
@@ -72,7 +72,7 @@ class ToolNames:
 
 
 def tool_names(tools: Sequence[Any]) -> ToolNames:
-    told: list[Tool] = []
+    functions: list[Tool] = []
     names: dict[str, ToolName] = {}
     for where, tool, namespace in _flat(tools):
         if isinstance(tool, OtherTool):
@@ -83,8 +83,8 @@ def tool_names(tools: Sequence[Any]) -> ToolNames:
         if name in names:
             raise InvalidRequest(f"{where}: another tool has the name '{name[:80]}' too. Rename one.", param=where)
         names[name] = known
-        told.append({"type": "function", "function": _function(tool, name)})
-    return ToolNames(tuple(told), names)
+        functions.append({"type": "function", "function": _function(tool, name)})
+    return ToolNames(tuple(functions), names)
 
 
 def ignored_tools(tools: Sequence[Any]) -> dict[str, str]:
@@ -150,7 +150,7 @@ def _chosen(box: ToolNames, choice: ChosenTool) -> str:
             f"tool_choice: tools of type {choice.type[:80]} do not run here. Name a function or a custom tool.",
             param="tool_choice",
         )
-    name = box.told_of(choice.name, choice.namespace)
+    name = box.find_name(choice.name, choice.namespace)
     if name is None:
         raise InvalidRequest(
             f"tool_choice: '{choice.name[:80]}' is not among the tools of this request.", param="tool_choice"
@@ -159,7 +159,7 @@ def _chosen(box: ToolNames, choice: ChosenTool) -> str:
 
 
 def _allowed(box: ToolNames, choice: AllowedTools) -> set[str]:
-    names = {box.told_of(tool.name, tool.namespace) for tool in choice.tools}
+    names = {box.find_name(tool.name, tool.namespace) for tool in choice.tools}
     return {name for name in names if name is not None}
 
 
