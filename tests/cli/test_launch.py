@@ -55,7 +55,7 @@ def tiny() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def hostile() -> Iterator[Served]:
-    with running(tiny_loaded("llama"), served_name=HOSTILE) as one:
+    with running(tiny_loaded("llama"), served_model_name=HOSTILE) as one:
         yield one
 
 

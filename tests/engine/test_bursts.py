@@ -53,7 +53,7 @@ def full_drive(
     options = DiskOptions(folder, 256 * MIB, queue_bytes=queue_bytes, reserve_bytes=0)
     tier = DiskTier(options, chain=chain, tally=count_labels, files=files)
     kv_bytes = (NUM_CHATS + 4) * chat_bytes
-    storage = dataclasses.replace(storage or KvConfig(), disk_write="at-eviction")
+    storage = dataclasses.replace(storage or KvConfig(), disk_write="on_evict")
     drive = Drive(loaded, LIMITS, kv_bytes=kv_bytes, storage=storage, tier=tier)
     offer_under_pressure = drive.prefix_cache.offloader.offer_under_pressure
     drive.prefix_cache.offloader.offer_under_pressure = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
@@ -234,7 +234,7 @@ def log_line_of_final_write(
     folder: Path, files: FaultyFiles, caplog: pytest.LogCaptureFixture, before: dict[str, Act], flush_s: float
 ) -> str:
     # No block is written before the end: a write after the reply could come before the fault is in place.
-    storage = KvConfig(disk_write="at-eviction")
+    storage = KvConfig(disk_write="on_evict")
     with engine_on(folder, tiny_loaded("llama", 4), storage, files=files, flush_s=flush_s) as engine:
         answer(engine, "first", 700)
         files.before = before

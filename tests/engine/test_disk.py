@@ -213,7 +213,7 @@ def test_damaged_blocks_are_a_miss_with_the_same_reply(tmp_path: Path) -> None:
         octets[-100] ^= 1
         path.write_bytes(octets)
     files = Holding()
-    with engine_on(tmp_path, loaded, KvConfig(disk_write="at-eviction"), files=files) as engine:
+    with engine_on(tmp_path, loaded, KvConfig(disk_write="on_evict"), files=files) as engine:
         # Else what a reader has put aside by its row could get that row again before its file is moved.
         assert engine.ask(flush_tier).result(60)
         again = answer(engine, "again", 700)
@@ -308,7 +308,7 @@ def change(engine: Engine, name: str, *, dry_run: bool = False) -> ChangeResult:
 @pytest.mark.parametrize("began", ["raw", "planes:8"])
 def test_output_after_step_down_and_restore_equals_a_run_without(began: str, tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
-    storage = KvConfig(k=parse(began), v=parse(began), disk_write="at-eviction")
+    storage = KvConfig(k=parse(began), v=parse(began), disk_write="on_evict")
     with engine_on(tmp_path / "never", loaded, storage) as engine:
         answer(engine, "first", 700)
         change(engine, "planes:8")

@@ -207,7 +207,7 @@ def test_writes_ahead_of_need_wait_for_calm_disk_beside_streams(tmp_path: Path) 
     resumes = threading.Event()
     files = FaultyFiles(before={"sync": wait_for(resumes)})
     queue_bytes = 16 * BLOCK_BYTES
-    with store_on(tmp_path, queue_bytes=queue_bytes, files=files, disk_write="after-reply") as cache:
+    with store_on(tmp_path, queue_bytes=queue_bytes, files=files, disk_write="after_reply") as cache:
         fill(cache)
         while cache.has_work_beside_streams:
             cache.run_background(0)
@@ -224,7 +224,7 @@ def test_writes_ahead_of_need_wait_for_calm_disk_beside_streams(tmp_path: Path) 
 def test_writes_under_pressure_do_not_wait_for_calm_disk(tmp_path: Path) -> None:
     resumes = threading.Event()
     files = FaultyFiles(before={"sync": wait_for(resumes)})
-    with store_on(tmp_path, queue_bytes=16 * BLOCK_BYTES, files=files, disk_write="after-reply") as cache:
+    with store_on(tmp_path, queue_bytes=16 * BLOCK_BYTES, files=files, disk_write="after_reply") as cache:
         fill(cache)
         while cache.has_work_beside_streams:
             cache.run_background(0)

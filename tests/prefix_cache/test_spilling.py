@@ -265,7 +265,7 @@ def test_restore_of_blocks_with_fewer_bits_changes_nothing(tmp_path: Path) -> No
 
 
 def test_restore_of_span_that_begins_inside_block_is_complete(tmp_path: Path) -> None:
-    with store_on(tmp_path, disk_write="after-reply") as cache:
+    with store_on(tmp_path, disk_write="after_reply") as cache:
         tokens = chat(cache, chat(cache, [], 1, turn_tokens=100), 1, seed=1, turn_tokens=2000)
         cache.release(cache.lease(tokens, ""))
         cache.reclaimer.shrink_to(cache.table.nbytes - 10)
@@ -385,7 +385,7 @@ def test_eviction_encodes_short_prefix_before_writing_it(tmp_path: Path) -> None
 
 def test_chain_writer_raw_blocks_written_after_reply_are_replaced(tmp_path: Path) -> None:
     tokens = random_tokens(400, 0)
-    with store_on(tmp_path, disk_write="after-reply", **IN_8_BITS) as cache:
+    with store_on(tmp_path, disk_write="after_reply", **IN_8_BITS) as cache:
         for end in (SHORT, 2 * SHORT, len(tokens)):
             store_tokens(cache, tokens[:end])
             settle(cache)

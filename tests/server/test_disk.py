@@ -138,7 +138,7 @@ def test_replies_that_get_no_time_do_not_take_it_from_the_disk(tmp_path: Path) -
 @pytest.mark.parametrize(("architecture", "kinds"), [("llama", {"full"}), ("qwen3_next", {"full", "recurrent"})])
 def test_usage_tells_what_the_disk_holds(architecture: str, kinds: set[str], tmp_path: Path) -> None:
     loaded = tiny_loaded(architecture)
-    with running(loaded, disk_cache_dir=tmp_path, kv_cache_k="planes:8", kv_cache_v="planes:4") as served:
+    with running(loaded, disk_cache_dir=tmp_path, cache_type_k="planes:8", cache_type_v="planes:4") as served:
         complete(served, LONG)
     with running(loaded, disk_cache_dir=tmp_path) as served:
         said = disk_usage(served)

@@ -116,12 +116,12 @@ def test_who_goes_away_in_the_middle_of_prefill_leaves_its_prefix(serve: Callabl
         ({"hot_cache_size": "64GiB"}, "this machine has 8GiB"),
         ({"hot_cache_size": "20 percents"}, r"--hot-cache-size .*'percents' is unknown"),
         ({"hot_cache_size": "120%"}, "at most 100%"),
-        ({"kv_cache_k": "plains:8"}, "plains:8"),
-        ({"kv_cache_v": "planes:5"}, "planes has 8, 4 or 2 bits, not 5"),
+        ({"cache_type_k": "plains:8"}, "plains:8"),
+        ({"cache_type_v": "planes:5"}, "planes has 8, 4 or 2 bits, not 5"),
         ({"kv_cache_bits": 7}, "--kv-cache-bits"),
         ({"kv_cache_group_size": 64}, "--kv-cache-group-size is for affine"),
         ({"kv_cache_min_quantize_tokens": -1}, "--kv-cache-min-quantize-tokens"),
-        ({"kv_cache_k": "affine:8"}, "affine"),
+        ({"cache_type_k": "affine:8"}, "affine"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_at_the_start(flags: dict[str, Any], said: str) -> None:

@@ -166,8 +166,8 @@ def _disk_text(settings: Settings, service: Service) -> str:
     if allowed_bytes < counters.get("disk_limit_bytes", 0):
         most = f"{format_bytes(allowed_bytes)} of {most}, because the volume has no room for more"
     when = {
-        "after-reply": "each reply is written seconds after its end",
-        "at-eviction": "written when memory runs short and when the server ends, so a crash loses what is in memory",
+        "after_reply": "each reply is written seconds after its end",
+        "on_evict": "written when memory runs short and when the server ends, so a crash loses what is in memory",
     }[settings.disk_write]
     return f"{settings.disk_cache_dir}, at most {most}; {when}"
 

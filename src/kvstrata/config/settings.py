@@ -60,10 +60,10 @@ class Settings(BaseSettings):
         None, "Folder or Hugging Face id of a model that mlx-lm can load, or a GGUF file. Without one the server loads "
         "SmolLM2-135M-Instruct", panel="Model", is_common=True,
     )  # fmt: skip
-    adapter: Path | None = setting(
+    adapter_path: Path | None = setting(
         None, "Folder of a LoRA adapter to put on the model", panel="Model", unit="folder"
     )  # fmt: skip
-    served_name: str | None = setting(
+    served_model_name: str | None = setting(
         None, "Another name that clients may call the model by, beside its own", panel="Model", unit="name"
     )
     allow_special_tokens: bool = setting(
@@ -74,7 +74,7 @@ class Settings(BaseSettings):
         False, "Answer whatever model a client names. Otherwise the server answers to the model's own names and to "
         "claude-*", panel="Model",
     )  # fmt: skip
-    context_tokens: int | None = setting(
+    max_model_len: int | None = setting(
         None, "Most tokens of a prompt and its reply together. Without a number: what the model was made for",
         panel="Model", unit="tokens", is_common=True, ge=1,
     )  # fmt: skip
@@ -124,12 +124,12 @@ class Settings(BaseSettings):
         False, "Listen on a public address without any key, so that everyone who can reach it may use the server",
         panel="Address and keys",
     )  # fmt: skip
-    allowed_host: HostNames = setting(
+    allowed_hosts: HostNames = setting(
         (), "Host name by which clients may call a server without keys, beside addresses, the machine's own name and "
         "private names. Repeat the flag for several, or put commas between names in the environment",
         panel="Address and keys", unit="name",
     )  # fmt: skip
-    cors_origin: Origins = setting(
+    allowed_origins: Origins = setting(
         (), "Origin of web pages that may use the server from a browser, like https://chat.example.org; * allows every "
         "page. Repeat the flag for several origins, or put commas between", panel="Address and keys", unit="origin",
         is_common=True,
@@ -144,7 +144,7 @@ class Settings(BaseSettings):
         "Memory that macOS must not page out, on a Mac. 0 leaves the choice to macOS; with a limit, kernel panics were "
         "reported (https://github.com/ml-explore/mlx/issues/3186)", panel="Engine", unit="size", ge=0,
     )  # fmt: skip
-    max_running: int = setting(
+    max_num_seqs: int = setting(
         EngineLimits.max_running, "Most requests that run at once, in one batch", panel="Engine", unit="requests",
         is_common=True, ge=1, le=4096,
     )  # fmt: skip
@@ -207,8 +207,8 @@ class Settings(BaseSettings):
         "that the KV is dropped. Running replies never wait", panel="Disk cache", unit="seconds", ge=0, le=3600,
     )  # fmt: skip
     disk_write: DiskWrite = setting(
-        CacheConfig.disk_write, "When KV is written to the disk: 'after-reply' some seconds after each reply has "
-        "ended, so that a crash or a power cut loses only the turns that run; 'at-eviction' when memory runs short and "
+        CacheConfig.disk_write, "When KV is written to the disk: 'after_reply' some seconds after each reply has "
+        "ended, so that a crash or a power cut loses only the turns that run; 'on_evict' when memory runs short and "
         "when the server ends", panel="Disk cache", unit="mode",
     )  # fmt: skip
     disk_put_away: bool = setting(
@@ -281,11 +281,11 @@ class Settings(BaseSettings):
         None, "Bits in which KV is stored: 8, 4 or 2. Without a number KV is stored as the model computes it",
         panel="KV cache", unit="bits", is_common=True,
     )  # fmt: skip
-    kv_cache_k: str | None = setting(
+    cache_type_k: str | None = setting(
         None, "Precision of stored keys: raw, planes:8|4|2, affine:8|6|5|4|3|2[:gGROUP]",
         panel="KV cache", unit="precision",
     )  # fmt: skip
-    kv_cache_v: str | None = setting(
+    cache_type_v: str | None = setting(
         None, "Precision of stored values: raw, planes:8|4|2, affine:8|6|5|4|3|2[:gGROUP]",
         panel="KV cache", unit="precision",
     )  # fmt: skip

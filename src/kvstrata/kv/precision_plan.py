@@ -62,7 +62,7 @@ def choose_codecs(
     if group_size is not None and not any(name.startswith("affine") for name in names):
         raise ConfigError(
             f"--kv-cache-group-size is for affine precisions, and K is {names[0]}, V {names[1]}. Leave it out, or "
-            "choose --kv-cache-k affine:8 --kv-cache-v affine:8."
+            "choose --cache-type-k affine:8 --cache-type-v affine:8."
         )
     return parse(names[0]), parse(names[1])
 

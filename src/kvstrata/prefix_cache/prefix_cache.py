@@ -100,7 +100,7 @@ class PrefixCache:
             self.offloader,
             self.sharing,
             self.failures,
-            writes_after_reply=config.disk_write == "after-reply",
+            writes_after_reply=config.disk_write == "after_reply",
         )
 
         # Uses of entries, and eviction.

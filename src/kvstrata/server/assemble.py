@@ -108,7 +108,7 @@ def start_service(
         form=ReplyFormat(loaded.tokenizer, template, harmony_tokens(loaded.tokenizer)),
         thinking=ThinkingSwitch(template),
         grammars=GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids),
-        name=settings.served_name or loaded.name,
+        name=settings.served_model_name or loaded.name,
         names=names,
         paths=paths,
         context_tokens=engine.context_tokens,
@@ -124,7 +124,7 @@ def start_service(
         pin_quota=settings.pin_quota,
         hosts=_hosts(settings),
         bounds=_bounds(settings),
-        origins=settings.cors_origin,
+        origins=settings.allowed_origins,
         publisher=publisher,
         at_end=at_end,
         started=int(time.time()),
@@ -136,12 +136,12 @@ def guarded(app: ASGIApp, settings: Settings) -> ASGIApp:
     limits = BodyLimits(_bounds(settings), {})
     app = LimitBody(Inflate(BoundBodyMemory(app, limits), limits), limits)
     keys = _keys(settings)
-    app = RequireKey(app, keys) if keys else RequireHost(app, _hosts(settings), settings.cors_origin)
-    return Cors(app, settings.cors_origin)
+    app = RequireKey(app, keys) if keys else RequireHost(app, _hosts(settings), settings.allowed_origins)
+    return Cors(app, settings.allowed_origins)
 
 
 def _hosts(settings: Settings) -> frozenset[str]:
-    return frozenset({settings.host, socket.gethostname(), *settings.allowed_host})
+    return frozenset({settings.host, socket.gethostname(), *settings.allowed_hosts})
 
 
 def load_model(settings: Settings, machine: Device) -> LoadedModel:
@@ -149,7 +149,7 @@ def load_model(settings: Settings, machine: Device) -> LoadedModel:
     compile_codecs_beside()
     cpu = CpuOptions(settings.cpu_weights, settings.cpu_activations)
     limit_bytes = memory_limit_bytes(settings, machine)
-    return load(settings.model, adapter=settings.adapter, memory_limit_bytes=limit_bytes, cpu=cpu)
+    return load(settings.model, adapter=settings.adapter_path, memory_limit_bytes=limit_bytes, cpu=cpu)
 
 
 def bind_sockets(settings: Settings) -> EventSockets | None:
@@ -221,10 +221,10 @@ def memory_limit_bytes(settings: Settings, machine: Device) -> int:
 
 def _limits(settings: Settings, machine: Device) -> EngineLimits:
     return EngineLimits(
-        max_running=settings.max_running,
+        max_running=settings.max_num_seqs,
         max_waiting=settings.max_waiting,
         shares_queue=len(settings.keys) > 1,
-        context_tokens=settings.context_tokens,
+        context_tokens=settings.max_model_len,
         prefill_share=settings.prefill_share,
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
         max_kv_size=settings.max_kv_size,
@@ -251,8 +251,8 @@ def _storage(settings: Settings, total_memory_bytes: int) -> KvConfig:
     k, v = choose_codecs(
         quantization=settings.kv_cache_quantization,
         bits=settings.kv_cache_bits,
-        k=settings.kv_cache_k,
-        v=settings.kv_cache_v,
+        k=settings.cache_type_k,
+        v=settings.cache_type_v,
         group_size=settings.kv_cache_group_size,
     )
     return KvConfig(
@@ -346,7 +346,7 @@ def _hot_bytes(settings: Settings, total_memory_bytes: int) -> int | None:
 def _names(settings: Settings, loaded: LoadedModel) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names of the model, and the paths that requests may use as names: its folder and the --model
     argument."""
-    names, paths = {settings.served_name, loaded.name}, {str(loaded.path)}
+    names, paths = {settings.served_model_name, loaded.name}, {str(loaded.path)}
     if settings.model is not None:
         (paths if Path(settings.model).expanduser().exists() else names).add(settings.model)
     return frozenset(name for name in names if name), frozenset(paths)

@@ -1,4 +1,4 @@
-"""CORS middleware: allows browsers to use this server from pages of the origins in --cors-origin, or from all pages
+"""CORS middleware: allows browsers to use this server from pages of the origins in --allowed-origins, or from all pages
 (*).
 
 It is outside of all middleware that refuses requests, so that a page can read errors too, and answers preflights

@@ -28,7 +28,7 @@ def build(args: dict[str, Any]) -> Application:
         name="Replica",
         request_router_config=router,
         # Above this limit the server itself responds with an error in the shape of its API.
-        max_ongoing_requests=settings.max_running + settings.max_waiting,
+        max_ongoing_requests=settings.max_num_seqs + settings.max_waiting,
         graceful_shutdown_timeout_s=grace_s(settings),
         health_check_period_s=5.0,
     )

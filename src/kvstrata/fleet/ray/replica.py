@@ -33,7 +33,7 @@ class Replica:
         own, self._give_back = _with_folder(load_settings(flags=settings))
         self._service = _start(own, self._summary)
         self._app = behind_front(self._service)
-        self._capacity = own.max_running
+        self._capacity = own.max_num_seqs
         self._has_ended = False
         self._sampling: asyncio.Task[None] | None = None  # started by the first request, on Ray's event loop
 
