@@ -23,7 +23,7 @@ from kvstrata.fleet.summary import Summary, unpacked
 from kvstrata.models.load import LoadedModel
 from kvstrata.platform.device import device
 from kvstrata.server.app import behind_front
-from kvstrata.server.assemble import guarded, start_service
+from kvstrata.server.build import build_server, protect_app
 from kvstrata.server.conversation.prompt import Renderer
 from kvstrata.server.service import Service
 from tests.fleet.ray_fleet import free_port
@@ -87,7 +87,7 @@ def local_fleet(loaded: LoadedModel, num_replicas: int, **flags: Any) -> Iterato
     try:
         for number in range(num_replicas):
             summary = Summary()
-            service = start_service(load_settings(flags=flags), loaded, device(), listeners=[summary])
+            service = build_server(load_settings(flags=flags), loaded, device(), listeners=[summary])
             services.append(service)
             fleet.ones[f"r{number}"] = One(service, behind_front(service), summary)
         yield fleet
@@ -102,4 +102,4 @@ def front_of(fleet: LocalFleet, **flags: Any) -> ASGIApp:
     service = next(iter(fleet.ones.values())).service
     renderer = Renderer(service.template, service.thinking, service.hygiene)
     prompts = Prompts(service.loaded.tokenizer, renderer, service.engine.identity)
-    return guarded(Front(fleet, fleet.router, lambda: prompts), load_settings(flags=flags))
+    return protect_app(Front(fleet, fleet.router, lambda: prompts), load_settings(flags=flags))

@@ -13,7 +13,7 @@ import pytest
 from kvstrata.config import load
 from kvstrata.errors import ConfigError
 from kvstrata.platform.device import Device
-from kvstrata.server.assemble import start_service
+from kvstrata.server.build import build_server
 from tests.server.conftest import Served
 from tests.server.test_ops import scrape
 from tests.tiny import tiny_loaded
@@ -127,4 +127,4 @@ def test_who_goes_away_in_the_middle_of_prefill_leaves_its_prefix(serve: Callabl
 def test_settings_that_make_no_sense_are_refused_at_the_start(flags: dict[str, Any], said: str) -> None:
     """The last one: this model's heads are smaller than any group."""
     with pytest.raises(ConfigError, match=said):
-        start_service(load(flags=flags), tiny_loaded("llama"), Device("cpu", "x", 8 * GIB, 2, 8 * GIB))
+        build_server(load(flags=flags), tiny_loaded("llama"), Device("cpu", "x", 8 * GIB, 2, 8 * GIB))

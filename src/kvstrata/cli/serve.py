@@ -84,12 +84,12 @@ def _started(settings: Settings, listener: socket.socket, starting: Starting) ->
     begin("libraries", "Loading libraries")
     # Import slow modules only after the quick checks.
     from kvstrata.platform.device import device
-    from kvstrata.server.assemble import bind_sockets, load_model, start_service
+    from kvstrata.server.build import bind_sockets, build_server, load_model
     from kvstrata.server.run import Server
 
     sockets = bind_sockets(settings)
     machine = device()
-    service = start_service(settings, load_model(settings, machine), machine, sockets)
+    service = build_server(settings, load_model(settings, machine), machine, sockets=sockets)
     is_json = settings.log_format == "json"
 
     def on_ready() -> None:
@@ -113,7 +113,7 @@ def _started(settings: Settings, listener: socket.socket, starting: Starting) ->
 
 def start_lines(settings: Settings, service: Service, machine: Device, url: str) -> list[str]:
     from kvstrata.cli.started_as import started_as
-    from kvstrata.server.assemble import memory_limit_bytes
+    from kvstrata.server.options import memory_limit_bytes
     from kvstrata.sizes import format_bytes
 
     loaded, engine = service.loaded, service.engine.props()

@@ -39,12 +39,12 @@ class RayFront:
         self._learning: asyncio.Task[None] | None = None
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        from kvstrata.server.assemble import guarded
+        from kvstrata.server.build import protect_app
 
         front = Front(self._replicas, self._replicas.router, lambda: self._prompts)
         self._replicas.listen(asyncio.get_running_loop())
         self._learning = asyncio.get_running_loop().create_task(self._learn())
-        return _named_by_ray(guarded(front, self._settings))
+        return _named_by_ray(protect_app(front, self._settings))
 
     async def _learn(self) -> None:
         """Load the prompt renderer and ask a replica for the identity of its cache keys. Until then requests are routed

@@ -87,8 +87,8 @@ def _with_folder(settings: Settings) -> tuple[Settings, Callable[[], None]]:
 def _start(settings: Settings, listener: CacheListener) -> Service:
     from kvstrata.platform.device import device
     from kvstrata.platform.logging import show_messages
-    from kvstrata.server.assemble import load_model, start_service
+    from kvstrata.server.build import build_server, load_model
 
     show_messages(settings.log_level, settings.log_format)
     machine = device()
-    return start_service(settings, load_model(settings, machine), machine, listeners=[listener])
+    return build_server(settings, load_model(settings, machine), machine, listeners=[listener])

@@ -9,7 +9,7 @@ import pytest
 from kvstrata.config import Settings
 from kvstrata.errors import ConfigError
 from kvstrata.platform.device import Device
-from kvstrata.server.assemble import _limits, memory_limit_bytes
+from kvstrata.server.options import memory_limit_bytes, server_options
 from kvstrata.sizes import Size
 
 GIB = 1 << 30
@@ -19,8 +19,8 @@ MAC = Device("metal", "Apple M2", 16 * GIB, 8, int(10.7 * GIB))
 
 
 def test_the_time_for_chores_is_a_setting() -> None:
-    assert _limits(Settings(), MACHINE).slice_s == 0.005
-    assert _limits(Settings(cache_slice_ms=2), MACHINE).slice_s == 0.002
+    assert server_options(Settings(), MACHINE).engine.slice_s == 0.005
+    assert server_options(Settings(cache_slice_ms=2), MACHINE).engine.slice_s == 0.002
 
 
 def test_a_share_of_the_memory_is_at_most_what_metal_recommends() -> None:
@@ -32,9 +32,9 @@ def test_a_share_of_the_memory_is_at_most_what_metal_recommends() -> None:
 
 
 def test_memory_is_wired_only_when_asked_for_and_on_a_mac() -> None:
-    assert _limits(Settings(), MAC).wired_bytes == 0
-    assert _limits(Settings(wired_limit=4 * GIB), MAC).wired_bytes == 4 * GIB
+    assert server_options(Settings(), MAC).engine.wired_bytes == 0
+    assert server_options(Settings(wired_limit=4 * GIB), MAC).engine.wired_bytes == 4 * GIB
     with pytest.raises(ConfigError, match="Metal recommends"):
-        _limits(Settings(wired_limit=12 * GIB), MAC)
+        server_options(Settings(wired_limit=12 * GIB), MAC)
     with pytest.raises(ConfigError, match="is for Macs"):
-        _limits(Settings(wired_limit=4 * GIB), dataclasses.replace(MAC, backend="cuda"))
+        server_options(Settings(wired_limit=4 * GIB), dataclasses.replace(MAC, backend="cuda"))

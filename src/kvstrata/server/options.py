@@ -1,0 +1,211 @@
+"""Settings as plain option values, with the refusals that need the machine or a file system."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import shutil
+from dataclasses import dataclass
+
+from kvstrata.codecs.base import Codec
+from kvstrata.codecs.registry import parse
+from kvstrata.config import Settings
+from kvstrata.engine.config import EngineLimits, KvConfig, TierConfig
+from kvstrata.errors import ConfigError
+from kvstrata.kv.precision_plan import choose_codecs
+from kvstrata.platform.device import Device
+from kvstrata.prefix_cache.ladder import parse_lengths
+from kvstrata.server.auth import ApiKey
+from kvstrata.server.wire.bounds import Bounds
+from kvstrata.sizes import format_bytes
+from kvstrata.tiers.options import DiskOptions, RemoteOptions
+from kvstrata.tiers.remote.sealing import keys_for
+from kvstrata.tiers.remote.url import parse_url
+
+logger = logging.getLogger(__name__)
+
+MIN_DISK_BYTES = 16 << 20
+# Files of the model, the disk cache and libraries, and connections that are being refused.
+OTHER_FILES = 192
+# For pending disk writes at shutdown, even if the drain timeout of running replies is shorter.
+MIN_FLUSH_S = 30.0
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Options of everything behind a server. Defaults of their fields are the constants that no setting changes."""
+
+    engine: EngineLimits
+    cache: KvConfig
+    tiers: TierConfig
+    http: Bounds
+    keys: tuple[ApiKey, ...]
+
+
+def server_options(settings: Settings, device: Device) -> ServerOptions:
+    """Return the options of these settings on this machine. Makes the folder of the disk cache. Raises ConfigError."""
+    return ServerOptions(
+        engine=_engine_options(settings, device),
+        cache=_cache_options(settings, device.memory_bytes),
+        tiers=TierConfig(disk=_disk_options(settings), remote=_remote_options(settings)),
+        http=http_limits(settings),
+        keys=api_keys(settings),
+    )
+
+
+def api_keys(settings: Settings) -> tuple[ApiKey, ...]:
+    plain = (ApiKey.of(key) for key in settings.plain_keys)
+    return (*plain, *(ApiKey.of(key, is_admin=True) for key in settings.admin_keys))
+
+
+def http_limits(settings: Settings) -> Bounds:
+    return Bounds(
+        max_connections=_connections(settings.max_connections),
+        max_header_bytes=settings.max_header_bytes,
+        header_timeout_s=settings.header_timeout_s,
+        max_body_bytes=settings.max_body_bytes,
+        body_memory_bytes=settings.body_memory,
+        body_timeout_s=settings.body_timeout_s,
+        send_timeout_s=settings.send_timeout_s,
+    )
+
+
+def _connections(asked: int) -> int:
+    """Return the maximum number of connections: the configured one, reduced to what the open-file limit leaves."""
+    max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if max_files == resource.RLIM_INFINITY or asked <= max_files - OTHER_FILES:
+        return asked
+    possible = max(1, max_files - OTHER_FILES)
+    logger.warning(
+        "At most %d connections instead of %d (--max-connections): this process may have %d files open. "
+        "Raise that with: ulimit -n %d", possible, asked, max_files, asked + OTHER_FILES,
+    )  # fmt: skip
+    return possible
+
+
+def memory_limit_bytes(settings: Settings, device: Device) -> int:
+    return settings.memory_limit.of(device.memory_bytes, device.working_set_bytes)
+
+
+def _engine_options(settings: Settings, device: Device) -> EngineLimits:
+    return EngineLimits(
+        max_running=settings.max_num_seqs,
+        max_waiting=settings.max_waiting,
+        shares_queue=len(settings.keys) > 1,
+        context_tokens=settings.max_model_len,
+        prefill_share=settings.prefill_share,
+        prefill_chunk_tokens=settings.prefill_chunk_tokens,
+        max_kv_size=settings.max_kv_size,
+        buffer_step_tokens=settings.tail_step_tokens,
+        memory_bytes=memory_limit_bytes(settings, device),
+        wired_bytes=_wired_bytes(settings, device),
+        slice_s=settings.cache_slice_ms / 1000,
+    )
+
+
+def _wired_bytes(settings: Settings, device: Device) -> int:
+    wired_bytes = settings.wired_limit
+    if wired_bytes and device.backend != "metal":
+        raise ConfigError("--wired-limit is for Macs: no other system wires memory for MLX. Leave it out.")
+    if wired_bytes > device.working_set_bytes:
+        raise ConfigError(
+            f"--wired-limit {format_bytes(wired_bytes)} is more than the {format_bytes(device.working_set_bytes)} "
+            "that Metal recommends for one process. Give less."
+        )
+    return wired_bytes
+
+
+def _cache_options(settings: Settings, total_memory_bytes: int) -> KvConfig:
+    k, v = choose_codecs(
+        quantization=settings.kv_cache_quantization,
+        bits=settings.kv_cache_bits,
+        k=settings.cache_type_k,
+        v=settings.cache_type_v,
+        group_size=settings.kv_cache_group_size,
+    )
+    return KvConfig(
+        k=k,
+        v=v,
+        edge_layers=settings.kv_cache_edge_layers,
+        edge=parse(settings.kv_cache_edge),
+        min_quantize_tokens=settings.kv_cache_min_quantize_tokens,
+        encodes_running=settings.kv_cache_live,
+        first_raw_tokens=settings.kv_cache_first_raw,
+        recent_raw_tokens=settings.kv_cache_recent_raw,
+        dynamic=settings.dynamic_cache,
+        floor_k_bits=settings.kv_floor_k,
+        floor_v_bits=settings.kv_floor_v,
+        dynamic_at=_lengths(settings.dynamic_cache_at),
+        hot_bytes=_hot_bytes(settings, total_memory_bytes),
+        archives_planes=settings.disk_put_away,
+        disk_write=settings.disk_write,
+        ttl_s=settings.cache_ttl_s,
+        max_checkpoints=settings.kv_cache_marks,
+        checkpoint_every_tokens=settings.kv_cache_mark_every,
+    )
+
+
+def _disk_options(settings: Settings) -> DiskOptions | None:
+    if settings.disk_cache_dir is None or settings.hot_cache_only:
+        return None
+    directory = settings.disk_cache_dir.expanduser()
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        volume_bytes = shutil.disk_usage(directory).total
+    except OSError as error:
+        raise ConfigError(f"--disk-cache-dir {directory} cannot be used: {error}. Choose another folder.") from error
+    limit_bytes = settings.disk_cache_size.of(volume_bytes)
+    if limit_bytes < MIN_DISK_BYTES:
+        raise ConfigError(
+            f"--disk-cache-size {settings.disk_cache_size} is too small to be of use: give it at least "
+            f"{format_bytes(MIN_DISK_BYTES)}, or use --hot-cache-only."
+        )
+    return DiskOptions(
+        directory=directory,
+        limit_bytes=limit_bytes,
+        reserve_bytes=settings.disk_reserve,
+        queue_bytes=settings.disk_queue,
+        daily_write_bytes=settings.disk_daily_writes,
+        second_touch=settings.disk_second_touch,
+        wait_s=settings.disk_wait_s,
+        flush_s=max(settings.drain_timeout_s, MIN_FLUSH_S),
+    )
+
+
+def _remote_options(settings: Settings) -> RemoteOptions | None:
+    if settings.remote_cache is None:
+        if settings.remote_secret_file is not None:
+            raise ConfigError(
+                "--remote-secret-file is for a --remote-cache, and none is named. Name one, or leave both."
+            )
+        return None
+    url = parse_url(settings.remote_cache)
+    # Checked before the model is loaded, so that a mistake is reported at once.
+    keys_for(url, settings.remote_secret_file)
+    return RemoteOptions(
+        url=url,
+        secret_file=settings.remote_secret_file,
+        precision=parse(settings.remote_precision).name,
+        ttl_s=settings.remote_ttl_s,
+        daily_write_bytes=settings.remote_daily_writes,
+        second_touch=settings.remote_second_touch,
+    )
+
+
+def _lengths(text: str) -> tuple[tuple[int, Codec], ...]:
+    try:
+        return parse_lengths(text)
+    except ConfigError as error:
+        raise ConfigError(f"--dynamic-cache-at: {str(error).rstrip('.')}.") from None
+
+
+def _hot_bytes(settings: Settings, total_memory_bytes: int) -> int | None:
+    if settings.hot_cache_size is None:
+        return None
+    asked = settings.hot_cache_size.of(total_memory_bytes)
+    if not 0 < asked <= total_memory_bytes:
+        raise ConfigError(
+            f"--hot-cache-size {settings.hot_cache_size} is not possible: this machine has "
+            f"{format_bytes(total_memory_bytes)} of memory. Leave it out to use what running requests leave."
+        )
+    return asked
