@@ -28,12 +28,12 @@ def toml(folder: Path, text: str) -> Path:
 
 
 def test_order_of_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = toml(tmp_path, "port = 1\nmax_num_seqs = 2\nmax_waiting = 3\n")
+    file = toml(tmp_path, "port = 1\nmax_num_seqs = 2\ndrain_timeout_s = 3\n")
     monkeypatch.setenv("KVSTRATA_PORT", "10")
     monkeypatch.setenv("KVSTRATA_MAX_NUM_SEQS", "20")
     settings = load(file, {"port": "100", "max_num_seqs": None})
-    assert (settings.port, settings.max_num_seqs, settings.max_waiting) == (100, 20, 3)
-    assert settings.tail_step_tokens == 2048
+    assert (settings.port, settings.max_num_seqs, settings.drain_timeout_s) == (100, 20, 3)
+    assert settings.cache_ttl_s is None
 
 
 def test_file_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,11 +94,11 @@ def test_format_bytes_drops_decimals_of_large_numbers() -> None:
 
 def test_size_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSTRATA_MEMORY_LIMIT", "25%")
-    settings = load(flags={"max_body_bytes": "1MiB"})
+    settings = load(flags={"body_memory": "1MiB"})
     assert settings.memory_limit.of(4000) == 1000
-    assert settings.max_body_bytes == 1024**2
+    assert settings.body_memory == 1024**2
     with pytest.raises(ConfigError, match="percentage"):
-        load(flags={"max_body_bytes": "5%"})
+        load(flags={"body_memory": "5%"})
 
 
 def test_every_problem_is_told_with_flag_and_environment() -> None:

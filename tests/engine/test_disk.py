@@ -426,55 +426,6 @@ def test_load_without_its_parent_prefix_is_refused(tmp_path: Path) -> None:
         assert cached(answer(engine, "again", 700)) == 699
 
 
-def test_second_touch_writes_only_reused_prefixes(tmp_path: Path) -> None:
-    loaded = tiny_loaded("llama")
-    with engine_on(tmp_path, loaded, second_touch=True) as engine:
-        answer(engine, "once", 700)
-    assert not list(tmp_path.rglob("*.safetensors"))
-    with engine_on(tmp_path, loaded, second_touch=True) as engine:
-        answer(engine, "once", 700)
-        answer(engine, "twice", 700)
-    assert list(tmp_path.rglob("*.safetensors"))
-    with engine_on(tmp_path, loaded, second_touch=True) as engine:
-        assert cached(answer(engine, "again", 700)) == 699
-
-
-def ask_for(engine: Engine, prompt: tuple[int, ...]) -> Reply:
-    engine.ask(make_computing_slow).result(60)
-    reply = Reply()
-    engine.submit(Request("asked", prompt, 2, GREEDY), reply.sink)
-    reply.wait()
-    settle(engine)
-    return reply
-
-
-def test_second_touch_counts_requests_however_often_a_span_is_offered(tmp_path: Path) -> None:
-    loaded = tiny_loaded("llama", 4)
-    generator = np.random.default_rng(1)
-    prompts = [tuple(generator.integers(0, VOCAB, 600).tolist()) for _ in range(16)]
-
-    def counts(core: EngineCore) -> dict[str, int]:
-        assert flush_tier(core)
-        return dict(CacheApi(core).usage().counters)
-
-    with engine_on(tmp_path, loaded, KvConfig(hot_bytes=MIB), second_touch=True) as engine:
-        for prompt in prompts:
-            ask_for(engine, prompt)
-        once = engine.ask(counts).result(60)
-        assert once["evicted_tokens"] > 5 * 600
-        assert once["disk_refused_first_touch"] > len(prompts)
-        assert not list(tmp_path.rglob("*.safetensors"))
-        # It is in memory no more, and is computed again: that two requests had it is remembered all the same.
-        assert cached(ask_for(engine, prompts[0])) == 0
-        for prompt in prompts[8:]:
-            ask_for(engine, prompt[::-1])
-        written = engine.ask(counts).result(60)["disk_written_base"]
-        assert len(list(tmp_path.rglob("*.safetensors"))) == written
-    with engine_on(tmp_path, loaded, second_touch=True) as engine:
-        assert cached(ask_for(engine, prompts[0])) == 599
-        assert cached(ask_for(engine, prompts[8][::-1])) == 0
-
-
 def test_blocks_that_cannot_be_read_are_counted_and_computed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

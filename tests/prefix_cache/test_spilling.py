@@ -146,7 +146,6 @@ def repeated_refusals(cache: PrefixCache) -> int:
 HOT_BYTES = 1000 * TOKEN_BYTES
 REFUSALS: list[dict[str, Any]] = [
     {"daily_write_bytes": 1000},
-    {"second_touch": True},
     {"limit_bytes": 200_000},
 ]
 
@@ -177,17 +176,6 @@ def test_refused_writes_next_day_renews_write_budget(tmp_path: Path) -> None:
             settle(cache)
             written(cache)
         assert [reachable(cache, each) for each in tokens] == [400, 400]
-
-
-def test_refused_writes_second_use_offers_entry_again(tmp_path: Path) -> None:
-    with store_on(tmp_path, hot_bytes=HOT_BYTES, second_touch=True) as cache:
-        tokens = random_tokens(800, 0)
-        write_turns(cache, tokens, [800])
-        assert written(cache) == 0
-        cache.release(cache.lease(tokens, ""))
-        cache.reclaimer.shrink_to(HOT_BYTES)
-        settle(cache)
-        assert written(cache) == 800
 
 
 def test_refused_writes_empty_queue_offers_entry_again(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def raw_deflate(body: bytes) -> bytes:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with running(tiny_loaded("llama"), max_body_bytes=MAX_BYTES) as one:
+    with running(tiny_loaded("llama"), options={"http": {"max_body_bytes": MAX_BYTES}}) as one:
         yield one
 
 
@@ -97,7 +97,7 @@ def test_a_bomb_is_refused_before_it_is_inflated(served: Served) -> None:
     assert len(bomb) < MAX_BYTES
     answer = send(served, "gzip", bomb)
     assert answer.status_code == 413
-    assert "--max-body-bytes" in answer.json()["error"]["message"]
+    assert "Send less" in answer.json()["error"]["message"]
     with served.http() as http:
         assert http.get("/health").status_code == 200
 

@@ -98,7 +98,7 @@ def test_the_next_turn_goes_on_at_the_other_server(architecture: str, flags: dic
 
 def test_what_only_the_disk_has_is_exported_too(tmp_path: Path) -> None:
     loaded = tiny_loaded("qwen3_next")
-    with running(loaded, disk_cache_dir=tmp_path, disk_reserve="0") as here:
+    with running(loaded, disk_cache_dir=tmp_path, options={"disk": {"reserve_bytes": 0}}) as here:
         reply, _ = complete(here, PROMPT)
         here.server.service.engine.ask(lambda core: core.prefix_cache.flush(30)).result(60)
         here.ask("/cache/clear", tier="hot")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-import pytest
+from pathlib import Path
 
 from kvstrata.config import Settings
-from kvstrata.errors import ConfigError
 from kvstrata.platform.device import Device
 from kvstrata.server.options import memory_limit_bytes, server_options
 from kvstrata.sizes import Size
@@ -18,11 +15,6 @@ MACHINE = Device("cpu", "x", 64 * GIB, 2, 64 * GIB)
 MAC = Device("metal", "Apple M2", 16 * GIB, 8, int(10.7 * GIB))
 
 
-def test_the_time_for_chores_is_a_setting() -> None:
-    assert server_options(Settings(), MACHINE).engine.slice_s == 0.005
-    assert server_options(Settings(cache_slice_ms=2), MACHINE).engine.slice_s == 0.002
-
-
 def test_a_share_of_the_memory_is_at_most_what_metal_recommends() -> None:
     assert memory_limit_bytes(Settings(), MACHINE) == 48 * GIB
     assert memory_limit_bytes(Settings(), MAC) == MAC.working_set_bytes
@@ -31,10 +23,13 @@ def test_a_share_of_the_memory_is_at_most_what_metal_recommends() -> None:
     assert memory_limit_bytes(Settings(memory_limit=Size(num_bytes=14 * GIB)), MAC) == 14 * GIB
 
 
-def test_memory_is_wired_only_when_asked_for_and_on_a_mac() -> None:
-    assert server_options(Settings(), MAC).engine.wired_bytes == 0
-    assert server_options(Settings(wired_limit=4 * GIB), MAC).engine.wired_bytes == 4 * GIB
-    with pytest.raises(ConfigError, match="Metal recommends"):
-        server_options(Settings(wired_limit=12 * GIB), MAC)
-    with pytest.raises(ConfigError, match="is for Macs"):
-        server_options(Settings(wired_limit=4 * GIB), dataclasses.replace(MAC, backend="cuda"))
+def test_options_have_the_constants_of_their_dataclasses(tmp_path: Path) -> None:
+    options = server_options(Settings(disk_cache_dir=tmp_path), MAC)
+    engine, cache, disk, http = options.engine, options.cache, options.tiers.disk, options.http
+    assert disk is not None
+    assert (engine.wired_bytes, engine.buffer_step_tokens, engine.slice_s) == (0, 2048, 0.005)
+    assert (disk.reserve_bytes, disk.queue_bytes, disk.wait_s, cache.archives_planes) == (1 << 30, 256 << 20, 5, True)
+    assert (cache.first_raw_tokens, cache.recent_raw_tokens) == (4, 128)
+    assert (cache.max_checkpoints, cache.checkpoint_every_tokens) == (8, 4096)
+    assert (http.max_body_bytes, http.body_timeout_s) == (32 << 20, 30)
+    assert (http.max_header_bytes, http.header_timeout_s, http.send_timeout_s) == (32 << 10, 20, 60)

@@ -88,7 +88,7 @@ def test_cached_tokens_and_headers(client: openai.OpenAI, served: Served) -> Non
 
 
 def test_who_goes_away_in_the_middle_of_prefill_leaves_its_prefix(serve: Callable[..., Served]) -> None:
-    slow = serve(keep_alive_s=0.02, prefill_chunk_tokens=32)
+    slow = serve(keep_alive_s=0.02, options={"engine": {"prefill_chunk_tokens": 32}})
     prompt = long_text(20)
     body = {"model": slow.name, "prompt": prompt, "max_tokens": 4, "stream": True}
     done = total = 0

@@ -30,7 +30,7 @@ from kvstrata.config.fields import (
     setting,
 )
 from kvstrata.config.sources import read_key_file
-from kvstrata.engine.config import CHECKPOINT_EVERY_TOKENS, EngineLimits
+from kvstrata.engine.config import EngineLimits
 from kvstrata.errors import ConfigError
 from kvstrata.models.cpu_options import CpuOptions, CpuWeights
 from kvstrata.platform.network import is_loopback
@@ -139,11 +139,6 @@ class Settings(BaseSettings):
         Size(percent=75.0), "Memory for weights, KV and scratch together, like 24GiB; % is of the GPU's or the "
         "machine's memory, on a Mac at most what Metal recommends", panel="Engine", unit="size", is_common=True,
     )  # fmt: skip
-    wired_limit: ByteCount = setting(
-        EngineLimits.wired_bytes,
-        "Memory that macOS must not page out, on a Mac. 0 leaves the choice to macOS; with a limit, kernel panics were "
-        "reported (https://github.com/ml-explore/mlx/issues/3186)", panel="Engine", unit="size", ge=0,
-    )  # fmt: skip
     max_num_seqs: int = setting(
         EngineLimits.max_running, "Most requests that run at once, in one batch", panel="Engine", unit="requests",
         is_common=True, ge=1, le=4096,
@@ -167,17 +162,7 @@ class Settings(BaseSettings):
         "Most tokens that a sequence keeps in each layer: the first 4 and the newest. Without a number all are kept",
         panel="Engine", unit="tokens", ge=16,
     )  # fmt: skip
-    tail_step_tokens: int = setting(
-        EngineLimits.buffer_step_tokens, "Tokens of a reply that memory is reserved for at a time", panel="Engine",
-        unit="tokens", ge=1,
-    )  # fmt: skip
 
-    cache_slice_ms: float = setting(
-        1000 * EngineLimits.slice_s,
-        "Time for work on stored KV between two decode steps. Work that a client waits for (a change of precision, "
-        "room for a request) may take as long as a decode step", panel="KV cache", unit="milliseconds",
-        gt=0, le=10_000,
-    )  # fmt: skip
     hot_cache_size: SizeSetting | None = setting(
         None, "Most memory for stored KV; % is of the machine's memory. Without a size: what running requests leave",
         panel="KV cache", unit="size",
@@ -194,30 +179,11 @@ class Settings(BaseSettings):
         Size(num_bytes=50 * 1024**3), "Most that the disk cache takes; % is of the volume", panel="Disk cache",
         unit="size", is_common=True,
     )  # fmt: skip
-    disk_reserve: ByteCount = setting(
-        DiskOptions.reserve_bytes, "Free space on the volume that the disk cache leaves to other programs",
-        panel="Disk cache", unit="size", ge=0,
-    )  # fmt: skip
-    disk_queue: ByteCount = setting(
-        DiskOptions.queue_bytes, "Most bytes that wait in memory to be written to the disk. A block larger than the "
-        "queue is written alone", panel="Disk cache", unit="size", ge=1024**2,
-    )  # fmt: skip
-    disk_wait_s: float = setting(
-        DiskOptions.wait_s, "Longest that a new request waits while the disk takes KV that memory must let go. After "
-        "that the KV is dropped. Running replies never wait", panel="Disk cache", unit="seconds", ge=0, le=3600,
-    )  # fmt: skip
     disk_write: DiskWrite = setting(
         CacheConfig.disk_write, "When KV is written to the disk: 'after_reply' some seconds after each reply has "
         "ended, so that a crash or a power cut loses only the turns that run; 'on_evict' when memory runs short and "
         "when the server ends", panel="Disk cache", unit="mode",
     )  # fmt: skip
-    disk_put_away: bool = setting(
-        CacheConfig.archives_planes, "Write to the disk what a step to fewer bits takes away, so that it can be "
-        "restored", panel="Disk cache",
-    )  # fmt: skip
-    disk_second_touch: bool = setting(
-        DiskOptions.second_touch, "Write to the disk only KV that was asked for twice", panel="Disk cache"
-    )
     disk_daily_writes: ByteCount = setting(
         DiskOptions.daily_write_bytes, "Most bytes that are written to the disk in a day; 0 sets no limit",
         panel="Disk cache", unit="size", ge=0,
@@ -248,9 +214,6 @@ class Settings(BaseSettings):
         RemoteOptions.daily_write_bytes, "Most bytes that the server writes to the shared store in a day; 0 sets no "
         "limit", panel="Remote cache", unit="size", ge=0,
     )  # fmt: skip
-    remote_second_touch: bool = setting(
-        RemoteOptions.second_touch, "Write to the shared store only KV that was asked for twice", panel="Remote cache"
-    )
 
     kv_events: str | None = setting(
         None, "Publish which blocks of tokens memory holds, in vLLM's form, for routers: tcp://127.0.0.1:5557. Other "
@@ -300,31 +263,6 @@ class Settings(BaseSettings):
         CacheConfig.encodes_running, "Encode the KV of running requests too, not only what they leave behind",
         panel="KV cache",
     )  # fmt: skip
-    kv_cache_first_raw: int = setting(
-        CacheConfig.first_raw_tokens, "First tokens of a running request that stay at full precision under "
-        "--kv-cache-live", panel="KV cache", unit="tokens", ge=0,
-    )  # fmt: skip
-    kv_cache_recent_raw: int = setting(
-        CacheConfig.recent_raw_tokens, "Newest tokens of a running request that stay at full precision under "
-        "--kv-cache-live", panel="KV cache", unit="tokens", ge=0,
-    )  # fmt: skip
-    kv_cache_edge_layers: int = setting(
-        0, "How many attention layers at each end of the model are stored in the precision of --kv-cache-edge",
-        panel="KV cache", unit="layers", ge=0,
-    )  # fmt: skip
-    kv_cache_edge: str = setting(
-        "planes:8", "Precision of the first and last attention layers, if --kv-cache-edge-layers is more than 0",
-        panel="KV cache", unit="precision",
-    )  # fmt: skip
-    kv_cache_marks: int = setting(
-        CacheConfig.max_checkpoints,
-        "Resume points that a stored conversation keeps, in models with window or recurrent layers",
-        panel="KV cache", unit="points", ge=1,
-    )  # fmt: skip
-    kv_cache_mark_every: int = setting(
-        CHECKPOINT_EVERY_TOKENS, "Prompt tokens between two resume points, in models with window or recurrent layers",
-        panel="KV cache", unit="tokens", ge=64,
-    )  # fmt: skip
 
     dynamic_cache: bool = setting(
         CacheConfig.dynamic, "Store KV in fewer and fewer bits as memory fills up, before anything is evicted",
@@ -342,29 +280,9 @@ class Settings(BaseSettings):
         panel="KV cache", unit="bits",
     )  # fmt: skip
 
-    max_body_bytes: ByteCount = setting(
-        Bounds.max_body_bytes, "Largest body of a request that the server reads, after it is decompressed",
-        panel="Process", unit="size", ge=1024,
-    )  # fmt: skip
     body_memory: ByteCount = setting(
         Bounds.body_memory_bytes, "Most bytes of request bodies that the server holds at once, and no less than "
-        "--max-body-bytes. Past the limit clients are answered 503", panel="Process", unit="size", ge=1024,
-    )  # fmt: skip
-    body_timeout_s: float = setting(
-        Bounds.body_timeout_s, "Seconds in which the body of a request must arrive; each KiB that has arrived adds a "
-        "second", panel="Process", unit="seconds", gt=0, le=86400,
-    )  # fmt: skip
-    max_header_bytes: ByteCount = setting(
-        Bounds.max_header_bytes, "Largest headers of a request that the server reads", panel="Process", unit="size",
-        ge=1024, le=1024**2,
-    )  # fmt: skip
-    header_timeout_s: float = setting(
-        Bounds.header_timeout_s, "Seconds in which the headers of a request must arrive", panel="Process",
-        unit="seconds", gt=0, le=86400,
-    )  # fmt: skip
-    send_timeout_s: float = setting(
-        Bounds.send_timeout_s, "Seconds for which a client may read less than 1 KiB a second of its answer before the "
-        "server lets it go", panel="Process", unit="seconds", gt=0, le=86400,
+        "the 32 MiB of one body. Past the limit clients are answered 503", panel="Process", unit="size", ge=1024,
     )  # fmt: skip
     max_connections: int = setting(
         Bounds.max_connections, "Most connections at once. Past the limit idle ones are closed; if none is idle, new "

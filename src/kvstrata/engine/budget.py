@@ -78,7 +78,7 @@ def _make_format(
 ) -> KvFormat:
     """Return the format with these codecs; full precision where the model's layers cannot be encoded by them."""
     try:
-        plan = make_plan(layout, k, v, edge_layers=config.edge_layers, edge=config.edge)
+        plan = make_plan(layout, k, v)
     except ConfigError:
         return FULL_PRECISION
     if plan.is_raw or not layout.token_bytes:
@@ -97,7 +97,7 @@ class FormatCatalog:
         self._config = config
         self._chunk_tokens = chunk_tokens
         # Maps a codec of keys and one of values to a plan. Raises ConfigError where the layers cannot be encoded so.
-        self.plan_of = cache(partial(make_plan, layout, edge_layers=config.edge_layers, edge=config.edge))
+        self.plan_of = cache(partial(make_plan, layout))
 
     def formats_for(self, target: PrecisionPlan) -> tuple[tuple[KvFormat, ...], dict[int, KvFormat]]:
         """Return the formats while new spans are encoded by `target`, and those that `--kv-cache-live` would give.
@@ -140,7 +140,7 @@ def _reachable_plans(layout: Layout, config: KvConfig) -> list[PrecisionPlan]:
     plans = [raw_plan(layout)]
     for k, v in pairs:
         try:
-            plans.append(make_plan(layout, k, v, edge_layers=config.edge_layers, edge=config.edge))
+            plans.append(make_plan(layout, k, v))
         except ConfigError:
             # The prefix cache reports the error with the setting's name.
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstrata.codecs.base import Codec
-from kvstrata.kv.precision_plan import EDGE, RAW
+from kvstrata.kv.precision_plan import RAW
 from kvstrata.prefix_cache.config import CacheConfig
 from kvstrata.prefix_cache.entry_table import CacheListener
 from kvstrata.tiers.disk.filesystem import Filesystem
@@ -52,8 +52,6 @@ class KvConfig(CacheConfig):
 
     k: Codec = RAW[0]  # codec of cached keys
     v: Codec = RAW[1]  # codec of cached values
-    edge_layers: int = 0  # number of first and of last attention layers with another codec
-    edge: Codec = EDGE  # codec of these layers
     hot_bytes: int | None = None  # most memory for cached KV; None: all that running sequences leave
     checkpoint_every_tokens: int = CHECKPOINT_EVERY_TOKENS  # of a long prompt, in models that need checkpoints
 

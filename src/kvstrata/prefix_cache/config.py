@@ -41,6 +41,3 @@ class CacheLimits:
 
     max_bytes: int  # of all cached spans and checkpoints
     max_arrays: int | None = None  # that MLX may allocate for them; None: any number
-    # Layers with more bits than the others. Under a limit of arrays, the small planes of all other layers with equal
-    # codecs are combined into rows of one array.
-    layers_apart: frozenset[int] = frozenset()

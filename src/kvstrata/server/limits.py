@@ -77,8 +77,8 @@ class Body:
                 return await self._receive()
         except TimeoutError:
             raise RequestTimeout(
-                f"The body did not arrive in time: {self._num_bytes} bytes in {allowed_s:.0f} s. Send it again; where "
-                "the line is slow, start the server with a larger --body-timeout-s (KVSTRATA_BODY_TIMEOUT_S)."
+                f"The body did not arrive in time: {self._num_bytes} bytes in {allowed_s:.0f} s. Send it again, "
+                "or send less where the line is slow."
             ) from None
 
 
@@ -153,8 +153,7 @@ def release_body(scope: Scope) -> None:
 
 def _too_large(max_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(
-        f"The body is larger than the {format_bytes(max_bytes)} that this server reads. Send less, or start it "
-        "with a larger --max-body-bytes (KVSTRATA_MAX_BODY_BYTES)."
+        f"The body is larger than the {format_bytes(max_bytes)} that this server reads. Send less, in several requests."
     )
 
 

@@ -59,15 +59,7 @@ def api_keys(settings: Settings) -> tuple[ApiKey, ...]:
 
 
 def http_limits(settings: Settings) -> Bounds:
-    return Bounds(
-        max_connections=_connections(settings.max_connections),
-        max_header_bytes=settings.max_header_bytes,
-        header_timeout_s=settings.header_timeout_s,
-        max_body_bytes=settings.max_body_bytes,
-        body_memory_bytes=settings.body_memory,
-        body_timeout_s=settings.body_timeout_s,
-        send_timeout_s=settings.send_timeout_s,
-    )
+    return Bounds(max_connections=_connections(settings.max_connections), body_memory_bytes=settings.body_memory)
 
 
 def _connections(asked: int) -> int:
@@ -96,23 +88,8 @@ def _engine_options(settings: Settings, device: Device) -> EngineLimits:
         prefill_share=settings.prefill_share,
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
         max_kv_size=settings.max_kv_size,
-        buffer_step_tokens=settings.tail_step_tokens,
         memory_bytes=memory_limit_bytes(settings, device),
-        wired_bytes=_wired_bytes(settings, device),
-        slice_s=settings.cache_slice_ms / 1000,
     )
-
-
-def _wired_bytes(settings: Settings, device: Device) -> int:
-    wired_bytes = settings.wired_limit
-    if wired_bytes and device.backend != "metal":
-        raise ConfigError("--wired-limit is for Macs: no other system wires memory for MLX. Leave it out.")
-    if wired_bytes > device.working_set_bytes:
-        raise ConfigError(
-            f"--wired-limit {format_bytes(wired_bytes)} is more than the {format_bytes(device.working_set_bytes)} "
-            "that Metal recommends for one process. Give less."
-        )
-    return wired_bytes
 
 
 def _cache_options(settings: Settings, total_memory_bytes: int) -> KvConfig:
@@ -126,22 +103,15 @@ def _cache_options(settings: Settings, total_memory_bytes: int) -> KvConfig:
     return KvConfig(
         k=k,
         v=v,
-        edge_layers=settings.kv_cache_edge_layers,
-        edge=parse(settings.kv_cache_edge),
         min_quantize_tokens=settings.kv_cache_min_quantize_tokens,
         encodes_running=settings.kv_cache_live,
-        first_raw_tokens=settings.kv_cache_first_raw,
-        recent_raw_tokens=settings.kv_cache_recent_raw,
         dynamic=settings.dynamic_cache,
         floor_k_bits=settings.kv_floor_k,
         floor_v_bits=settings.kv_floor_v,
         dynamic_at=_lengths(settings.dynamic_cache_at),
         hot_bytes=_hot_bytes(settings, total_memory_bytes),
-        archives_planes=settings.disk_put_away,
         disk_write=settings.disk_write,
         ttl_s=settings.cache_ttl_s,
-        max_checkpoints=settings.kv_cache_marks,
-        checkpoint_every_tokens=settings.kv_cache_mark_every,
     )
 
 
@@ -163,11 +133,7 @@ def _disk_options(settings: Settings) -> DiskOptions | None:
     return DiskOptions(
         directory=directory,
         limit_bytes=limit_bytes,
-        reserve_bytes=settings.disk_reserve,
-        queue_bytes=settings.disk_queue,
         daily_write_bytes=settings.disk_daily_writes,
-        second_touch=settings.disk_second_touch,
-        wait_s=settings.disk_wait_s,
         flush_s=max(settings.drain_timeout_s, MIN_FLUSH_S),
     )
 
@@ -188,7 +154,6 @@ def _remote_options(settings: Settings) -> RemoteOptions | None:
         precision=parse(settings.remote_precision).name,
         ttl_s=settings.remote_ttl_s,
         daily_write_bytes=settings.remote_daily_writes,
-        second_touch=settings.remote_second_touch,
     )
 
 

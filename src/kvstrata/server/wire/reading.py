@@ -172,7 +172,7 @@ class Reading(HttpToolsProtocol):
     def _too_large(self) -> HeadersTooLarge:
         return HeadersTooLarge(
             f"The request's headers are larger than the {format_bytes(self._bounds.max_header_bytes)} that this server "
-            "reads. Send less, or start it with a larger --max-header-bytes (KVSTRATA_MAX_HEADER_BYTES)."
+            "reads. Send less."
         )
 
 
