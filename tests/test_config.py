@@ -278,9 +278,9 @@ def test_every_setting_can_be_given_as_text(name: str, monkeypatch: pytest.Monke
 
 
 def test_bits_and_groups_are_numbers_however_they_are_given() -> None:
-    flags = {"kv_cache_bits": "4", "kv_cache_group_size": "32", "kv_floor_k": "8", "kv_floor_v": "2"}
+    flags = {"kv_cache_bits": "4", "kv_cache_group_size": "32", "dynamic_cache_floor": "8"}
     settings = load(flags=flags)
-    assert [getattr(settings, name) for name in flags] == [4, 32, 8, 2]
+    assert [getattr(settings, name) for name in flags] == [4, 32, 8]
     with pytest.raises(ConfigError, match=r"--kv-cache-bits.*8, 4 or 2"):
         load(flags={"kv_cache_bits": "7"})
 

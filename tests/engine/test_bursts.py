@@ -100,7 +100,7 @@ def test_request_waits_for_disk_while_stream_decodes_and_no_token_is_lost(dynami
     resumes = threading.Event()
     files = FaultyFiles(before={"sync": wait_for(resumes)})
     # At 8 bits the memory almost holds all chats.
-    storage = KvConfig(dynamic=dynamic, floor_k_bits=8, floor_v_bits=8)
+    storage = KvConfig(dynamic=dynamic, floor_bits=8)
     with full_drive(tmp_path, tiny_loaded("llama"), storage, files) as drive:
         stream = drive.submit(prompt(32, seed=99), 400)
         while len(stream.ids) < 4:

@@ -227,17 +227,10 @@ class Settings(BaseSettings):
         "", "Topic of the messages of --kv-events; llm-d wants kv@HOST:PORT@MODEL", panel="Routers", unit="topic"
     )
 
-    exact_replay: bool = setting(
-        True, "Put earlier replies that a client sends back unchanged into the prompt as they were sampled, so that "
-        "nothing of them is computed again", panel="KV cache",
-    )  # fmt: skip
-    drop_nonces: bool = setting(
-        True, "Leave lines out of system messages that change with every request and mean nothing to a model",
+    stable_prompts: bool = setting(
+        True, "Keep the beginning of a chat the same from turn to turn: earlier replies stay as they were sampled, "
+        "lines that change with every request and mean nothing to a model go, and system messages keep their place",
         panel="KV cache",
-    )  # fmt: skip
-    system_in_place: bool = setting(
-        True, "Keep a system message in the middle of a chat where it stands, as marked text where the template does "
-        "not take one there. With --no-system-in-place the template decides", panel="KV cache",
     )  # fmt: skip
     kv_cache_quantization: bool = setting(False, "Store KV in 8 bits; the same as --kv-cache-bits 8", panel="KV cache")
     kv_cache_bits: Bits | None = setting(
@@ -268,16 +261,13 @@ class Settings(BaseSettings):
         CacheConfig.dynamic, "Store KV in fewer and fewer bits as memory fills up, before anything is evicted",
         panel="KV cache", is_common=True,
     )  # fmt: skip
+    dynamic_cache_floor: Bits = setting(
+        CacheConfig.floor_bits, "Fewest bits of keys and values that --dynamic-cache goes down to: 8, 4 or 2",
+        panel="KV cache", unit="bits",
+    )  # fmt: skip
     dynamic_cache_at: str = setting(
         "", "Lengths from which on conversations are stored in fewer bits, as in 16k=planes:8,64k=planes:4",
         panel="KV cache", unit="steps",
-    )  # fmt: skip
-    kv_floor_k: Bits = setting(
-        CacheConfig.floor_k_bits, "Fewest bits of keys that --dynamic-cache goes down to", panel="KV cache", unit="bits"
-    )
-    kv_floor_v: Bits = setting(
-        CacheConfig.floor_v_bits, "Fewest bits of values that --dynamic-cache goes down to",
-        panel="KV cache", unit="bits",
     )  # fmt: skip
 
     body_memory: ByteCount = setting(

@@ -49,12 +49,9 @@ def make_formats(layout: Layout, config: KvConfig, chunk_tokens: int) -> tuple[K
         highest = _make_format(layout, config, config.k, config.v, chunk_tokens)
     candidates: list[KvFormat] = []
     if config.dynamic:
-        bits = product(
-            [bits for bits in STEP_BITS if bits >= config.floor_k_bits],
-            [bits for bits in STEP_BITS if bits >= config.floor_v_bits],
-        )
+        levels = [bits for bits in STEP_BITS if bits >= config.floor_bits]
         # Values step down before keys.
-        steps = [(k, v) for k, v in bits if k in (v, 2 * v)]
+        steps = [(k, v) for k, v in product(levels, repeat=2) if k in (v, 2 * v)]
         candidates += [_make_format(layout, config, PlanesCodec(k), PlanesCodec(v), chunk_tokens) for k, v in steps]
     candidates += [
         _make_format(layout, config, codec, codec, chunk_tokens, from_tokens=tokens)
@@ -135,7 +132,7 @@ def _reachable_plans(layout: Layout, config: KvConfig) -> list[PrecisionPlan]:
     """Return the plans that cached KV may have under these settings."""
     pairs: list[CodecPair] = [(config.k, config.v)]
     if config.dynamic:
-        pairs.append((PlanesCodec(config.floor_k_bits), PlanesCodec(config.floor_v_bits)))
+        pairs.append((PlanesCodec(config.floor_bits), PlanesCodec(config.floor_bits)))
     pairs += [(codec, codec) for _, codec in config.dynamic_at]
     plans = [raw_plan(layout)]
     for k, v in pairs:

@@ -26,8 +26,7 @@ class CacheConfig:
     first_raw_tokens: int = RawWindow.first_tokens  # of a running sequence: first tokens that stay raw
     recent_raw_tokens: int = RawWindow.recent_tokens  # of a running sequence: newest tokens that stay raw
     dynamic: bool = False  # precision steps down under memory pressure
-    floor_k_bits: int = 4  # fewest bits that keys step down to
-    floor_v_bits: int = 4  # fewest bits that values step down to
+    floor_bits: int = 4  # fewest bits that keys and values step down to
     dynamic_at: tuple[tuple[int, Codec], ...] = ()  # (tokens, codec): longer sequences step down to this codec
     archives_planes: bool = True  # write planes to the disk before a step-down drops them
     disk_write: DiskWrite = "after_reply"

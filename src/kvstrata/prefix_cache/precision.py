@@ -157,7 +157,7 @@ class StepDownPolicy:
         self._is_dynamic = config.dynamic
         self._plans_by_length = [(tokens, plan_of(codec, codec)) for tokens, codec in config.dynamic_at]
         self._token_bytes_of: dict[Bits, float] = {}
-        self._ladder: Ladder[Entry] = Ladder(Bits(config.floor_k_bits, config.floor_v_bits), self._token_bytes)
+        self._ladder: Ladder[Entry] = Ladder(Bits(config.floor_bits, config.floor_bits), self._token_bytes)
         self._changed = table.dirty_sets.new_dirty_set(self._ladder.discard_span)
         self._exhausted_bytes = 0  # bytes in use when nothing was left to step down: retry only above them
 

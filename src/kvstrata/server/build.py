@@ -94,7 +94,7 @@ def build_server(
     names, paths = _model_names(settings, loaded)
     template = ChatTemplate(
         loaded.tokenizer,
-        system_in_place=settings.system_in_place,
+        system_in_place=settings.stable_prompts,
         allow_special_tokens=settings.allow_special_tokens,
     )
     return Service(
@@ -112,7 +112,7 @@ def build_server(
         max_prompts=half_of_places(options.engine.num_places),
         longest_token_chars=longest_token_chars(loaded.tokenizer),
         sampling=loaded.sampling if settings.generation_config == "model" else SamplingDefaults(),
-        hygiene=Hygiene(settings.drop_nonces, settings.system_in_place),
+        hygiene=Hygiene(settings.stable_prompts, settings.stable_prompts),
         replies=replies,
         cache_ttl_s=settings.cache_ttl_s,
         carriers=(ReplyCarrier(replies, loaded.vocab_size),) if replies is not None else (),
@@ -171,7 +171,7 @@ def _publish_block_sizes(metrics: Metrics, engine: Engine) -> None:
 
 
 def _reply_memory(settings: Settings, loaded: LoadedModel, disk: DiskOptions | None) -> ReplyMemory | None:
-    if not settings.exact_replay:
+    if not settings.stable_prompts:
         return None
     if disk is None:
         return ReplyMemory()

@@ -127,7 +127,7 @@ def _renderer(settings: Settings) -> tuple[Any, Renderer]:
 
     tokenizer = load_tokenizer(settings.model)
     template = ChatTemplate(
-        tokenizer, system_in_place=settings.system_in_place, allow_special_tokens=settings.allow_special_tokens
+        tokenizer, system_in_place=settings.stable_prompts, allow_special_tokens=settings.allow_special_tokens
     )
-    hygiene = Hygiene(settings.drop_nonces, settings.system_in_place)
+    hygiene = Hygiene(settings.stable_prompts, settings.stable_prompts)
     return tokenizer, Renderer(template, ThinkingSwitch(template), hygiene)
