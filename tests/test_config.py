@@ -258,7 +258,6 @@ EXAMPLES = {
     "allowed_origins": "https://chat.example.org,http://localhost:3000",
     "dynamic_cache_at": "16k=planes:8",
     "kv_cache_bits": "8",
-    "kv_cache_group_size": "64",
     "cache_type_k": "planes:4",
     "cache_type_v": "affine:4:g64",
     "remote_cache": "redis://127.0.0.1:6379/0",
@@ -277,10 +276,10 @@ def test_every_setting_can_be_given_as_text(name: str, monkeypatch: pytest.Monke
     assert getattr(load(), name) == by_flag
 
 
-def test_bits_and_groups_are_numbers_however_they_are_given() -> None:
-    flags = {"kv_cache_bits": "4", "kv_cache_group_size": "32", "dynamic_cache_floor": "8"}
+def test_bits_are_numbers_however_they_are_given() -> None:
+    flags = {"kv_cache_bits": "4", "dynamic_cache_floor": "8"}
     settings = load(flags=flags)
-    assert [getattr(settings, name) for name in flags] == [4, 32, 8]
+    assert [getattr(settings, name) for name in flags] == [4, 8]
     with pytest.raises(ConfigError, match=r"--kv-cache-bits.*8, 4 or 2"):
         load(flags={"kv_cache_bits": "7"})
 

@@ -119,7 +119,7 @@ def test_who_goes_away_in_the_middle_of_prefill_leaves_its_prefix(serve: Callabl
         ({"cache_type_k": "plains:8"}, "plains:8"),
         ({"cache_type_v": "planes:5"}, "planes has 8, 4 or 2 bits, not 5"),
         ({"kv_cache_bits": 7}, "--kv-cache-bits"),
-        ({"kv_cache_group_size": 64}, "--kv-cache-group-size is for affine"),
+        ({"cache_type_k": "affine:8:g7"}, "groups of 32, 64 or 128, not 7"),
         ({"kv_cache_min_quantize_tokens": -1}, "--kv-cache-min-quantize-tokens"),
         ({"cache_type_k": "affine:8"}, "affine"),
     ],

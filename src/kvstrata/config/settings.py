@@ -18,7 +18,6 @@ from kvstrata.config.fields import (
     ActivationBits,
     Bits,
     ByteCount,
-    GroupSize,
     HostNames,
     LogFormat,
     LogLevel,
@@ -30,12 +29,11 @@ from kvstrata.config.fields import (
     setting,
 )
 from kvstrata.config.sources import read_key_file
-from kvstrata.engine.config import EngineLimits
+from kvstrata.engine.config import WAITING_PER_SEQUENCE, EngineLimits
 from kvstrata.errors import ConfigError
 from kvstrata.models.cpu_options import CpuOptions, CpuWeights
 from kvstrata.platform.network import is_loopback
 from kvstrata.prefix_cache.config import CacheConfig, DiskWrite
-from kvstrata.server.wire.bounds import Bounds
 from kvstrata.sizes import Size
 from kvstrata.tiers.options import DiskOptions, RemoteOptions
 from kvstrata.tiers.remote.url import parse_url
@@ -143,19 +141,10 @@ class Settings(BaseSettings):
         EngineLimits.max_running, "Most requests that run at once, in one batch", panel="Engine", unit="requests",
         is_common=True, ge=1, le=4096,
     )  # fmt: skip
-    max_waiting: int = setting(
-        EngineLimits.max_waiting, "Most requests that wait in the queue. When it is full, clients are answered 429",
-        panel="Engine", unit="requests", ge=0, le=1_000_000,
-    )  # fmt: skip
     prefill_share: float = setting(
         EngineLimits.prefill_share,
         "Share of the time that prompts may take while streams run: at 0.5 a stream's tokens come half as fast while a "
         "prompt is computed; 1 gives prompts all they can use", panel="Engine", unit="share", gt=0, le=1,
-    )  # fmt: skip
-    prefill_chunk_tokens: int | None = setting(
-        EngineLimits.prefill_chunk_tokens,
-        "Prompt tokens computed at a time, whatever --prefill-share says. Without a number the server chooses by the "
-        "speeds that it measures", panel="Engine", unit="tokens", ge=1,
     )  # fmt: skip
     max_kv_size: int | None = setting(
         EngineLimits.max_kv_size,
@@ -219,10 +208,6 @@ class Settings(BaseSettings):
         None, "Publish which blocks of tokens memory holds, in vLLM's form, for routers: tcp://127.0.0.1:5557. Other "
         "than loopback addresses need a key to be set", panel="Routers", unit="address",
     )  # fmt: skip
-    kv_events_replay: str | None = setting(
-        None, "Where routers ask for KV events that they missed; without it the port after that of --kv-events",
-        panel="Routers", unit="address",
-    )  # fmt: skip
     kv_events_topic: str = setting(
         "", "Topic of the messages of --kv-events; llm-d wants kv@HOST:PORT@MODEL", panel="Routers", unit="topic"
     )
@@ -245,9 +230,6 @@ class Settings(BaseSettings):
         None, "Precision of stored values: raw, planes:8|4|2, affine:8|6|5|4|3|2[:gGROUP]",
         panel="KV cache", unit="precision",
     )  # fmt: skip
-    kv_cache_group_size: GroupSize | None = setting(
-        None, "Values that share a scale in affine precisions: 32, 64 or 128", panel="KV cache", unit="values"
-    )
     kv_cache_min_quantize_tokens: int = setting(
         CacheConfig.min_quantize_tokens, "Length from which on a conversation is stored in fewer bits. Shorter "
         "ones stay at full precision", panel="KV cache", unit="tokens", ge=0,
@@ -271,12 +253,8 @@ class Settings(BaseSettings):
     )  # fmt: skip
 
     body_memory: ByteCount = setting(
-        Bounds.body_memory_bytes, "Most bytes of request bodies that the server holds at once, and no less than "
+        256 * 1024**2, "Most bytes of request bodies that the server holds at once, and no less than "
         "the 32 MiB of one body. Past the limit clients are answered 503", panel="Process", unit="size", ge=1024,
-    )  # fmt: skip
-    max_connections: int = setting(
-        Bounds.max_connections, "Most connections at once. Past the limit idle ones are closed; if none is idle, new "
-        "ones are answered 503", panel="Process", unit="connections", ge=1, le=100_000,
     )  # fmt: skip
     drain_timeout_s: float = setting(
         30.0, "Seconds for which running replies go on after the first Ctrl-C. A disk cache gets as long again to be "
@@ -321,6 +299,11 @@ class Settings(BaseSettings):
         if not all(is_key(key) for key in self.keys):
             raise PydanticCustomError("key", NOT_A_KEY)
         return self
+
+    @property
+    def max_waiting(self) -> int:
+        """Most requests that wait in the queue. When it is full, clients are answered 429."""
+        return WAITING_PER_SEQUENCE * self.max_num_seqs
 
     @property
     def plain_keys(self) -> tuple[str, ...]:

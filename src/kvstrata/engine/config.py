@@ -14,13 +14,16 @@ from kvstrata.tiers.options import DiskOptions, RemoteOptions
 # Tokens between two state checkpoints of a long prompt, in models with window or recurrent layers.
 CHECKPOINT_EVERY_TOKENS = 4096
 
+# Requests that may wait, for each sequence that may run.
+WAITING_PER_SEQUENCE = 16
+
 
 @dataclass(frozen=True)
 class EngineLimits:
     """Limits of requests, prefill and memory."""
 
     max_running: int = 16  # sequences that hold KV
-    max_waiting: int = 256  # requests beyond them; further requests get QueueFull
+    max_waiting: int = WAITING_PER_SEQUENCE * max_running  # requests beyond them; further requests get QueueFull
     shares_queue: bool = False  # an owner takes at most half of the places that other owners leave
     context_tokens: int | None = None  # None: the context of the model
     prefill_chunk_tokens: int | None = None  # None: chosen from the measured speed

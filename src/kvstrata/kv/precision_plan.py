@@ -11,7 +11,6 @@ from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.registry import fit, parse
 from kvstrata.codecs.rope import RopeRotation
-from kvstrata.errors import ConfigError
 from kvstrata.kv.layout import LayerSpec, Layout
 
 CodecPair = tuple[Codec, Codec]  # for K and for V
@@ -47,28 +46,11 @@ def bits_of(codec: Codec, dim: int, dtype: mx.Dtype) -> float:
 
 
 def choose_codecs(
-    *,
-    quantization: bool = False,
-    bits: int | None = None,
-    k: str | None = None,
-    v: str | None = None,
-    group_size: int | None = None,
+    *, quantization: bool = False, bits: int | None = None, k: str | None = None, v: str | None = None
 ) -> CodecPair:
-    """Return the codecs of K and V that these settings give together. Raises ConfigError if settings contradict."""
+    """Return the codecs of K and V that these settings give together. Raises ConfigError for an unknown precision."""
     general = f"planes:{bits}" if bits is not None else "planes:8" if quantization else "raw"
-    names = (_with_group(k or general, group_size), _with_group(v or general, group_size))
-    if group_size is not None and not any(name.startswith("affine") for name in names):
-        raise ConfigError(
-            f"--kv-cache-group-size is for affine precisions, and K is {names[0]}, V {names[1]}. Leave it out, or "
-            "choose --cache-type-k affine:8 --cache-type-v affine:8."
-        )
-    return parse(names[0]), parse(names[1])
-
-
-def _with_group(name: str, group_size: int | None) -> str:
-    if group_size is None or not name.startswith("affine") or name.count(":") != 1:
-        return name
-    return f"{name}:g{group_size}"
+    return parse(k or general), parse(v or general)
 
 
 def raw_plan(layout: Layout) -> PrecisionPlan:

@@ -14,7 +14,6 @@ from kvstrata.attention.cpu.step import compile_codecs_beside
 from kvstrata.config import Settings
 from kvstrata.engine.config import CacheListener, half_of_places
 from kvstrata.engine.engine import Engine
-from kvstrata.errors import ConfigError
 from kvstrata.events.feed import GRAIN, ListenerThread
 from kvstrata.events.options import bind_events, event_options, start_publisher
 from kvstrata.grammar.compiler import GrammarCompiler
@@ -61,13 +60,8 @@ def load_model(settings: Settings, device: Device) -> LoadedModel:
 def bind_sockets(settings: Settings) -> EventSockets | None:
     """Bind the sockets of --kv-events; return None if it is not set. Raises ConfigError."""
     if settings.kv_events is None:
-        if settings.kv_events_replay is not None:
-            raise ConfigError("--kv-events-replay is for --kv-events, and none is given. Give one, or leave both.")
         return None
-    options = event_options(
-        settings.kv_events, settings.kv_events_replay, settings.kv_events_topic, has_keys=bool(settings.keys)
-    )
-    return bind_events(options)
+    return bind_events(event_options(settings.kv_events, settings.kv_events_topic, has_keys=bool(settings.keys)))
 
 
 def build_server(

@@ -59,18 +59,19 @@ def api_keys(settings: Settings) -> tuple[ApiKey, ...]:
 
 
 def http_limits(settings: Settings) -> Bounds:
-    return Bounds(max_connections=_connections(settings.max_connections), body_memory_bytes=settings.body_memory)
+    return Bounds(max_connections=_max_connections(), body_memory_bytes=settings.body_memory)
 
 
-def _connections(asked: int) -> int:
-    """Return the maximum number of connections: the configured one, reduced to what the open-file limit leaves."""
+def _max_connections() -> int:
+    """Return the maximum number of connections: the default, reduced to what the open-file limit leaves."""
+    wanted = Bounds.max_connections
     max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if max_files == resource.RLIM_INFINITY or asked <= max_files - OTHER_FILES:
-        return asked
+    if max_files == resource.RLIM_INFINITY or wanted <= max_files - OTHER_FILES:
+        return wanted
     possible = max(1, max_files - OTHER_FILES)
     logger.warning(
-        "At most %d connections instead of %d (--max-connections): this process may have %d files open. "
-        "Raise that with: ulimit -n %d", possible, asked, max_files, asked + OTHER_FILES,
+        "At most %d connections instead of %d: this process may have %d files open. Raise that with: ulimit -n %d",
+        possible, wanted, max_files, wanted + OTHER_FILES,
     )  # fmt: skip
     return possible
 
@@ -86,7 +87,6 @@ def _engine_options(settings: Settings, device: Device) -> EngineLimits:
         shares_queue=len(settings.keys) > 1,
         context_tokens=settings.max_model_len,
         prefill_share=settings.prefill_share,
-        prefill_chunk_tokens=settings.prefill_chunk_tokens,
         max_kv_size=settings.max_kv_size,
         memory_bytes=memory_limit_bytes(settings, device),
     )
@@ -98,7 +98,6 @@ def _cache_options(settings: Settings, total_memory_bytes: int) -> KvConfig:
         bits=settings.kv_cache_bits,
         k=settings.cache_type_k,
         v=settings.cache_type_v,
-        group_size=settings.kv_cache_group_size,
     )
     return KvConfig(
         k=k,

@@ -12,6 +12,7 @@ from kvstrata.config import load as load_settings
 from kvstrata.fleet.ray.deploy import grace_s
 from kvstrata.fleet.ray.front import RayFront
 from kvstrata.fleet.ray.replica import Replica
+from kvstrata.server.wire.bounds import Bounds
 
 # Interval of a replica's reports. The router itself knows the prompts sent in between.
 REPORT_S = 2.0
@@ -35,7 +36,7 @@ def build(args: dict[str, Any]) -> Application:
     front: Any = serve.deployment(
         RayFront,
         name="Front",
-        max_ongoing_requests=settings.max_connections,
+        max_ongoing_requests=Bounds.max_connections,
         graceful_shutdown_timeout_s=grace_s(settings),
     )
     return front.bind(args, replica.bind(args))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstrata.config import Settings
+from kvstrata.server.wire.bounds import Bounds
 
 # Time for running replies and for writing cached KV when a replica ends, unless --drain-timeout-s is given: Ray
 # also ends replicas by itself, and that should not cut off a long reply.
@@ -53,7 +54,7 @@ def deploy_text(settings: Settings, given: Mapping[str, Any], scale: Scale) -> s
                     {
                         "name": "Front",
                         "num_replicas": 1,
-                        "max_ongoing_requests": settings.max_connections,
+                        "max_ongoing_requests": Bounds.max_connections,
                         "graceful_shutdown_timeout_s": grace,
                         "ray_actor_options": {"num_cpus": 0},
                     },
