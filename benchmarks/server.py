@@ -23,7 +23,7 @@ from kvstrata.engine.request import Sampling
 from kvstrata.models.load import LoadedModel, load
 from kvstrata.platform.device import device
 from kvstrata.platform.network import bind, url_of
-from kvstrata.server.assemble import start_service
+from kvstrata.server.build import build_server
 from kvstrata.server.run import Server
 
 PROMPT_TOKENS = 16
@@ -79,7 +79,7 @@ def _prompt(index: int) -> tuple[int, ...]:
 @contextmanager
 def _served(loaded: LoadedModel) -> Iterator[tuple[Server, str]]:
     settings = load_settings(flags={"port": 0})
-    state = start_service(settings, loaded, device())
+    state = build_server(settings, loaded, device())
     ready = threading.Event()
     server = Server(state, on_ready=ready.set, say=lambda _: None)
     listener = bind(settings.host, settings.port)

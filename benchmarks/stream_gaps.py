@@ -100,7 +100,7 @@ def measure_spilling(
     with tempfile.TemporaryDirectory(prefix="kvstrata-bench-") as folder:
         disk = DiskOptions(Path(folder), DISK_BYTES, reserve_bytes=0, flush_s=0)
         # Cached before the windows, written within them.
-        storage = KvConfig(k=parse(load.precision), v=parse(load.precision), disk_write="at-eviction")
+        storage = KvConfig(k=parse(load.precision), v=parse(load.precision), disk_write="on_evict")
         limits = EngineLimits(max_running=load.streams)
         with running(Engine(loaded, limits, Metrics(), storage, disk)) as engine:
             progress(f"storing {load.conversations} conversations")

@@ -25,7 +25,7 @@ PAUSE_S = 4.0  # between two questions, as people have them
 FLAGS: dict[str, Any] = {
     "memory_limit": "460MiB",
     "hot_cache_size": "30MiB",
-    "disk_put_away": False,
+    "options": {"cache": {"archives_planes": False}},
 }
 SYSTEM = (
     "You help a small team that keeps an orchard and the program that plans its work. Answer in one or two sentences. "

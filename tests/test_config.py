@@ -28,12 +28,12 @@ def toml(folder: Path, text: str) -> Path:
 
 
 def test_order_of_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = toml(tmp_path, "port = 1\nmax_running = 2\nmax_waiting = 3\n")
+    file = toml(tmp_path, "port = 1\nmax_num_seqs = 2\ndrain_timeout_s = 3\n")
     monkeypatch.setenv("KVSTRATA_PORT", "10")
-    monkeypatch.setenv("KVSTRATA_MAX_RUNNING", "20")
-    settings = load(file, {"port": "100", "max_running": None})
-    assert (settings.port, settings.max_running, settings.max_waiting) == (100, 20, 3)
-    assert settings.tail_step_tokens == 2048
+    monkeypatch.setenv("KVSTRATA_MAX_NUM_SEQS", "20")
+    settings = load(file, {"port": "100", "max_num_seqs": None})
+    assert (settings.port, settings.max_num_seqs, settings.drain_timeout_s) == (100, 20, 3)
+    assert settings.cache_ttl_s is None
 
 
 def test_file_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,17 +94,17 @@ def test_format_bytes_drops_decimals_of_large_numbers() -> None:
 
 def test_size_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSTRATA_MEMORY_LIMIT", "25%")
-    settings = load(flags={"max_body_bytes": "1MiB"})
+    settings = load(flags={"body_memory": "1MiB"})
     assert settings.memory_limit.of(4000) == 1000
-    assert settings.max_body_bytes == 1024**2
+    assert settings.body_memory == 1024**2
     with pytest.raises(ConfigError, match="percentage"):
-        load(flags={"max_body_bytes": "5%"})
+        load(flags={"body_memory": "5%"})
 
 
 def test_every_problem_is_told_with_flag_and_environment() -> None:
     with pytest.raises(ConfigError) as caught:
-        load(flags={"port": "99999", "memory_limit": "20 percents", "max_running": "0", "log_level": "loud"})
-    for name in ("port", "memory_limit", "max_running", "log_level"):
+        load(flags={"port": "99999", "memory_limit": "20 percents", "max_num_seqs": "0", "log_level": "loud"})
+    for name in ("port", "memory_limit", "max_num_seqs", "log_level"):
         assert flag_name(name) in str(caught.value)
         assert env_name(name) in str(caught.value)
     assert "20%" in str(caught.value)
@@ -119,10 +119,10 @@ def test_file_that_is_wrong(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "said"),
     [
-        ("port = 1\nmax_runing = 3", 2, "there is no setting 'max_runing'. Did you mean 'max_running'?"),
+        ("port = 1\nmax_num_seq = 3", 2, "there is no setting 'max_num_seq'. Did you mean 'max_num_seqs'?"),
         ("[server]\nport = 1", 1, "there is no setting 'server'."),
         ("# port\n\nport = 'abc'", 3, "port: "),
-        ("max-running = 3", 1, "there is no setting 'max-running'. Did you mean 'max_running'?"),
+        ("max-num-seqs = 3", 1, "there is no setting 'max-num-seqs'. Did you mean 'max_num_seqs'?"),
     ],
 )
 def test_a_problem_of_a_file_names_file_line_and_setting(tmp_path: Path, text: str, line: int, said: str) -> None:
@@ -190,9 +190,9 @@ def test_a_variable_for_the_key_file_that_is_blank_is_refused(monkeypatch: pytes
 
 @pytest.mark.parametrize("name", ["http://models.example.org", "models.example.org:8000", "a b", "bücher.example"])
 def test_hosts_are_names_alone(name: str) -> None:
-    assert load(flags={"allowed_host": ["models.example.org"]}).allowed_host == ("models.example.org",)
-    with pytest.raises(ConfigError, match=r"--allowed-host.*only the name"):
-        load(flags={"allowed_host": [name]})
+    assert load(flags={"allowed_hosts": ["models.example.org"]}).allowed_hosts == ("models.example.org",)
+    with pytest.raises(ConfigError, match=r"--allowed-hosts.*only the name"):
+        load(flags={"allowed_hosts": [name]})
 
 
 @pytest.mark.parametrize(
@@ -206,13 +206,13 @@ def test_hosts_are_names_alone(name: str) -> None:
     ],
 )
 def test_origins_are_as_browsers_write_them(given: list[str], plain: tuple[str, ...]) -> None:
-    assert load(flags={"cors_origin": given}).cors_origin == plain
+    assert load(flags={"allowed_origins": given}).allowed_origins == plain
 
 
 @pytest.mark.parametrize("text", ["chat.example.org", "null", "https://*.example.org", "https://a.example/path", "**"])
 def test_what_is_no_origin(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--cors-origin.*https://chat\.example\.org"):
-        load(flags={"cors_origin": [text]})
+    with pytest.raises(ConfigError, match=r"--allowed-origins.*https://chat\.example\.org"):
+        load(flags={"allowed_origins": [text]})
 
 
 def test_keys_are_not_printed() -> None:
@@ -252,15 +252,14 @@ def test_every_setting_says_what_it_is() -> None:
 
 # For settings without a default; the others of these take numbers.
 EXAMPLES = {
-    "allowed_host": "models.example.org,other",
+    "allowed_hosts": "models.example.org,other",
     "admin_key": "one,two",
     "api_key": "one,two",
-    "cors_origin": "https://chat.example.org,http://localhost:3000",
+    "allowed_origins": "https://chat.example.org,http://localhost:3000",
     "dynamic_cache_at": "16k=planes:8",
     "kv_cache_bits": "8",
-    "kv_cache_group_size": "64",
-    "kv_cache_k": "planes:4",
-    "kv_cache_v": "affine:4:g64",
+    "cache_type_k": "planes:4",
+    "cache_type_v": "affine:4:g64",
     "remote_cache": "redis://127.0.0.1:6379/0",
 }
 
@@ -277,10 +276,10 @@ def test_every_setting_can_be_given_as_text(name: str, monkeypatch: pytest.Monke
     assert getattr(load(), name) == by_flag
 
 
-def test_bits_and_groups_are_numbers_however_they_are_given() -> None:
-    flags = {"kv_cache_bits": "4", "kv_cache_group_size": "32", "kv_floor_k": "8", "kv_floor_v": "2"}
+def test_bits_are_numbers_however_they_are_given() -> None:
+    flags = {"kv_cache_bits": "4", "dynamic_cache_floor": "8"}
     settings = load(flags=flags)
-    assert [getattr(settings, name) for name in flags] == [4, 32, 8, 2]
+    assert [getattr(settings, name) for name in flags] == [4, 8]
     with pytest.raises(ConfigError, match=r"--kv-cache-bits.*8, 4 or 2"):
         load(flags={"kv_cache_bits": "7"})
 

@@ -39,7 +39,7 @@ MIN_RATE = 0.95
 # A long prompt has that rate whatever becomes of a reply. A token may be lost where two texts meet.
 MAX_AGAIN = 4
 NUM_COLUMNS = 6
-OFF: dict[str, Any] = {"exact_replay": False, "drop_nonces": False, "system_in_place": False}
+OFF: dict[str, Any] = {"stable_prompts": False}
 
 
 @dataclass(frozen=True)

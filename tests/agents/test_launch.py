@@ -130,7 +130,7 @@ def test_an_agent_runs_an_errand_for_our_server(name: str, tmp_path: Path) -> No
     case = CASES[name]
     script = errand(case.tool, case.arguments, thinks) if case.tool else edits(thinks)
     start = replace(case.start, variables={**case.start.variables, "KVSTRATA_API_KEY": KEY})
-    with serving(script, api_key=[KEY], served_name=OURS) as forced:
+    with serving(script, api_key=[KEY], served_model_name=OURS) as forced:
         ended = clients.launch(start, forced.served.url, TASK, tmp_path)
     assert_done(ended, tmp_path)
     assert len(forced.said) >= 2

@@ -55,7 +55,7 @@ def tiny() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def hostile() -> Iterator[Served]:
-    with running(tiny_loaded("llama"), served_name=HOSTILE) as one:
+    with running(tiny_loaded("llama"), served_model_name=HOSTILE) as one:
         yield one
 
 
@@ -117,7 +117,7 @@ def test_print_shows_everything_and_starts_nothing(client: str, tiny: Served, pl
     text = printed(tiny, client, "--", "--own", "a word")
     assert tiny.url in text
     assert tiny.name in text
-    assert str(tiny.server.state.context_tokens) in text
+    assert str(tiny.server.state.limits.context_tokens) in text
     assert f"={SHOWN_KEY}\n" in text
     assert "walrus" not in text
     *_, command = text.splitlines()
@@ -147,7 +147,7 @@ def test_a_client_is_told_the_server_and_nothing_stays(client: str, tiny: Served
     everything = json.dumps(told)
     assert tiny.url in everything
     assert tiny.name in everything
-    assert str(tiny.server.state.context_tokens) in everything
+    assert str(tiny.server.state.limits.context_tokens) in everything
     assert not place.written()
 
 

@@ -17,7 +17,7 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in Settings.model_fields:
         monkeypatch.delenv(env_name(name), raising=False)
     monkeypatch.setenv("KVSTRATA_CONFIG", str(tmp_path / "config.toml"))
-    (tmp_path / "config.toml").write_text("max_waiting = 3\nmax_running = 3\nport = 3\n")
+    (tmp_path / "config.toml").write_text("drain_timeout_s = 3\nmax_num_seqs = 3\nport = 3\n")
 
 
 def settings_of(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environment: str) -> Settings:
@@ -32,10 +32,10 @@ def settings_of(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environment:
 
 def test_lists_in_the_environment_have_commas(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = settings_of(
-        monkeypatch, KVSTRATA_API_KEY="a, b", KVSTRATA_ALLOWED_HOST="one.example,two.example", KVSTRATA_MODEL="m"
+        monkeypatch, KVSTRATA_API_KEY="a, b", KVSTRATA_ALLOWED_HOSTS="one.example,two.example", KVSTRATA_MODEL="m"
     )
     assert settings.keys == ("a", "b")
-    assert settings.allowed_host == ("one.example", "two.example")
+    assert settings.allowed_hosts == ("one.example", "two.example")
     assert settings.model == "m"
 
 
@@ -47,11 +47,11 @@ def test_lists_as_flags_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_flags_win_over_the_environment_and_that_over_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = settings_of(
-        monkeypatch, "--port", "1", "--no-disk-put-away",
-        KVSTRATA_PORT="2", KVSTRATA_MAX_RUNNING="2", KVSTRATA_DISK_PUT_AWAY="true", KVSTRATA_ALLOW_PUBLIC="1",
+        monkeypatch, "--port", "1", "--no-dynamic-cache",
+        KVSTRATA_PORT="2", KVSTRATA_MAX_NUM_SEQS="2", KVSTRATA_DYNAMIC_CACHE="true", KVSTRATA_ALLOW_PUBLIC="1",
     )  # fmt: skip
-    assert (settings.port, settings.max_running, settings.max_waiting) == (1, 2, 3)
-    assert (settings.disk_put_away, settings.allow_public) == (False, True)
+    assert (settings.port, settings.max_num_seqs, settings.drain_timeout_s) == (1, 2, 3)
+    assert (settings.dynamic_cache, settings.allow_public) == (False, True)
 
 
 def test_an_empty_key_starts_no_open_server(monkeypatch: pytest.MonkeyPatch) -> None:

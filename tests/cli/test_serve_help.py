@@ -34,7 +34,7 @@ def test_help_fits_a_screen(flag: str) -> None:
     for common in ("MODEL", "--port", "--api-key", "--memory-limit", "--disk-cache-dir", "--help-all"):
         assert common in text
     assert 10 <= sum(line.startswith("  --") for line in lines) <= 16
-    assert "--kv-cache-edge" not in text
+    assert "--cache-type-k" not in text
 
 
 @pytest.mark.parametrize("columns", [60, 80, 200])

@@ -53,7 +53,7 @@ def full_drive(
     options = DiskOptions(folder, 256 * MIB, queue_bytes=queue_bytes, reserve_bytes=0)
     tier = DiskTier(options, chain=chain, tally=count_labels, files=files)
     kv_bytes = (NUM_CHATS + 4) * chat_bytes
-    storage = dataclasses.replace(storage or KvConfig(), disk_write="at-eviction")
+    storage = dataclasses.replace(storage or KvConfig(), disk_write="on_evict")
     drive = Drive(loaded, LIMITS, kv_bytes=kv_bytes, storage=storage, tier=tier)
     offer_under_pressure = drive.prefix_cache.offloader.offer_under_pressure
     drive.prefix_cache.offloader.offer_under_pressure = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
@@ -100,7 +100,7 @@ def test_request_waits_for_disk_while_stream_decodes_and_no_token_is_lost(dynami
     resumes = threading.Event()
     files = FaultyFiles(before={"sync": wait_for(resumes)})
     # At 8 bits the memory almost holds all chats.
-    storage = KvConfig(dynamic=dynamic, floor_k_bits=8, floor_v_bits=8)
+    storage = KvConfig(dynamic=dynamic, floor_bits=8)
     with full_drive(tmp_path, tiny_loaded("llama"), storage, files) as drive:
         stream = drive.submit(prompt(32, seed=99), 400)
         while len(stream.ids) < 4:
@@ -234,7 +234,7 @@ def log_line_of_final_write(
     folder: Path, files: FaultyFiles, caplog: pytest.LogCaptureFixture, before: dict[str, Act], flush_s: float
 ) -> str:
     # No block is written before the end: a write after the reply could come before the fault is in place.
-    storage = KvConfig(disk_write="at-eviction")
+    storage = KvConfig(disk_write="on_evict")
     with engine_on(folder, tiny_loaded("llama", 4), storage, files=files, flush_s=flush_s) as engine:
         answer(engine, "first", 700)
         files.before = before

@@ -213,7 +213,7 @@ def test_damaged_blocks_are_a_miss_with_the_same_reply(tmp_path: Path) -> None:
         octets[-100] ^= 1
         path.write_bytes(octets)
     files = Holding()
-    with engine_on(tmp_path, loaded, KvConfig(disk_write="at-eviction"), files=files) as engine:
+    with engine_on(tmp_path, loaded, KvConfig(disk_write="on_evict"), files=files) as engine:
         # Else what a reader has put aside by its row could get that row again before its file is moved.
         assert engine.ask(flush_tier).result(60)
         again = answer(engine, "again", 700)
@@ -308,7 +308,7 @@ def change(engine: Engine, name: str, *, dry_run: bool = False) -> ChangeResult:
 @pytest.mark.parametrize("began", ["raw", "planes:8"])
 def test_output_after_step_down_and_restore_equals_a_run_without(began: str, tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
-    storage = KvConfig(k=parse(began), v=parse(began), disk_write="at-eviction")
+    storage = KvConfig(k=parse(began), v=parse(began), disk_write="on_evict")
     with engine_on(tmp_path / "never", loaded, storage) as engine:
         answer(engine, "first", 700)
         change(engine, "planes:8")
@@ -424,55 +424,6 @@ def test_load_without_its_parent_prefix_is_refused(tmp_path: Path) -> None:
         assert cached(answer(engine, "beginning", 300, 1)) == 256
         assert engine.ask(load_and_lose_the_beginning).result(60) == (0, 1)
         assert cached(answer(engine, "again", 700)) == 699
-
-
-def test_second_touch_writes_only_reused_prefixes(tmp_path: Path) -> None:
-    loaded = tiny_loaded("llama")
-    with engine_on(tmp_path, loaded, second_touch=True) as engine:
-        answer(engine, "once", 700)
-    assert not list(tmp_path.rglob("*.safetensors"))
-    with engine_on(tmp_path, loaded, second_touch=True) as engine:
-        answer(engine, "once", 700)
-        answer(engine, "twice", 700)
-    assert list(tmp_path.rglob("*.safetensors"))
-    with engine_on(tmp_path, loaded, second_touch=True) as engine:
-        assert cached(answer(engine, "again", 700)) == 699
-
-
-def ask_for(engine: Engine, prompt: tuple[int, ...]) -> Reply:
-    engine.ask(make_computing_slow).result(60)
-    reply = Reply()
-    engine.submit(Request("asked", prompt, 2, GREEDY), reply.sink)
-    reply.wait()
-    settle(engine)
-    return reply
-
-
-def test_second_touch_counts_requests_however_often_a_span_is_offered(tmp_path: Path) -> None:
-    loaded = tiny_loaded("llama", 4)
-    generator = np.random.default_rng(1)
-    prompts = [tuple(generator.integers(0, VOCAB, 600).tolist()) for _ in range(16)]
-
-    def counts(core: EngineCore) -> dict[str, int]:
-        assert flush_tier(core)
-        return dict(CacheApi(core).usage().counters)
-
-    with engine_on(tmp_path, loaded, KvConfig(hot_bytes=MIB), second_touch=True) as engine:
-        for prompt in prompts:
-            ask_for(engine, prompt)
-        once = engine.ask(counts).result(60)
-        assert once["evicted_tokens"] > 5 * 600
-        assert once["disk_refused_first_touch"] > len(prompts)
-        assert not list(tmp_path.rglob("*.safetensors"))
-        # It is in memory no more, and is computed again: that two requests had it is remembered all the same.
-        assert cached(ask_for(engine, prompts[0])) == 0
-        for prompt in prompts[8:]:
-            ask_for(engine, prompt[::-1])
-        written = engine.ask(counts).result(60)["disk_written_base"]
-        assert len(list(tmp_path.rglob("*.safetensors"))) == written
-    with engine_on(tmp_path, loaded, second_touch=True) as engine:
-        assert cached(ask_for(engine, prompts[0])) == 599
-        assert cached(ask_for(engine, prompts[8][::-1])) == 0
 
 
 def test_blocks_that_cannot_be_read_are_counted_and_computed_again(

@@ -106,7 +106,7 @@ def test_after_reply_writes_while_the_server_runs(architecture: str, tmp_path: P
 
 
 def test_at_eviction_writes_nothing_while_memory_has_room(tmp_path: Path) -> None:
-    with engine_on(tmp_path, tiny_loaded("llama"), KvConfig(disk_write="at-eviction")) as engine:
+    with engine_on(tmp_path, tiny_loaded("llama"), KvConfig(disk_write="on_evict")) as engine:
         ask(engine, 1)
         assert not list(tmp_path.rglob("*.safetensors"))
     assert list(tmp_path.rglob("*.safetensors"))
@@ -233,7 +233,7 @@ def test_what_has_expired_is_neither_written_nor_kept(tmp_path: Path) -> None:
     with engine_on(tmp_path, loaded) as engine:
         ask(engine, 1)
     assert list(tmp_path.rglob("*.safetensors"))
-    with engine_on(tmp_path, loaded, KvConfig(ttl_s=0.01, disk_write="at-eviction")) as engine:
+    with engine_on(tmp_path, loaded, KvConfig(ttl_s=0.01, disk_write="on_evict")) as engine:
         assert engine.ask(flush_tier).result(60)
         assert not list(tmp_path.rglob("*.safetensors"))
         ask(engine, 2)

@@ -41,12 +41,10 @@ def test_ladder_keeps_all_chats_in_quarter_of_memory() -> None:
     assert ladder.prefix_cache.usage.counters()["stepped_down_spans"] > 0
 
 
-def test_edge_layers_do_not_hide_bits_of_other_layers() -> None:
+def test_chat_steps_down_at_most_four_times() -> None:
     loaded = tiny_loaded("llama", 4)
     kv_bytes = 3000 * Drive(loaded).budget.token_bytes
-    drive = Drive(
-        loaded, EngineLimits(buffer_step_tokens=16), kv_bytes=kv_bytes, storage=KvConfig(dynamic=True, edge_layers=1)
-    )
+    drive = Drive(loaded, EngineLimits(buffer_step_tokens=16), kv_bytes=kv_bytes, storage=KvConfig(dynamic=True))
     for i in range(13):
         drive.submit(prompt(700, seed=i), 8)
         drive.run()

@@ -129,7 +129,7 @@ def test_sequence_that_fits_raw_stays_raw_unless_live_is_set() -> None:
 
 
 def test_precision_floors_bound_the_admitted_length() -> None:
-    high = drive_with(KvConfig(dynamic=True, floor_k_bits=8, floor_v_bits=8)).core.budget
+    high = drive_with(KvConfig(dynamic=True, floor_bits=8)).core.budget
     assert {rung.plan and rung.plan.v.name for rung in high.formats} == {None, "planes:8"}
     at = drive_with(KvConfig(dynamic_at=((1500, parse("planes:4")),))).core.budget
     # Shorter ones are not held in fewer bits: they are refused as without the setting.

@@ -78,9 +78,9 @@ def test_prefix_evicted_before_the_start_is_computed(left: int, monkeypatch: pyt
     serve(drive, tokens[:300])
     match = drive.prefix_cache.lease
 
-    def match_after_eviction(tokens: Tokens, salt: str, reused_end: int | None = None, session: str = "") -> Lease:
+    def match_after_eviction(tokens: Tokens, salt: str, *, is_new: bool = True, session: str = "") -> Lease:
         drive.prefix_cache.reclaimer.shrink_to(left * drive.budget.token_bytes)
-        return match(tokens, salt, reused_end, session)
+        return match(tokens, salt, is_new=is_new, session=session)
 
     monkeypatch.setattr(drive.prefix_cache, "lease", match_after_eviction)
     client = serve(drive, tokens, 6)

@@ -129,7 +129,7 @@ class Soak:
             flush_s=self.rng.choice([0.0, 0.05, 5.0]),
             read_ahead_bytes=self.rng.choice([128 * KIB, 2 * MIB]),
         )
-        storage = KvConfig(hot_bytes=HOT_BYTES, disk_write=self.rng.choice(["after-reply", "at-eviction"]))
+        storage = KvConfig(hot_bytes=HOT_BYTES, disk_write=self.rng.choice(["after_reply", "on_evict"]))
         with engine_of(loaded, storage, disk) as cached, engine_of(loaded, KvConfig(hot_bytes=0), None) as cold:
             for _ in range(self.rng.randint(3, 8)):
                 self.turn(cached, cold, self.rng.sample(chats, NUM_AT_ONCE))

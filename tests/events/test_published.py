@@ -24,7 +24,11 @@ NUM_PARTS = 10
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder: Path = tmp_path_factory.mktemp("disk")
-    flags: dict[str, Any] = {"hot_cache_size": "512KiB", "disk_cache_dir": folder, "disk_reserve": "0"}
+    flags: dict[str, Any] = {
+        "hot_cache_size": "512KiB",
+        "disk_cache_dir": folder,
+        "options": {"disk": {"reserve_bytes": 0}},
+    }
     with running(tiny_loaded("llama"), kv_events=ADDRESS, **flags) as one:
         yield one
 

@@ -180,25 +180,23 @@ def test_the_form_on_the_wire_is_that_of_vllm() -> None:
     [("tcp://127.0.0.1:5557", "127.0.0.1", 5557), ("tcp://[::1]:0", "::1", 0), ("tcp://*:1", "*", 1)],
 )
 def test_addresses(text: str, host: str, port: int) -> None:
-    assert parse_address(text, "--kv-events") == Address(host, port)
-    assert parse_address(text, "--kv-events").url == text
+    assert parse_address(text) == Address(host, port)
+    assert parse_address(text).url == text
 
 
 @pytest.mark.parametrize("text", ["", "127.0.0.1:5557", "tcp://127.0.0.1", "tcp://:5", "tcp://h:70000", "ipc:///tmp/x"])
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--kv-events: .* Write it like tcp://127"):
-        parse_address(text, "--kv-events")
+        parse_address(text)
 
 
 @pytest.mark.parametrize(
     "address", ["tcp://0.0.0.0:5557", "tcp://*:5557", "tcp://10.0.0.1:5557", "tcp://somewhere:5557"]
 )
 def test_others_can_reach_events_only_where_there_is_a_key(address: str) -> None:
-    assert event_options(address, None, "", has_keys=True).replay.port == 5558
+    assert event_options(address, "", has_keys=True).replay.port == 5558
     with pytest.raises(ConfigError, match=r"--kv-events tcp.* has no key: events carry"):
-        event_options(address, None, "", has_keys=False)
-    with pytest.raises(ConfigError, match=r"--kv-events-replay tcp.* has no key: events carry"):
-        event_options("tcp://127.0.0.1:5557", address, "", has_keys=False)
+        event_options(address, "", has_keys=False)
 
 
 def test_an_address_in_use_ends_the_start_before_a_model_is_loaded() -> None:

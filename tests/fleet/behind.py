@@ -140,10 +140,10 @@ def workers(number: int) -> Iterator[list[Worker]]:
     with ExitStack() as stack:
         found: list[Worker] = []
         for _ in range(number):
-            port, events, replay = free_ports(3)
-            one = Worker(f"http://127.0.0.1:{port}", f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}")
+            port, events = free_ports(2)
+            one = Worker(f"http://127.0.0.1:{port}", f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{events + 1}")
             program = (sys.executable, "-c", "from kvstrata.cli import main; main()", "serve")
-            flags = ("--port", str(port), "--kv-events", one.events, "--kv-events-replay", one.replay)
+            flags = ("--port", str(port), "--kv-events", one.events)
             stack.enter_context(process((*program, *flags, "--memory-limit", "2GiB"), f"{one.url}/health"))
             found.append(one)
         yield found

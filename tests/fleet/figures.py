@@ -20,7 +20,7 @@ from tests.fleet.ray_fleet import RayFleet, cached, kill, ray_fleet
 TURNS, CONVERSATIONS, REPLY_TOKENS = 3, 4, 24
 SYSTEM = "You are a careful engineer. You answer in short sentences and give the reason for what you say. " * 3
 NEXT = "What should I try next?"
-FLAGS = {"memory_limit": "3GiB", "max_running": "4"}
+FLAGS = {"memory_limit": "3GiB", "max_num_seqs": "4"}
 
 
 def first(number: int) -> list[dict[str, Any]]:

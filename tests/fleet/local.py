@@ -23,7 +23,7 @@ from kvstrata.fleet.summary import ReplicaSummary, unpacked
 from kvstrata.models.load import LoadedModel
 from kvstrata.platform.device import device
 from kvstrata.server.app import create_app, wrap_app
-from kvstrata.server.assemble import guarded, start_service
+from kvstrata.server.build import build_server, protect_app
 from kvstrata.server.chat.prompt import PromptRenderer
 from kvstrata.server.state import ServerState
 from tests.fleet.ray_fleet import free_port
@@ -87,7 +87,7 @@ def local_fleet(loaded: LoadedModel, num_replicas: int, **flags: Any) -> Iterato
     try:
         for number in range(num_replicas):
             summary = ReplicaSummary()
-            state = start_service(load_settings(flags=flags), loaded, device(), listeners=[summary])
+            state = build_server(load_settings(flags=flags), loaded, device(), listeners=[summary])
             services.append(state)
             fleet.ones[f"r{number}"] = One(state, wrap_app(create_app(state), state, cors=False), summary)
         yield fleet
@@ -102,4 +102,4 @@ def front_of(fleet: LocalFleet, **flags: Any) -> ASGIApp:
     state = next(iter(fleet.ones.values())).state
     renderer = PromptRenderer(state.template, state.renderer.thinking)
     prompts = PromptReader(state.loaded.tokenizer, renderer, state.engine.identity)
-    return guarded(FleetRouter(fleet, fleet.router, lambda: prompts), load_settings(flags=flags))
+    return protect_app(FleetRouter(fleet, fleet.router, lambda: prompts), load_settings(flags=flags))

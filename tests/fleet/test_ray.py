@@ -33,7 +33,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayFleet]:
         fleet.deploy(
             2,
             model=str(model),
-            max_running="8",
+            max_num_seqs="8",
             memory_limit="600MiB",
             disk_cache_dir=str(folder / "disk"),
             remote_cache=f"file://{shared}",

@@ -10,7 +10,7 @@ from kvstrata.codecs.registry import parse
 from kvstrata.kv import gather
 from kvstrata.kv.gather import gather_some, has_to_gather, num_arrays
 from kvstrata.kv.layout import LayerSpec, Layout
-from kvstrata.kv.precision_plan import edges_of, make_plan
+from kvstrata.kv.precision_plan import make_plan
 from kvstrata.kv.span import Span
 from kvstrata.kv.transcode import shrink, transcode_layer
 from tests.allocated import active_bytes
@@ -20,8 +20,8 @@ LAYERS, HEADS, DIM, TOKENS = 6, 2, 64, 300
 LAYOUT = Layout((LayerSpec("full", kv_heads=HEADS, k_dim=DIM, v_dim=DIM),) * LAYERS)
 
 
-def encoded_span(k: str = "planes:8", v: str = "planes:4", **edges: object) -> Span:
-    plan = make_plan(LAYOUT, parse(k), parse(v), **edges)  # pyright: ignore[reportArgumentType]
+def encoded_span(k: str = "planes:8", v: str = "planes:4") -> Span:
+    plan = make_plan(LAYOUT, parse(k), parse(v))
     held = {}
     for layer, (k_codec, v_codec) in enumerate(plan.pairs):
         arrays = keys(HEADS, TOKENS, DIM, seed=layer), keys(HEADS, TOKENS, DIM, seed=layer + 100)
@@ -29,8 +29,8 @@ def encoded_span(k: str = "planes:8", v: str = "planes:4", **edges: object) -> S
     return Span(LAYOUT, 0, TOKENS, held)
 
 
-def gathered(span: Span, separate: frozenset[int] = frozenset()) -> Span:
-    while gather_some(span, separate):
+def gathered(span: Span) -> Span:
+    while gather_some(span):
         pass
     return span
 
@@ -50,11 +50,6 @@ def test_gathered_span_has_few_arrays_of_equal_values(k: str, v: str, arrays: in
     assert span.kv_bytes == nbytes
     for old, new in zip(before, all_arrays(span), strict=True):
         assert all(same_bits(old[name], new[name]) for name in old)
-
-
-def test_edge_layers_are_gathered_separately() -> None:
-    span = gathered(encoded_span("planes:4", "planes:4", edge_layers=1, edge=parse("planes:8")))
-    assert num_arrays(span) == 2 * (4 + 5)
 
 
 @pytest.mark.usefixtures("exact_buffers")
@@ -96,20 +91,6 @@ def test_large_arrays_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     span = encoded_span("raw", "raw")
     assert not has_to_gather(span)
     assert num_arrays(gathered(span)) == 2 * LAYERS
-
-
-@pytest.mark.usefixtures("exact_buffers")
-def test_separate_layers_keep_no_planes_of_layers_that_step_down() -> None:
-    """All layers start with planes:8; then all but the edge layers step down."""
-    edges = edges_of(LAYOUT, 1)
-    span = gathered(encoded_span("planes:8", "planes:8", edge_layers=1, edge=parse("planes:8")), edges)
-    assert num_arrays(span) == 2 * 10
-    before, kv_bytes = active_bytes(), span.kv_bytes
-    for layer, pair in enumerate(
-        make_plan(LAYOUT, parse("planes:4"), parse("planes:4"), edge_layers=1, edge=parse("planes:8")).pairs
-    ):
-        transcode_layer(span, layer, pair)
-    assert before - active_bytes() == pytest.approx(kv_bytes - span.kv_bytes, rel=0.01)
 
 
 def test_shrunk_cut_of_a_gathered_span_is_gathered_again() -> None:

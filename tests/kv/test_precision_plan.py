@@ -14,32 +14,22 @@ def full(dim: int = 64, v_dim: int | None = None) -> LayerSpec:
     return LayerSpec("full", kv_heads=2, k_dim=dim, v_dim=v_dim or dim)
 
 
-def names(layout: Layout, *args: str, **kwargs: object) -> list[str]:
-    plan = make_plan(layout, *map(parse, args), **kwargs)  # pyright: ignore[reportArgumentType]
+def names(layout: Layout, *args: str) -> list[str]:
+    plan = make_plan(layout, *map(parse, args))
     return [f"{k.name}/{v.name}" for k, v in plan.pairs]
 
 
-def test_edge_layers_have_more_bits() -> None:
-    layout = Layout((full(),) * 5)
-    got = names(layout, "planes:4", "planes:2", edge_layers=2, edge=parse("planes:8"))
-    assert got == ["planes:8/planes:8"] * 2 + ["planes:4/planes:2"] + ["planes:8/planes:8"] * 2
-    assert names(layout, "planes:4", "planes:2") == ["planes:4/planes:2"] * 5
-    # More edges than layers: all of them.
-    assert names(layout, "planes:4", "planes:4", edge_layers=9) == ["planes:8/planes:8"] * 5
+def test_plan_gives_every_layer_the_same_codecs() -> None:
+    assert names(Layout((full(),) * 3), "planes:4", "planes:2") == ["planes:4/planes:2"] * 3
 
 
-def test_edge_layers_never_have_fewer_bits_than_the_others() -> None:
-    layout = Layout((full(),) * 3)
-    assert names(layout, "raw", "planes:4", edge_layers=1) == ["raw/planes:8", "raw/planes:4", "raw/planes:8"]
-
-
-def test_edge_layers_are_counted_over_layers_with_keys() -> None:
+def test_plan_encodes_only_layers_with_keys() -> None:
     recurrent = LayerSpec("recurrent", num_arrays=2, state_bytes=10)
     window = LayerSpec("window", max_size=8, kv_heads=2, k_dim=64, v_dim=64)
     composite = LayerSpec("composite", children=(recurrent, full()))
     layout = Layout((recurrent, window, full(), composite, recurrent))
-    plan = make_plan(layout, parse("planes:4"), parse("planes:4"), edge_layers=1)
-    assert [pair[0].name for pair in plan.pairs] == ["raw", "planes:8", "planes:4", "raw", "planes:8", "raw"]
+    plan = make_plan(layout, parse("planes:4"), parse("planes:4"))
+    assert [pair[0].name for pair in plan.pairs] == ["raw", "planes:4", "planes:4", "raw", "planes:4", "raw"]
     assert plan.pairs[0] == RAW
     assert not plan.is_raw
     assert raw_plan(layout).is_raw
@@ -64,8 +54,3 @@ def test_keys_and_values_of_different_dims_have_their_own_groups() -> None:
 def test_make_plan_refuses_a_codec_that_a_layer_cannot_use(k: str, v: str, match: str) -> None:
     with pytest.raises(UnsupportedCodec, match=match):
         make_plan(Layout((full(80),)), parse(k), parse(v))
-
-
-def test_make_plan_refuses_an_edge_codec_that_a_layer_cannot_use() -> None:
-    with pytest.raises(UnsupportedCodec, match="head_dim 80"):
-        make_plan(Layout((full(80),)), parse("planes:4"), parse("planes:4"), edge_layers=1, edge=parse("affine:8"))

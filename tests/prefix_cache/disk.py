@@ -38,7 +38,7 @@ def store_on(
     name: str = "raw",
     *,
     hot_bytes: int = 1 << 30,
-    disk_write: DiskWrite = "at-eviction",
+    disk_write: DiskWrite = "on_evict",
     min_quantize_tokens: int = 0,
     dynamic: bool = False,
     max_arrays: int | None = None,

@@ -153,11 +153,7 @@ def test_reclaim_waits_for_hanging_disk_only_once(tmp_path: Path) -> None:
 
 
 def test_tokens_left_unwritten_by_policy_are_counted_by_reason(tmp_path: Path) -> None:
-    with store_on(tmp_path, second_touch=True) as cache:
-        fill(cache)
-        assert cache.reclaimer.shrink_to(9 * MIB) == "done"
-        assert set(dropped(cache)) == {"first_touch"}
-    with store_on(tmp_path / "budget", daily_write_bytes=1000) as cache:
+    with store_on(tmp_path, daily_write_bytes=1000) as cache:
         fill(cache)
         assert cache.reclaimer.shrink_to(9 * MIB) == "done"
         assert set(dropped(cache)) == {"write_budget"}
@@ -190,13 +186,12 @@ def test_leaf_on_disk_is_evicted_before_others_step_down(tmp_path: Path) -> None
 
 
 def test_recently_used_leaf_on_disk_stays_in_memory(tmp_path: Path) -> None:
-    """A disk with second touch has only the leaves that are used often."""
     clock = Clock()
-    with store_on(tmp_path, second_touch=True, cache_clock=clock) as cache:
+    with store_on(tmp_path, cache_clock=clock) as cache:
         fill(cache)
         clock.now_s += 1e6
         cache.release(cache.lease(CHATS[0], ""))
-        cache.offloader.offer_changed()
+        cache.offloader.add_entry(cache.lookup(CHATS[0], "").entries[0])
         settle(cache)
         assert written(cache) == 1024
         assert cache.reclaimer.shrink_to(5 * MIB) == "done"
@@ -207,7 +202,7 @@ def test_writes_ahead_of_need_wait_for_calm_disk_beside_streams(tmp_path: Path) 
     resumes = threading.Event()
     files = FaultyFiles(before={"sync": wait_for(resumes)})
     queue_bytes = 16 * BLOCK_BYTES
-    with store_on(tmp_path, queue_bytes=queue_bytes, files=files, disk_write="after-reply") as cache:
+    with store_on(tmp_path, queue_bytes=queue_bytes, files=files, disk_write="after_reply") as cache:
         fill(cache)
         while cache.has_work_beside_streams:
             cache.run_background(0)
@@ -224,7 +219,7 @@ def test_writes_ahead_of_need_wait_for_calm_disk_beside_streams(tmp_path: Path) 
 def test_writes_under_pressure_do_not_wait_for_calm_disk(tmp_path: Path) -> None:
     resumes = threading.Event()
     files = FaultyFiles(before={"sync": wait_for(resumes)})
-    with store_on(tmp_path, queue_bytes=16 * BLOCK_BYTES, files=files, disk_write="after-reply") as cache:
+    with store_on(tmp_path, queue_bytes=16 * BLOCK_BYTES, files=files, disk_write="after_reply") as cache:
         fill(cache)
         while cache.has_work_beside_streams:
             cache.run_background(0)

@@ -20,7 +20,7 @@ LAYOUTS = [pytest.param(LAYOUT, id="full"), pytest.param(HYBRID, id="hybrid")]
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_chain_writer_long_chat_is_written_once(layout: Layout, tmp_path: Path) -> None:
-    with store_on(tmp_path, layout, disk_write="after-reply") as cache:
+    with store_on(tmp_path, layout, disk_write="after_reply") as cache:
         tokens = chat(cache, [], NUM_TURNS)
         assert len(cache.table.entries) <= MAX_SPANS
         assert written(cache) == reachable(cache, tokens) == len(tokens)
@@ -28,10 +28,10 @@ def test_chain_writer_long_chat_is_written_once(layout: Layout, tmp_path: Path) 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_chain_writer_after_restart_continues_written_blocks(layout: Layout, tmp_path: Path) -> None:
-    with store_on(tmp_path, layout, disk_write="after-reply") as cache:
+    with store_on(tmp_path, layout, disk_write="after_reply") as cache:
         tokens = chat(cache, [], MAX_SPANS)
         written(cache)
-    with store_on(tmp_path, layout, disk_write="after-reply") as cache:
+    with store_on(tmp_path, layout, disk_write="after_reply") as cache:
         load(cache, tokens)
         tokens = chat(cache, tokens, MAX_SPANS, seed=1)
         assert written(cache) == reachable(cache, tokens) == len(tokens)
@@ -39,7 +39,7 @@ def test_chain_writer_after_restart_continues_written_blocks(layout: Layout, tmp
 
 def test_chain_writer_cut_and_reloaded_span_is_not_rewritten(tmp_path: Path) -> None:
     """Both the cut and the start of the loaded span are inside a block."""
-    with store_on(tmp_path, disk_write="after-reply") as cache:
+    with store_on(tmp_path, disk_write="after_reply") as cache:
         tokens = chat(cache, chat(cache, [], 1, turn_tokens=100), 1, seed=1, turn_tokens=2000)
         cache.release(cache.lease(tokens, ""))
         cache.reclaimer.shrink_to(cache.table.nbytes - 10)
@@ -50,7 +50,7 @@ def test_chain_writer_cut_and_reloaded_span_is_not_rewritten(tmp_path: Path) -> 
 
 
 def test_chain_writer_diverged_chats_share_their_prefix(tmp_path: Path) -> None:
-    with store_on(tmp_path, HYBRID, disk_write="after-reply") as cache:
+    with store_on(tmp_path, HYBRID, disk_write="after_reply") as cache:
         tokens = chat(cache, [], 10, turn_tokens=100)
         other = chat(cache, tokens[:400], 1, seed=1, turn_tokens=100)
         tokens = chat(cache, tokens, 10, seed=2, turn_tokens=100)
@@ -95,7 +95,7 @@ def test_chain_writer_with_several_chains_continues_the_longest(tmp_path: Path) 
 
 
 def test_chain_writer_missing_block_is_rewritten_and_its_children_stay(tmp_path: Path) -> None:
-    with store_on(tmp_path, disk_write="after-reply") as cache:
+    with store_on(tmp_path, disk_write="after_reply") as cache:
         tier = cache.disk.tier
         tokens = chat(cache, [], 1, turn_tokens=2000)
         written(cache)
@@ -106,7 +106,7 @@ def test_chain_writer_missing_block_is_rewritten_and_its_children_stay(tmp_path:
 
 
 def test_offloader_child_of_running_entry_is_written_after_its_end(tmp_path: Path) -> None:
-    with store_on(tmp_path, disk_write="after-reply") as cache:
+    with store_on(tmp_path, disk_write="after_reply") as cache:
         shared = random_tokens(300, 0)
         running = Run(cache, [*shared, *random_tokens(50, 1)])
         running.compute(running.left)
@@ -122,7 +122,7 @@ def test_offloader_child_of_running_entry_is_written_after_its_end(tmp_path: Pat
 
 
 def test_offloader_leased_reply_is_written(tmp_path: Path) -> None:
-    with store_on(tmp_path, disk_write="after-reply") as cache:
+    with store_on(tmp_path, disk_write="after_reply") as cache:
         tokens = random_tokens(300, 0)
         store_tokens(cache, tokens)
         running = Run(cache, [*tokens, 1, 2])

@@ -109,7 +109,7 @@ class ConversationMoves:
         return max(min(len(tokens), reachable(self.prefix_cache, each)) for each in longer)
 
 
-@pytest.mark.parametrize("disk_write", ["at-eviction", "after-reply"])
+@pytest.mark.parametrize("disk_write", ["on_evict", "after_reply"])
 @pytest.mark.parametrize("seed", range(2))
 def test_cache_with_disk_random_operations_lose_no_token(seed: int, disk_write: DiskWrite, tmp_path: Path) -> None:
     with store_on(tmp_path, disk_write=disk_write) as prefix_cache:

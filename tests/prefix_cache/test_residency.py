@@ -45,7 +45,7 @@ def dropped(cache: PrefixCache) -> int:
 
 
 def test_entries_are_archived_while_the_disk_has_them(tmp_path: Path) -> None:
-    with store_on(tmp_path, disk_write="after-reply", limit_bytes=DISK_BYTES) as cache:
+    with store_on(tmp_path, disk_write="after_reply", limit_bytes=DISK_BYTES) as cache:
         chats = fill(cache)
         on_disk = [reachable(cache, tokens) == NUM_TOKENS for tokens in chats]
         assert 0 < sum(on_disk) < NUM_CHATS
@@ -53,7 +53,7 @@ def test_entries_are_archived_while_the_disk_has_them(tmp_path: Path) -> None:
 
 
 def test_eviction_takes_archived_entries_first(tmp_path: Path) -> None:
-    with store_on(tmp_path, disk_write="after-reply", limit_bytes=DISK_BYTES) as cache:
+    with store_on(tmp_path, disk_write="after_reply", limit_bytes=DISK_BYTES) as cache:
         chats = fill(cache)
         on_disk = [tokens for tokens in chats if reachable(cache, tokens) == NUM_TOKENS]
         others = [tokens for tokens in chats if tokens not in on_disk]
@@ -66,7 +66,7 @@ def test_eviction_takes_archived_entries_first(tmp_path: Path) -> None:
 
 def test_entry_evicted_from_disk_is_written_again_when_memory_evicts_it(tmp_path: Path) -> None:
     hot_bytes = NUM_CHATS * NUM_TOKENS * TOKEN_BYTES
-    with store_on(tmp_path, disk_write="after-reply", limit_bytes=DISK_BYTES, hot_bytes=hot_bytes) as cache:
+    with store_on(tmp_path, disk_write="after_reply", limit_bytes=DISK_BYTES, hot_bytes=hot_bytes) as cache:
         chats = fill(cache)
         before = cache.disk.tier.usage().written_bytes
         for _ in range(5):
@@ -91,7 +91,7 @@ def test_entry_evicted_from_disk_is_written_again_when_memory_evicts_it(tmp_path
 def test_end_of_a_conversation_longer_than_the_disk_counts_as_dropped(leaves_at_once: bool, tmp_path: Path) -> None:
     """The queue accepts all tokens, and the disk has no space for the last ones."""
     with store_on(
-        tmp_path, disk_write="at-eviction" if leaves_at_once else "after-reply", limit_bytes=DISK_BYTES
+        tmp_path, disk_write="on_evict" if leaves_at_once else "after_reply", limit_bytes=DISK_BYTES
     ) as cache:
         tokens = random_tokens(3000, 1)
         store_tokens(cache, tokens)
@@ -112,7 +112,7 @@ def test_end_of_a_conversation_longer_than_the_disk_counts_as_dropped(leaves_at_
 
 
 def test_entry_that_leaves_the_disk_during_its_load_is_not_archived(tmp_path: Path) -> None:
-    with store_on(tmp_path, disk_write="after-reply", limit_bytes=DISK_BYTES) as cache:
+    with store_on(tmp_path, disk_write="after_reply", limit_bytes=DISK_BYTES) as cache:
         (tokens,) = fill(cache, 1)
         cache.evictor.clear(tier="hot")
         lookup = cache.prefetcher.ask(tokens, "")
@@ -132,7 +132,7 @@ def test_entry_that_leaves_the_disk_during_its_load_is_not_archived(tmp_path: Pa
 
 
 def test_entry_that_leaves_the_disk_after_its_load_is_not_archived(tmp_path: Path) -> None:
-    with store_on(tmp_path, disk_write="after-reply", limit_bytes=DISK_BYTES) as cache:
+    with store_on(tmp_path, disk_write="after_reply", limit_bytes=DISK_BYTES) as cache:
         (tokens,) = fill(cache, 1)
         cache.evictor.clear(tier="hot")
         load(cache, tokens)
@@ -143,7 +143,7 @@ def test_entry_that_leaves_the_disk_after_its_load_is_not_archived(tmp_path: Pat
 
 
 def test_damaged_block_in_the_middle_is_written_again(tmp_path: Path) -> None:
-    with store_on(tmp_path, disk_write="after-reply") as cache:
+    with store_on(tmp_path, disk_write="after_reply") as cache:
         tokens = random_tokens(1000, 1)
         store_tokens(cache, tokens)
         settle(cache)
@@ -162,7 +162,7 @@ def test_damaged_block_in_the_middle_is_written_again(tmp_path: Path) -> None:
 
 def test_overflow_of_the_removal_log_withdraws_every_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interface, "MAX_REMOVALS", 1)
-    with store_on(tmp_path, disk_write="after-reply", limit_bytes=DISK_BYTES) as cache:
+    with store_on(tmp_path, disk_write="after_reply", limit_bytes=DISK_BYTES) as cache:
         chats = [random_tokens(NUM_TOKENS, 100 + seed) for seed in range(NUM_CHATS)]
         for tokens in chats:
             store_tokens(cache, tokens)

@@ -146,7 +146,6 @@ def repeated_refusals(cache: PrefixCache) -> int:
 HOT_BYTES = 1000 * TOKEN_BYTES
 REFUSALS: list[dict[str, Any]] = [
     {"daily_write_bytes": 1000},
-    {"second_touch": True},
     {"limit_bytes": 200_000},
 ]
 
@@ -177,17 +176,6 @@ def test_refused_writes_next_day_renews_write_budget(tmp_path: Path) -> None:
             settle(cache)
             written(cache)
         assert [reachable(cache, each) for each in tokens] == [400, 400]
-
-
-def test_refused_writes_second_use_offers_entry_again(tmp_path: Path) -> None:
-    with store_on(tmp_path, hot_bytes=HOT_BYTES, second_touch=True) as cache:
-        tokens = random_tokens(800, 0)
-        write_turns(cache, tokens, [800])
-        assert written(cache) == 0
-        cache.release(cache.lease(tokens, ""))
-        cache.reclaimer.shrink_to(HOT_BYTES)
-        settle(cache)
-        assert written(cache) == 800
 
 
 def test_refused_writes_empty_queue_offers_entry_again(tmp_path: Path) -> None:
@@ -265,7 +253,7 @@ def test_restore_of_blocks_with_fewer_bits_changes_nothing(tmp_path: Path) -> No
 
 
 def test_restore_of_span_that_begins_inside_block_is_complete(tmp_path: Path) -> None:
-    with store_on(tmp_path, disk_write="after-reply") as cache:
+    with store_on(tmp_path, disk_write="after_reply") as cache:
         tokens = chat(cache, chat(cache, [], 1, turn_tokens=100), 1, seed=1, turn_tokens=2000)
         cache.release(cache.lease(tokens, ""))
         cache.reclaimer.shrink_to(cache.table.nbytes - 10)
@@ -385,7 +373,7 @@ def test_eviction_encodes_short_prefix_before_writing_it(tmp_path: Path) -> None
 
 def test_chain_writer_raw_blocks_written_after_reply_are_replaced(tmp_path: Path) -> None:
     tokens = random_tokens(400, 0)
-    with store_on(tmp_path, disk_write="after-reply", **IN_8_BITS) as cache:
+    with store_on(tmp_path, disk_write="after_reply", **IN_8_BITS) as cache:
         for end in (SHORT, 2 * SHORT, len(tokens)):
             store_tokens(cache, tokens[:end])
             settle(cache)

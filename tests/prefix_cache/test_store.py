@@ -125,18 +125,6 @@ def test_join_leaves_spans_with_different_targets_apart() -> None:
     assert cache.table.join_spans(second.last_node, 1) == [first]
 
 
-@pytest.mark.parametrize(("num_repeated", "reused_end"), [(600, 599), (200, 199)])
-def test_joined_spans_keep_the_reuse_of_a_second_request(num_repeated: int, reused_end: int) -> None:
-    cache = new_cache()
-    ids = chat_of(cache, 300, 600)
-    for entry in cache.table.entries:
-        entry.reused_end = 0  # forget that the second turn repeated the first
-    store_tokens(cache, ids[:num_repeated])
-    cache.table.join_spans(cache.lookup(ids, "").path[-1], 1)
-    (entry,) = cache.lookup(ids, "").entries
-    assert entry.reused_end == reused_end
-
-
 def test_listener_is_given_new_tokens_only() -> None:
     heard: list[tuple[int, int]] = []
 

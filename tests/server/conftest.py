@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,8 +17,9 @@ from kvstrata.config import load
 from kvstrata.models.load import LoadedModel
 from kvstrata.platform.device import device
 from kvstrata.platform.network import bind, url_of
-from kvstrata.server.assemble import start_service
+from kvstrata.server.build import build_server
 from kvstrata.server.history import History
+from kvstrata.server.options import ServerOptions, server_options
 from kvstrata.server.request_log import RequestLog
 from kvstrata.server.run import Server
 from tests.server.browser import HOW_TO_GET, Browser, browsing, find_browser
@@ -54,11 +55,33 @@ class Served:
         assert asyncio.run_coroutine_threadsafe(self.server.state.drain_gate.wait_empty(60), loop).result(61)
 
 
+Fields = Mapping[str, Any]
+
+
+def with_fields(options: ServerOptions, **parts: Fields) -> ServerOptions:
+    """Return options with other values of fields that no setting changes. `parts`: fields of `engine`, `cache`, `http`,
+    and of the `disk`."""
+    disk, tiers = parts.pop("disk", {}), options.tiers
+    if tiers.disk is not None:
+        tiers = replace(tiers, disk=replace(tiers.disk, **disk))
+    return replace(
+        options, tiers=tiers, **{name: replace(getattr(options, name), **fields) for name, fields in parts.items()}
+    )
+
+
 @contextmanager
-def running(loaded: LoadedModel, *, keep_alive_s: float = 10.0, slot_s: float = 10.0, **flags: Any) -> Iterator[Served]:
-    """`slot_s`: of the history that is kept."""
-    settings = load(flags={"port": 0, **flags})
-    state = start_service(settings, loaded, device())
+def running(
+    loaded: LoadedModel,
+    *,
+    keep_alive_s: float = 10.0,
+    slot_s: float = 10.0,
+    options: Mapping[str, Fields] | None = None,
+    **flags: Any,
+) -> Iterator[Served]:
+    """Run a server. `slot_s`: of the history that is kept. `options`: arguments of `with_fields`."""
+    settings, machine = load(flags={"port": 0, **flags}), device()
+    changed = with_fields(server_options(settings, machine), **(options or {}))
+    state = build_server(settings, loaded, machine, options=changed)
     state = replace(state, keep_alive_s=keep_alive_s, request_log=RequestLog(History(slot_s)))
     listener = bind(settings.host, settings.port)
     ready = threading.Event()

@@ -10,8 +10,8 @@ import pytest
 
 from kvstrata.config import load
 from kvstrata.prefix_cache.keys import owner_of
-from kvstrata.server.assemble import _keys
 from kvstrata.server.http.access import SCOPE_KEY, ApiKey, RequireKey, owner_of_scope, salt_of
+from kvstrata.server.options import api_keys
 from tests.server.conftest import Served, running
 from tests.tiny import tiny_loaded
 
@@ -89,6 +89,6 @@ def test_a_key_of_both_kinds_is_an_admin_s(tmp_path: Path) -> None:
     file.write_text("boss\n")
     file.chmod(0o600)
     settings = load(flags={"api_key": ["boss", "worker"], "admin_key_file": str(file)})
-    door = RequireKey(lambda *_: None, _keys(settings))  # pyright: ignore[reportArgumentType]
+    door = RequireKey(lambda *_: None, api_keys(settings))  # pyright: ignore[reportArgumentType]
     found = {key: door._match(key.encode()) for key in ("boss", "worker", "nobody")}
     assert {key: one and one.is_admin for key, one in found.items()} == {"boss": True, "worker": False, "nobody": None}

@@ -111,7 +111,9 @@ def test_the_memory_holds_the_largest_body_at_least() -> None:
 
 @contextmanager
 def tight() -> Iterator[Served]:
-    with running(tiny_loaded("llama"), max_body_bytes="1MiB", body_memory="1MiB", keep_alive_s=0.2) as one:
+    with running(
+        tiny_loaded("llama"), options={"http": {"max_body_bytes": 1 << 20}}, body_memory="1MiB", keep_alive_s=0.2
+    ) as one:
         yield one
 
 

@@ -20,19 +20,19 @@ ASKS = {
 
 @pytest.fixture(scope="module")
 def keyless() -> Iterator[Served]:
-    with running(tiny_loaded("llama"), cors_origin=[f"{PAGE},{OTHER}"]) as one:
+    with running(tiny_loaded("llama"), allowed_origins=[f"{PAGE},{OTHER}"]) as one:
         yield one
 
 
 @pytest.fixture(scope="module")
 def locked() -> Iterator[Served]:
-    with running(tiny_loaded("llama"), cors_origin=[PAGE], api_key=["secret"]) as one:
+    with running(tiny_loaded("llama"), allowed_origins=[PAGE], api_key=["secret"]) as one:
         yield one
 
 
 @pytest.fixture(scope="module")
 def anyones() -> Iterator[Served]:
-    with running(tiny_loaded("llama"), cors_origin=["*"]) as one:
+    with running(tiny_loaded("llama"), allowed_origins=["*"]) as one:
         yield one
 
 
@@ -74,7 +74,7 @@ def test_other_origins_are_refused_with_the_flag_to_set(served: Served, origin: 
     assert not [name for name in answer.headers if name.startswith("access-control")]
     error = answer.json()["error"]
     assert error["code"] == "origin_not_allowed"
-    assert "--cors-origin" in error["message"]
+    assert "--allowed-origins" in error["message"]
 
 
 def test_a_page_reads_answers_and_errors(keyless: Served) -> None:
@@ -113,7 +113,7 @@ def test_other_pages_get_nothing_without_keys(keyless: Served) -> None:
         rebound = http.get("/v1/models", headers={"origin": PAGE, "host": "evil.example"})
     assert answer.status_code == rebound.status_code == 403
     assert "access-control-allow-origin" not in answer.headers
-    assert f"--cors-origin {EVIL} " in answer.json()["error"]["message"]
+    assert f"--allowed-origins {EVIL} " in answer.json()["error"]["message"]
 
 
 def test_two_origins_are_none(keyless: Served) -> None:

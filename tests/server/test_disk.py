@@ -30,6 +30,7 @@ MESSAGES = [
     {"role": "system", "content": "You know all about orchards. " + "Apples, pears and quinces grow there. " * 8},
     {"role": "user", "content": "What grows in an orchard?"},
 ]
+NO_RESERVE = {"disk": {"reserve_bytes": 0}}
 FOLLOW_UP = [{"role": "assistant", "content": "Fruit."}, {"role": "user", "content": "Which one is the sourest?"}]
 
 
@@ -72,7 +73,7 @@ def test_kill_loses_no_conversation_whose_reply_ended_ten_seconds_ago(tmp_path: 
     disk = str(tmp_path / "disk")
     conversations = [[number + 1, *range(20, 80)] for number in range(3)]
     with (
-        serving(tmp_path / "log", str(model), "--disk-cache-dir", disk, "--disk-reserve", "0") as (process, url, start),
+        serving(tmp_path / "log", str(model), "--disk-cache-dir", disk) as (process, url, start),
         httpx.Client(base_url=url, verify=False, timeout=60) as client,
     ):
         assert "each reply is written seconds after its end" in start
@@ -88,7 +89,7 @@ def test_kill_loses_no_conversation_whose_reply_ended_ten_seconds_ago(tmp_path: 
             time.sleep(0.05)
         process.kill()
         process.wait(30)
-    with running(load(str(model)), disk_cache_dir=disk, disk_reserve="0") as served:
+    with running(load(str(model)), disk_cache_dir=disk, options=NO_RESERVE) as served:
         for tokens in conversations:
             explained = served.ask("/cache/explain", tokens=tokens[:101]).json()
             assert explained["by_tier"]["disk"] == 100
@@ -99,7 +100,7 @@ def test_clear_survives_a_kill_right_after_the_answer(tmp_path: Path) -> None:
     disk = str(tmp_path / "disk")
     tokens = [*range(1, 91)] * 2
     with (
-        serving(tmp_path / "log", str(model), "--disk-cache-dir", disk, "--disk-reserve", "0") as (process, url, _),
+        serving(tmp_path / "log", str(model), "--disk-cache-dir", disk) as (process, url, _),
         httpx.Client(base_url=url, verify=False, timeout=60) as client,
     ):
         client.post("/v1/completions", json={"model": "tiny", "prompt": tokens, "max_tokens": 4}).raise_for_status()
@@ -107,14 +108,14 @@ def test_clear_survives_a_kill_right_after_the_answer(tmp_path: Path) -> None:
         client.post("/cache/clear", json={"tier": "all"}).raise_for_status()
         process.kill()
         process.wait(30)
-    with running(load(str(model)), disk_cache_dir=disk, disk_reserve="0") as served:
+    with running(load(str(model)), disk_cache_dir=disk, options=NO_RESERVE) as served:
         assert served.ask("/cache/explain", tokens=tokens).json()["cached_tokens"] == 0
 
 
 def test_clear_says_so_where_the_disk_does_not_confirm_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstrata.server.cache.DURABLE_S", 0.1)
     go_on, create = threading.Event(), Filesystem.create
-    with running(tiny_loaded("llama"), disk_cache_dir=tmp_path, disk_reserve="0") as served:
+    with running(tiny_loaded("llama"), disk_cache_dir=tmp_path, options=NO_RESERVE) as served:
         complete(served, LONG)
         eventually(lambda: get(served, "/cache/usage")["tiers"]["disk"]["tokens"])
         monkeypatch.setattr(Filesystem, "create", lambda files, path: (go_on.wait(20), create(files, path))[1])
@@ -127,9 +128,9 @@ def test_clear_says_so_where_the_disk_does_not_confirm_it(tmp_path: Path, monkey
 
 def test_replies_that_get_no_time_do_not_take_it_from_the_disk(tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
-    with running(loaded, disk_cache_dir=tmp_path, disk_reserve="0", drain_timeout_s=0) as served:
+    with running(loaded, disk_cache_dir=tmp_path, options=NO_RESERVE, drain_timeout_s=0) as served:
         complete(served, LONG)
-    with running(loaded, disk_cache_dir=tmp_path, disk_reserve="0") as served:
+    with running(loaded, disk_cache_dir=tmp_path, options=NO_RESERVE) as served:
         explained = served.ask("/cache/explain", prompt=LONG).json()
     assert explained["ends_because"] == "complete"
     assert explained["by_tier"]["disk"] == explained["cached_tokens"] > 0
@@ -138,7 +139,7 @@ def test_replies_that_get_no_time_do_not_take_it_from_the_disk(tmp_path: Path) -
 @pytest.mark.parametrize(("architecture", "kinds"), [("llama", {"full"}), ("qwen3_next", {"full", "recurrent"})])
 def test_usage_tells_what_the_disk_holds(architecture: str, kinds: set[str], tmp_path: Path) -> None:
     loaded = tiny_loaded(architecture)
-    with running(loaded, disk_cache_dir=tmp_path, kv_cache_k="planes:8", kv_cache_v="planes:4") as served:
+    with running(loaded, disk_cache_dir=tmp_path, cache_type_k="planes:8", cache_type_v="planes:4") as served:
         complete(served, LONG)
     with running(loaded, disk_cache_dir=tmp_path) as served:
         said = disk_usage(served)
@@ -163,8 +164,8 @@ def test_a_volume_without_room_is_told_at_the_start_and_in_usage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Filesystem, "free_bytes", lambda _self, _folder: 5 << 20)
-    flags: dict[str, Any] = {"disk_cache_dir": tmp_path, "disk_cache_size": "50GiB", "disk_reserve": "1MiB"}
-    with running(tiny_loaded("llama"), **flags) as served:
+    flags: dict[str, Any] = {"disk_cache_dir": tmp_path, "disk_cache_size": "50GiB"}
+    with running(tiny_loaded("llama"), options={"disk": {"reserve_bytes": 1 << 20}}, **flags) as served:
         lines = start_lines(load_settings(flags=flags), served.server.state, device(), served.url)
         shown = CliRunner().invoke(app, ["cache", "usage"], env={"KVSTRATA_URL": served.url, "COLUMNS": "160"}).stdout
         counters = get(served, "/cache/usage")["counters"]

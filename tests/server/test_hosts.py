@@ -18,7 +18,7 @@ PATHS = ("/", "/health", "/metrics", "/props", "/openapi.json", "/v1/models", "/
 
 @pytest.fixture(scope="module")
 def keyless() -> Iterator[Served]:
-    with running(tiny_loaded("llama"), allowed_host=["models.example.org"]) as one:
+    with running(tiny_loaded("llama"), allowed_hosts=["models.example.org"]) as one:
         yield one
 
 
@@ -38,7 +38,7 @@ def refused(response: httpx.Response) -> str:
 def test_a_rebound_page_gets_nothing(keyless: Served, path: str) -> None:
     said = refused(get(keyless, path, host=EVIL))
     assert said.startswith("host_not_allowed")
-    for word in ("evil.example", "--allowed-host", "--api-key"):
+    for word in ("evil.example", "--allowed-hosts", "--api-key"):
         assert word in said
 
 
@@ -99,7 +99,7 @@ def test_pages_of_other_sites(keyless: Served, origin: str) -> None:
     said = refused(get(keyless, "/v1/models", origin=origin))
     assert said.startswith("origin_not_allowed")
     # What would help: a key would not, and neither would a name of this server.
-    assert f"--cors-origin {origin if '://' in origin else chr(39) + '*' + chr(39)} " in said
+    assert f"--allowed-origins {origin if '://' in origin else chr(39) + '*' + chr(39)} " in said
     assert "--api-key" not in said
 
 

@@ -88,8 +88,8 @@ def test_a_note_of_the_system_stays_where_it_is(forced: Forced) -> None:
     assert told["hygiene"] == {"system_in_place": 1}
 
 
-def test_switches_turn_rules_off() -> None:
-    with serving(lambda _prompt: "Yes.", drop_nonces=False, system_in_place=False) as forced:
+def test_no_stable_prompts_turns_rules_off() -> None:
+    with serving(lambda _prompt: "Yes.", stable_prompts=False) as forced:
         prompt, miss = shown(forced, [system(f"{BILL.format(1)}\nS"), USER, system("N"), USER])
         assert BILL.format(1) in prompt.turns[0].text
         assert "hygiene" not in miss

@@ -56,7 +56,7 @@ def begin(http: httpx.Client, served: Served, *, max_tokens: int) -> httpx.Respo
 @pytest.fixture(scope="module")
 def narrow() -> Iterator[Served]:
     """One runs, two wait, and who waits is told so soon."""
-    with running(tiny_loaded("llama"), max_running=1, max_waiting=2, keep_alive_s=0.2) as one:
+    with running(tiny_loaded("llama"), max_num_seqs=1, options={"engine": {"max_waiting": 2}}, keep_alive_s=0.2) as one:
         yield one
 
 

@@ -69,7 +69,7 @@ def stored(served: Served) -> tuple[int, int]:
     ("architecture", "flags"),
     [
         ("llama", {}),
-        ("llama", {"kv_cache_k": "planes:8", "kv_cache_v": "planes:4", "kv_cache_min_quantize_tokens": 0}),
+        ("llama", {"cache_type_k": "planes:8", "cache_type_v": "planes:4", "kv_cache_min_quantize_tokens": 0}),
         ("gemma3_text", {}),
         ("qwen3_next", {}),
         ("falcon_h1", {}),
@@ -98,7 +98,7 @@ def test_the_next_turn_goes_on_at_the_other_server(architecture: str, flags: dic
 
 def test_what_only_the_disk_has_is_exported_too(tmp_path: Path) -> None:
     loaded = tiny_loaded("qwen3_next")
-    with running(loaded, disk_cache_dir=tmp_path, disk_reserve="0") as here:
+    with running(loaded, disk_cache_dir=tmp_path, options={"disk": {"reserve_bytes": 0}}) as here:
         reply, _ = complete(here, PROMPT)
         here.server.state.engine.ask(lambda core: core.prefix_cache.flush(30)).result(60)
         here.ask("/cache/clear", tier="hot")
@@ -257,7 +257,7 @@ def test_we_take_what_cache_prompt_wrote(
     ("architecture", "flags"),
     [
         ("llama", {}),
-        ("llama", {"kv_cache_k": "affine:8", "kv_cache_v": "affine:8", "kv_cache_min_quantize_tokens": 0}),
+        ("llama", {"cache_type_k": "affine:8", "cache_type_v": "affine:8", "kv_cache_min_quantize_tokens": 0}),
         ("llama", {"max_kv_size": 64}),
         ("gemma3_text", {}),
         ("qwen3_next", {}),
@@ -265,7 +265,7 @@ def test_we_take_what_cache_prompt_wrote(
     ],
 )
 def test_mlx_lm_goes_on_from_what_we_wrote(architecture: str, flags: dict[str, Any], tmp_path: Path) -> None:
-    loaded = heads_of_64(architecture) if "kv_cache_k" in flags else tiny_loaded(architecture)
+    loaded = heads_of_64(architecture) if "cache_type_k" in flags else tiny_loaded(architecture)
     file = tmp_path / "cache.safetensors"
     with running(loaded, **flags) as served:
         reply, _ = complete(served, PROMPT)

@@ -73,7 +73,7 @@ def test_props_say_what_is_served(served: Served) -> None:
 
 def test_answers_do_not_tell_where_the_model_lies(default_model: LoadedModel) -> None:
     folder = str(default_model.path)
-    with running(default_model, model=folder, served_name="mine") as served, served.http() as http:
+    with running(default_model, model=folder, served_model_name="mine") as served, served.http() as http:
         answers = [http.get(path).text for path in ("/props", "/v1/models", "/cache/usage", "/")]
         body = {"model": folder, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
         assert http.post("/v1/chat/completions", json=body).status_code == 200

@@ -13,7 +13,7 @@ import pytest
 from kvstrata.config import load
 from kvstrata.errors import ConfigError
 from kvstrata.platform.device import Device
-from kvstrata.server.assemble import start_service
+from kvstrata.server.build import build_server
 from tests.server.conftest import Served
 from tests.server.test_ops import scrape
 from tests.tiny import tiny_loaded
@@ -88,7 +88,7 @@ def test_cached_tokens_and_headers(client: openai.OpenAI, served: Served) -> Non
 
 
 def test_who_goes_away_in_the_middle_of_prefill_leaves_its_prefix(serve: Callable[..., Served]) -> None:
-    slow = serve(keep_alive_s=0.02, prefill_chunk_tokens=32)
+    slow = serve(keep_alive_s=0.02, options={"engine": {"prefill_chunk_tokens": 32}})
     prompt = long_text(20)
     body = {"model": slow.name, "prompt": prompt, "max_tokens": 4, "stream": True}
     done = total = 0
@@ -116,15 +116,15 @@ def test_who_goes_away_in_the_middle_of_prefill_leaves_its_prefix(serve: Callabl
         ({"hot_cache_size": "64GiB"}, "this machine has 8GiB"),
         ({"hot_cache_size": "20 percents"}, r"--hot-cache-size .*'percents' is unknown"),
         ({"hot_cache_size": "120%"}, "at most 100%"),
-        ({"kv_cache_k": "plains:8"}, "plains:8"),
-        ({"kv_cache_v": "planes:5"}, "planes has 8, 4 or 2 bits, not 5"),
+        ({"cache_type_k": "plains:8"}, "plains:8"),
+        ({"cache_type_v": "planes:5"}, "planes has 8, 4 or 2 bits, not 5"),
         ({"kv_cache_bits": 7}, "--kv-cache-bits"),
-        ({"kv_cache_group_size": 64}, "--kv-cache-group-size is for affine"),
+        ({"cache_type_k": "affine:8:g7"}, "groups of 32, 64 or 128, not 7"),
         ({"kv_cache_min_quantize_tokens": -1}, "--kv-cache-min-quantize-tokens"),
-        ({"kv_cache_k": "affine:8"}, "affine"),
+        ({"cache_type_k": "affine:8"}, "affine"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_at_the_start(flags: dict[str, Any], said: str) -> None:
     """The last one: this model's heads are smaller than any group."""
     with pytest.raises(ConfigError, match=said):
-        start_service(load(flags=flags), tiny_loaded("llama"), Device("cpu", "x", 8 * GIB, 2, 8 * GIB))
+        build_server(load(flags=flags), tiny_loaded("llama"), Device("cpu", "x", 8 * GIB, 2, 8 * GIB))

@@ -72,7 +72,7 @@ def test_port_in_use_is_told_at_once() -> None:
     [
         (["./no-such-model"], "There is no model folder ./no-such-model"),
         (["./no-such-model.gguf"], "There is no file no-such-model.gguf"),
-        (["--adapter", "/no-such-adapter"], "There is no adapter folder /no-such-adapter"),
+        (["--adapter-path", "/no-such-adapter"], "There is no adapter folder /no-such-adapter"),
         (["--disk-cache-dir", "/dev/null/kv"], "--disk-cache-dir /dev/null/kv cannot be written to"),
     ],
 )

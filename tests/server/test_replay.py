@@ -109,7 +109,7 @@ def test_a_call_and_its_thinking_are_not_computed_again(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_without_replay_the_template_writes_it_anew(name: str) -> None:
     case = CASES[name]
-    with serving(script(case), case.form, exact_replay=False) as forced:
+    with serving(script(case), case.form, stable_prompts=False) as forced:
         called, _, _ = ask(forced, [TASK])
         _, cached, miss = ask(forced, [TASK, called, result_of(called)])
         before = shown_ids(forced, 0)

@@ -119,7 +119,7 @@ def test_a_long_tool_call_is_not_silent() -> None:
 
 def test_the_openai_client_skips_heartbeat_before_events() -> None:
     with (
-        running(tiny_loaded("llama"), keep_alive_s=0.0001, prefill_chunk_tokens=1) as served,
+        running(tiny_loaded("llama"), keep_alive_s=0.0001, options={"engine": {"prefill_chunk_tokens": 1}}) as served,
         served.openai() as client,
     ):
         asked = {"model": served.name, "prompt": [9] * 40, "max_tokens": 20, "temperature": 0}

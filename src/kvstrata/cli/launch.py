@@ -79,7 +79,7 @@ def ask_server(url: str, api_key: str | None) -> Server:
 def _usable(name: str) -> str:
     """Refuse a model name that variables and arguments cannot hold."""
     if not name or "\0" in name or any("\ud800" <= character <= "\udfff" for character in name):
-        raise KvstrataError("No agent can be given this model's name. Serve it with another: --served-name NAME")
+        raise KvstrataError("No agent can be given this model's name. Serve it with another: --served-model-name NAME")
     return name
 
 

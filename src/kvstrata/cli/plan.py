@@ -170,7 +170,7 @@ def _notes(found: ModelOutline, result: Forecast) -> list[str]:
         notes.append("This model keeps caches of its own kind: requests run one by one and share nothing.")
     elif result.checkpoint_bytes:
         notes.append(
-            f"A stored conversation keeps up to {result.max_checkpoints} points to resume at (--kv-cache-marks), "
+            f"A stored conversation keeps up to {result.max_checkpoints} points to resume at, "
             f"{format_bytes(result.checkpoint_bytes)} each at full precision. They are counted."
         )
     if len(result.precisions) > 1:

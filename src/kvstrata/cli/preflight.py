@@ -19,8 +19,8 @@ def check_paths(settings: Settings) -> None:
     from kvstrata.models.find import check_model_name
 
     check_model_name(settings.model)
-    if settings.adapter is not None and not settings.adapter.expanduser().is_dir():
-        raise ModelError(f"There is no adapter folder {settings.adapter}. Check --adapter, or leave it out")
+    if settings.adapter_path is not None and not settings.adapter_path.expanduser().is_dir():
+        raise ModelError(f"There is no adapter folder {settings.adapter_path}. Check --adapter-path, or leave it out")
     if settings.disk_cache_dir is None or settings.hot_cache_only:
         return
     try:

@@ -84,12 +84,12 @@ def _started(settings: Settings, listener: socket.socket, starting: Starting) ->
     begin("libraries", "Loading libraries")
     # Import slow modules only after the quick checks.
     from kvstrata.platform.device import device
-    from kvstrata.server.assemble import bind_sockets, load_model, start_service
+    from kvstrata.server.build import bind_sockets, build_server, load_model
     from kvstrata.server.run import Server
 
     sockets = bind_sockets(settings)
     machine = device()
-    state = start_service(settings, load_model(settings, machine), machine, sockets)
+    state = build_server(settings, load_model(settings, machine), machine, sockets=sockets)
     is_json = settings.log_format == "json"
 
     def on_ready() -> None:
@@ -113,7 +113,7 @@ def _started(settings: Settings, listener: socket.socket, starting: Starting) ->
 
 def start_lines(settings: Settings, state: ServerState, machine: Device, url: str) -> list[str]:
     from kvstrata.cli.started_as import started_as
-    from kvstrata.server.assemble import memory_limit_bytes
+    from kvstrata.server.options import memory_limit_bytes
     from kvstrata.sizes import format_bytes
 
     loaded, engine = state.loaded, state.engine.props()
@@ -166,8 +166,8 @@ def _disk_text(settings: Settings, state: ServerState) -> str:
     if allowed_bytes < counters.get("disk_limit_bytes", 0):
         most = f"{format_bytes(allowed_bytes)} of {most}, because the volume has no room for more"
     when = {
-        "after-reply": "each reply is written seconds after its end",
-        "at-eviction": "written when memory runs short and when the server ends, so a crash loses what is in memory",
+        "after_reply": "each reply is written seconds after its end",
+        "on_evict": "written when memory runs short and when the server ends, so a crash loses what is in memory",
     }[settings.disk_write]
     return f"{settings.disk_cache_dir}, at most {most}; {when}"
 

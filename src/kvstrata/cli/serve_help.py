@@ -22,7 +22,7 @@ ABOUT = (
 MORE = "  --help-all               Show every setting, with its environment name."
 CONFIG = (
     "--config FILE",
-    "TOML file with settings (max_running = 8). Flags win over the environment, and the environment over the file",
+    "TOML file with settings (max_num_seqs = 8). Flags win over the environment, and the environment over the file",
     "config.toml in the user's configuration folder, if there is one",
     "KVSTRATA_CONFIG",
 )

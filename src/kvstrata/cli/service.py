@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 OPEN_FILES = 65536
 RESTART_S = 5
-MIN_FLUSH_S = 30.0  # as in server/assemble.py, which imports MLX
+MIN_FLUSH_S = 30.0  # as in server/options.py, which imports MLX
 STOP_SPARE_S = 15  # on top of the time for replies and the disk cache
 LABEL = "local.kvstrata"
 # Variables that locate models and settings: a service starts without the user's shell.

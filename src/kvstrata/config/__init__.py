@@ -1,7 +1,7 @@
 """Settings: defaults < TOML file < environment < flags.
 
 `settings.py` declares every setting once. This package knows the sources of values and reports wrong ones. It does not
-know the effect of a setting: the code that assembles the server reads settings and passes plain values down.
+know the effect of a setting: `server/options.py` and `server/build.py` read settings and pass plain values down.
 """
 
 from __future__ import annotations

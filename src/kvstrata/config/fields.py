@@ -110,8 +110,6 @@ Bits = Annotated[Literal[8, 4, 2], BeforeValidator(_whole)]
 
 ActivationBits = Annotated[Literal[8, 16, 32], BeforeValidator(_whole)]
 
-GroupSize = Annotated[Literal[32, 64, 128], BeforeValidator(_whole)]
-
 Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 
 HostNames = Annotated[Texts, AfterValidator(_host_names)]

@@ -18,7 +18,6 @@ from kvstrata.config.fields import (
     ActivationBits,
     Bits,
     ByteCount,
-    GroupSize,
     HostNames,
     LogFormat,
     LogLevel,
@@ -30,12 +29,11 @@ from kvstrata.config.fields import (
     setting,
 )
 from kvstrata.config.sources import read_key_file
-from kvstrata.engine.config import CHECKPOINT_EVERY_TOKENS, EngineLimits
+from kvstrata.engine.config import WAITING_PER_SEQUENCE, EngineLimits
 from kvstrata.errors import ConfigError
 from kvstrata.models.cpu_options import CpuOptions, CpuWeights
 from kvstrata.platform.network import is_loopback
 from kvstrata.prefix_cache.config import CacheConfig, DiskWrite
-from kvstrata.server.http.body_limit import HttpLimits
 from kvstrata.sizes import Size
 from kvstrata.tiers.options import DiskOptions, RemoteOptions
 from kvstrata.tiers.remote.url import parse_url
@@ -60,10 +58,10 @@ class Settings(BaseSettings):
         None, "Folder or Hugging Face id of a model that mlx-lm can load, or a GGUF file. Without one the server loads "
         "SmolLM2-135M-Instruct", panel="Model", is_common=True,
     )  # fmt: skip
-    adapter: Path | None = setting(
+    adapter_path: Path | None = setting(
         None, "Folder of a LoRA adapter to put on the model", panel="Model", unit="folder"
     )  # fmt: skip
-    served_name: str | None = setting(
+    served_model_name: str | None = setting(
         None, "Another name that clients may call the model by, beside its own", panel="Model", unit="name"
     )
     allow_special_tokens: bool = setting(
@@ -74,7 +72,7 @@ class Settings(BaseSettings):
         False, "Answer whatever model a client names. Otherwise the server answers to the model's own names and to "
         "claude-*", panel="Model",
     )  # fmt: skip
-    context_tokens: int | None = setting(
+    max_model_len: int | None = setting(
         None, "Most tokens of a prompt and its reply together. Without a number: what the model was made for",
         panel="Model", unit="tokens", is_common=True, ge=1,
     )  # fmt: skip
@@ -124,12 +122,12 @@ class Settings(BaseSettings):
         False, "Listen on a public address without any key, so that everyone who can reach it may use the server",
         panel="Address and keys",
     )  # fmt: skip
-    allowed_host: HostNames = setting(
+    allowed_hosts: HostNames = setting(
         (), "Host name by which clients may call a server without keys, beside addresses, the machine's own name and "
         "private names. Repeat the flag for several, or put commas between names in the environment",
         panel="Address and keys", unit="name",
     )  # fmt: skip
-    cors_origin: Origins = setting(
+    allowed_origins: Origins = setting(
         (), "Origin of web pages that may use the server from a browser, like https://chat.example.org; * allows every "
         "page. Repeat the flag for several origins, or put commas between", panel="Address and keys", unit="origin",
         is_common=True,
@@ -139,45 +137,21 @@ class Settings(BaseSettings):
         Size(percent=75.0), "Memory for weights, KV and scratch together, like 24GiB; % is of the GPU's or the "
         "machine's memory, on a Mac at most what Metal recommends", panel="Engine", unit="size", is_common=True,
     )  # fmt: skip
-    wired_limit: ByteCount = setting(
-        EngineLimits.wired_bytes,
-        "Memory that macOS must not page out, on a Mac. 0 leaves the choice to macOS; with a limit, kernel panics were "
-        "reported (https://github.com/ml-explore/mlx/issues/3186)", panel="Engine", unit="size", ge=0,
-    )  # fmt: skip
-    max_running: int = setting(
+    max_num_seqs: int = setting(
         EngineLimits.max_running, "Most requests that run at once, in one batch", panel="Engine", unit="requests",
         is_common=True, ge=1, le=4096,
-    )  # fmt: skip
-    max_waiting: int = setting(
-        EngineLimits.max_waiting, "Most requests that wait in the queue. When it is full, clients are answered 429",
-        panel="Engine", unit="requests", ge=0, le=1_000_000,
     )  # fmt: skip
     prefill_share: float = setting(
         EngineLimits.prefill_share,
         "Share of the time that prompts may take while streams run: at 0.5 a stream's tokens come half as fast while a "
         "prompt is computed; 1 gives prompts all they can use", panel="Engine", unit="share", gt=0, le=1,
     )  # fmt: skip
-    prefill_chunk_tokens: int | None = setting(
-        EngineLimits.prefill_chunk_tokens,
-        "Prompt tokens computed at a time, whatever --prefill-share says. Without a number the server chooses by the "
-        "speeds that it measures", panel="Engine", unit="tokens", ge=1,
-    )  # fmt: skip
     max_kv_size: int | None = setting(
         EngineLimits.max_kv_size,
         "Most tokens that a sequence keeps in each layer: the first 4 and the newest. Without a number all are kept",
         panel="Engine", unit="tokens", ge=16,
     )  # fmt: skip
-    tail_step_tokens: int = setting(
-        EngineLimits.buffer_step_tokens, "Tokens of a reply that memory is reserved for at a time", panel="Engine",
-        unit="tokens", ge=1,
-    )  # fmt: skip
 
-    cache_slice_ms: float = setting(
-        1000 * EngineLimits.slice_s,
-        "Time for work on stored KV between two decode steps. Work that a client waits for (a change of precision, "
-        "room for a request) may take as long as a decode step", panel="KV cache", unit="milliseconds",
-        gt=0, le=10_000,
-    )  # fmt: skip
     hot_cache_size: SizeSetting | None = setting(
         None, "Most memory for stored KV; % is of the machine's memory. Without a size: what running requests leave",
         panel="KV cache", unit="size",
@@ -194,30 +168,11 @@ class Settings(BaseSettings):
         Size(num_bytes=50 * 1024**3), "Most that the disk cache takes; % is of the volume", panel="Disk cache",
         unit="size", is_common=True,
     )  # fmt: skip
-    disk_reserve: ByteCount = setting(
-        DiskOptions.reserve_bytes, "Free space on the volume that the disk cache leaves to other programs",
-        panel="Disk cache", unit="size", ge=0,
-    )  # fmt: skip
-    disk_queue: ByteCount = setting(
-        DiskOptions.queue_bytes, "Most bytes that wait in memory to be written to the disk. A block larger than the "
-        "queue is written alone", panel="Disk cache", unit="size", ge=1024**2,
-    )  # fmt: skip
-    disk_wait_s: float = setting(
-        DiskOptions.wait_s, "Longest that a new request waits while the disk takes KV that memory must let go. After "
-        "that the KV is dropped. Running replies never wait", panel="Disk cache", unit="seconds", ge=0, le=3600,
-    )  # fmt: skip
     disk_write: DiskWrite = setting(
-        CacheConfig.disk_write, "When KV is written to the disk: 'after-reply' some seconds after each reply has "
-        "ended, so that a crash or a power cut loses only the turns that run; 'at-eviction' when memory runs short and "
+        CacheConfig.disk_write, "When KV is written to the disk: 'after_reply' some seconds after each reply has "
+        "ended, so that a crash or a power cut loses only the turns that run; 'on_evict' when memory runs short and "
         "when the server ends", panel="Disk cache", unit="mode",
     )  # fmt: skip
-    disk_put_away: bool = setting(
-        CacheConfig.archives_planes, "Write to the disk what a step to fewer bits takes away, so that it can be "
-        "restored", panel="Disk cache",
-    )  # fmt: skip
-    disk_second_touch: bool = setting(
-        DiskOptions.second_touch, "Write to the disk only KV that was asked for twice", panel="Disk cache"
-    )
     disk_daily_writes: ByteCount = setting(
         DiskOptions.daily_write_bytes, "Most bytes that are written to the disk in a day; 0 sets no limit",
         panel="Disk cache", unit="size", ge=0,
@@ -248,50 +203,33 @@ class Settings(BaseSettings):
         RemoteOptions.daily_write_bytes, "Most bytes that the server writes to the shared store in a day; 0 sets no "
         "limit", panel="Remote cache", unit="size", ge=0,
     )  # fmt: skip
-    remote_second_touch: bool = setting(
-        RemoteOptions.second_touch, "Write to the shared store only KV that was asked for twice", panel="Remote cache"
-    )
 
     kv_events: str | None = setting(
         None, "Publish which blocks of tokens memory holds, in vLLM's form, for routers: tcp://127.0.0.1:5557. Other "
         "than loopback addresses need a key to be set", panel="Routers", unit="address",
     )  # fmt: skip
-    kv_events_replay: str | None = setting(
-        None, "Where routers ask for KV events that they missed; without it the port after that of --kv-events",
-        panel="Routers", unit="address",
-    )  # fmt: skip
     kv_events_topic: str = setting(
         "", "Topic of the messages of --kv-events; llm-d wants kv@HOST:PORT@MODEL", panel="Routers", unit="topic"
     )
 
-    exact_replay: bool = setting(
-        True, "Put earlier replies that a client sends back unchanged into the prompt as they were sampled, so that "
-        "nothing of them is computed again", panel="KV cache",
-    )  # fmt: skip
-    drop_nonces: bool = setting(
-        True, "Leave lines out of system messages that change with every request and mean nothing to a model",
+    stable_prompts: bool = setting(
+        True, "Keep the beginning of a chat the same from turn to turn: earlier replies stay as they were sampled, "
+        "lines that change with every request and mean nothing to a model go, and system messages keep their place",
         panel="KV cache",
-    )  # fmt: skip
-    system_in_place: bool = setting(
-        True, "Keep a system message in the middle of a chat where it stands, as marked text where the template does "
-        "not take one there. With --no-system-in-place the template decides", panel="KV cache",
     )  # fmt: skip
     kv_cache_quantization: bool = setting(False, "Store KV in 8 bits; the same as --kv-cache-bits 8", panel="KV cache")
     kv_cache_bits: Bits | None = setting(
         None, "Bits in which KV is stored: 8, 4 or 2. Without a number KV is stored as the model computes it",
         panel="KV cache", unit="bits", is_common=True,
     )  # fmt: skip
-    kv_cache_k: str | None = setting(
+    cache_type_k: str | None = setting(
         None, "Precision of stored keys: raw, planes:8|4|2, affine:8|6|5|4|3|2[:gGROUP]",
         panel="KV cache", unit="precision",
     )  # fmt: skip
-    kv_cache_v: str | None = setting(
+    cache_type_v: str | None = setting(
         None, "Precision of stored values: raw, planes:8|4|2, affine:8|6|5|4|3|2[:gGROUP]",
         panel="KV cache", unit="precision",
     )  # fmt: skip
-    kv_cache_group_size: GroupSize | None = setting(
-        None, "Values that share a scale in affine precisions: 32, 64 or 128", panel="KV cache", unit="values"
-    )
     kv_cache_min_quantize_tokens: int = setting(
         CacheConfig.min_quantize_tokens, "Length from which on a conversation is stored in fewer bits. Shorter "
         "ones stay at full precision", panel="KV cache", unit="tokens", ge=0,
@@ -300,75 +238,23 @@ class Settings(BaseSettings):
         CacheConfig.encodes_running, "Encode the KV of running requests too, not only what they leave behind",
         panel="KV cache",
     )  # fmt: skip
-    kv_cache_first_raw: int = setting(
-        CacheConfig.first_raw_tokens, "First tokens of a running request that stay at full precision under "
-        "--kv-cache-live", panel="KV cache", unit="tokens", ge=0,
-    )  # fmt: skip
-    kv_cache_recent_raw: int = setting(
-        CacheConfig.recent_raw_tokens, "Newest tokens of a running request that stay at full precision under "
-        "--kv-cache-live", panel="KV cache", unit="tokens", ge=0,
-    )  # fmt: skip
-    kv_cache_edge_layers: int = setting(
-        0, "How many attention layers at each end of the model are stored in the precision of --kv-cache-edge",
-        panel="KV cache", unit="layers", ge=0,
-    )  # fmt: skip
-    kv_cache_edge: str = setting(
-        "planes:8", "Precision of the first and last attention layers, if --kv-cache-edge-layers is more than 0",
-        panel="KV cache", unit="precision",
-    )  # fmt: skip
-    kv_cache_marks: int = setting(
-        CacheConfig.max_checkpoints,
-        "Resume points that a stored conversation keeps, in models with window or recurrent layers",
-        panel="KV cache", unit="points", ge=1,
-    )  # fmt: skip
-    kv_cache_mark_every: int = setting(
-        CHECKPOINT_EVERY_TOKENS, "Prompt tokens between two resume points, in models with window or recurrent layers",
-        panel="KV cache", unit="tokens", ge=64,
-    )  # fmt: skip
 
     dynamic_cache: bool = setting(
         CacheConfig.dynamic, "Store KV in fewer and fewer bits as memory fills up, before anything is evicted",
         panel="KV cache", is_common=True,
     )  # fmt: skip
+    dynamic_cache_floor: Bits = setting(
+        CacheConfig.floor_bits, "Fewest bits of keys and values that --dynamic-cache goes down to: 8, 4 or 2",
+        panel="KV cache", unit="bits",
+    )  # fmt: skip
     dynamic_cache_at: str = setting(
         "", "Lengths from which on conversations are stored in fewer bits, as in 16k=planes:8,64k=planes:4",
         panel="KV cache", unit="steps",
     )  # fmt: skip
-    kv_floor_k: Bits = setting(
-        CacheConfig.floor_k_bits, "Fewest bits of keys that --dynamic-cache goes down to", panel="KV cache", unit="bits"
-    )
-    kv_floor_v: Bits = setting(
-        CacheConfig.floor_v_bits, "Fewest bits of values that --dynamic-cache goes down to",
-        panel="KV cache", unit="bits",
-    )  # fmt: skip
 
-    max_body_bytes: ByteCount = setting(
-        HttpLimits.max_body_bytes, "Largest body of a request that the server reads, after it is decompressed",
-        panel="Process", unit="size", ge=1024,
-    )  # fmt: skip
     body_memory: ByteCount = setting(
-        HttpLimits.body_memory_bytes, "Most bytes of request bodies that the server holds at once, and no less than "
-        "--max-body-bytes. Past the limit clients are answered 503", panel="Process", unit="size", ge=1024,
-    )  # fmt: skip
-    body_timeout_s: float = setting(
-        HttpLimits.body_timeout_s, "Seconds in which the body of a request must arrive; each KiB that has arrived adds a "
-        "second", panel="Process", unit="seconds", gt=0, le=86400,
-    )  # fmt: skip
-    max_header_bytes: ByteCount = setting(
-        HttpLimits.max_header_bytes, "Largest headers of a request that the server reads", panel="Process", unit="size",
-        ge=1024, le=1024**2,
-    )  # fmt: skip
-    header_timeout_s: float = setting(
-        HttpLimits.header_timeout_s, "Seconds in which the headers of a request must arrive", panel="Process",
-        unit="seconds", gt=0, le=86400,
-    )  # fmt: skip
-    send_timeout_s: float = setting(
-        HttpLimits.send_timeout_s, "Seconds for which a client may read less than 1 KiB a second of its answer before the "
-        "server lets it go", panel="Process", unit="seconds", gt=0, le=86400,
-    )  # fmt: skip
-    max_connections: int = setting(
-        HttpLimits.max_connections, "Most connections at once. Past the limit idle ones are closed; if none is idle, new "
-        "ones are answered 503", panel="Process", unit="connections", ge=1, le=100_000,
+        256 * 1024**2, "Most bytes of request bodies that the server holds at once, and no less than "
+        "the 32 MiB of one body. Past the limit clients are answered 503", panel="Process", unit="size", ge=1024,
     )  # fmt: skip
     drain_timeout_s: float = setting(
         30.0, "Seconds for which running replies go on after the first Ctrl-C. A disk cache gets as long again to be "
@@ -413,6 +299,11 @@ class Settings(BaseSettings):
         if not all(is_key(key) for key in self.keys):
             raise PydanticCustomError("key", NOT_A_KEY)
         return self
+
+    @property
+    def max_waiting(self) -> int:
+        """Most requests that wait in the queue. When it is full, clients are answered 429."""
+        return WAITING_PER_SEQUENCE * self.max_num_seqs
 
     @property
     def plain_keys(self) -> tuple[str, ...]:

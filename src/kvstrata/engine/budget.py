@@ -49,12 +49,9 @@ def make_formats(layout: Layout, config: KvConfig, chunk_tokens: int) -> tuple[K
         highest = _make_format(layout, config, config.k, config.v, chunk_tokens)
     candidates: list[KvFormat] = []
     if config.dynamic:
-        bits = product(
-            [bits for bits in STEP_BITS if bits >= config.floor_k_bits],
-            [bits for bits in STEP_BITS if bits >= config.floor_v_bits],
-        )
+        levels = [bits for bits in STEP_BITS if bits >= config.floor_bits]
         # Values step down before keys.
-        steps = [(k, v) for k, v in bits if k in (v, 2 * v)]
+        steps = [(k, v) for k, v in product(levels, repeat=2) if k in (v, 2 * v)]
         candidates += [_make_format(layout, config, PlanesCodec(k), PlanesCodec(v), chunk_tokens) for k, v in steps]
     candidates += [
         _make_format(layout, config, codec, codec, chunk_tokens, from_tokens=tokens)
@@ -78,7 +75,7 @@ def _make_format(
 ) -> KvFormat:
     """Return the format with these codecs; full precision where the model's layers cannot be encoded by them."""
     try:
-        plan = make_plan(layout, k, v, edge_layers=config.edge_layers, edge=config.edge)
+        plan = make_plan(layout, k, v)
     except ConfigError:
         return FULL_PRECISION
     if plan.is_raw or not layout.token_bytes:
@@ -97,7 +94,7 @@ class FormatCatalog:
         self._config = config
         self._chunk_tokens = chunk_tokens
         # Maps a codec of keys and one of values to a plan. Raises ConfigError where the layers cannot be encoded so.
-        self.plan_of = cache(partial(make_plan, layout, edge_layers=config.edge_layers, edge=config.edge))
+        self.plan_of = cache(partial(make_plan, layout))
 
     def formats_for(self, target: PrecisionPlan) -> tuple[tuple[KvFormat, ...], dict[int, KvFormat]]:
         """Return the formats while new spans are encoded by `target`, and those that `--kv-cache-live` would give.
@@ -135,12 +132,12 @@ def _reachable_plans(layout: Layout, config: KvConfig) -> list[PrecisionPlan]:
     """Return the plans that cached KV may have under these settings."""
     pairs: list[CodecPair] = [(config.k, config.v)]
     if config.dynamic:
-        pairs.append((PlanesCodec(config.floor_k_bits), PlanesCodec(config.floor_v_bits)))
+        pairs.append((PlanesCodec(config.floor_bits), PlanesCodec(config.floor_bits)))
     pairs += [(codec, codec) for _, codec in config.dynamic_at]
     plans = [raw_plan(layout)]
     for k, v in pairs:
         try:
-            plans.append(make_plan(layout, k, v, edge_layers=config.edge_layers, edge=config.edge))
+            plans.append(make_plan(layout, k, v))
         except ConfigError:
             # The prefix cache reports the error with the setting's name.
             continue

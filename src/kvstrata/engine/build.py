@@ -27,7 +27,7 @@ from kvstrata.engine.sequence import SequenceTable
 from kvstrata.engine.speeds import StepSpeeds
 from kvstrata.kv.layout import Layout
 from kvstrata.kv.packing import count_labels
-from kvstrata.kv.precision_plan import edges_of, make_plan
+from kvstrata.kv.precision_plan import make_plan
 from kvstrata.metrics import Metrics
 from kvstrata.models.load import LoadedModel
 from kvstrata.models.probe import probe
@@ -278,5 +278,4 @@ def _cache_limits(served: ServedModel) -> CacheLimits:
     return CacheLimits(
         max_bytes=total_bytes if config.hot_bytes is None else min(config.hot_bytes, total_bytes),
         max_arrays=None if allowed is None else int(CACHED_ARRAYS * allowed),
-        layers_apart=edges_of(served.layout, config.edge_layers),
     )

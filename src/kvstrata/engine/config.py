@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstrata.codecs.base import Codec
-from kvstrata.kv.precision_plan import EDGE, RAW
+from kvstrata.kv.precision_plan import RAW
 from kvstrata.prefix_cache.config import CacheConfig
 from kvstrata.prefix_cache.entry_table import CacheListener
 from kvstrata.tiers.disk.filesystem import Filesystem
@@ -14,13 +14,16 @@ from kvstrata.tiers.options import DiskOptions, RemoteOptions
 # Tokens between two state checkpoints of a long prompt, in models with window or recurrent layers.
 CHECKPOINT_EVERY_TOKENS = 4096
 
+# Requests that may wait, for each sequence that may run.
+WAITING_PER_SEQUENCE = 16
+
 
 @dataclass(frozen=True)
 class EngineLimits:
     """Limits of requests, prefill and memory."""
 
     max_running: int = 16  # sequences that hold KV
-    max_waiting: int = 256  # requests beyond them; further requests get QueueFull
+    max_waiting: int = WAITING_PER_SEQUENCE * max_running  # requests beyond them; further requests get QueueFull
     shares_queue: bool = False  # an owner takes at most half of the places that other owners leave
     context_tokens: int | None = None  # None: the context of the model
     prefill_chunk_tokens: int | None = None  # None: chosen from the measured speed
@@ -52,8 +55,6 @@ class KvConfig(CacheConfig):
 
     k: Codec = RAW[0]  # codec of cached keys
     v: Codec = RAW[1]  # codec of cached values
-    edge_layers: int = 0  # number of first and of last attention layers with another codec
-    edge: Codec = EDGE  # codec of these layers
     hot_bytes: int | None = None  # most memory for cached KV; None: all that running sequences leave
     checkpoint_every_tokens: int = CHECKPOINT_EVERY_TOKENS  # of a long prompt, in models that need checkpoints
 

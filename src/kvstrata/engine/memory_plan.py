@@ -394,4 +394,4 @@ def _flags(config: KvConfig) -> tuple[str, ...]:
         return ("--kv-cache-quantization",)
     if k == v and k.startswith("planes:"):
         return ("--kv-cache-bits", k.removeprefix("planes:"))
-    return ("--kv-cache-k", k, "--kv-cache-v", v)
+    return ("--cache-type-k", k, "--cache-type-v", v)

@@ -166,7 +166,7 @@ class _PrefixState:
         self.pauses = set(sequence.request.resume_at)
         self.insertion: Insertion | None = None  # None: the sequence waits
         self.turn: ConversationTurn | None = None  # of its conversation; None: it has not begun, or counts as none
-        self.reused_end: int | None = None  # how much of the prompt an earlier request had; None: it has not started
+        self.has_started = False  # it had a lease before
         self._cached: CachedPrefix | None = None  # result of the last lookup
         self._cached_version = 0  # of the entry table, at that lookup
         self._common_tokens: dict[int, int] = {}  # length of the prefix shared with another sequence, by its id
@@ -342,14 +342,16 @@ class PrefixLookup:
             self._failures.attempt("lookups", lambda: state.begin_turn(self._prefix_cache.conversations), None)
         lease = self._failures.attempt(
             "lookups",
-            lambda: self._prefix_cache.lease(sequence.lookup_ids, request.salt, state.reused_end, request.session),
+            lambda: self._prefix_cache.lease(
+                sequence.lookup_ids, request.salt, is_new=not state.has_started, session=request.session
+            ),
             Lease(ReuseClass.FRESH),
         )
         capacity = capacity_for(lease.num_tokens)
         if not capacity:
             self._failures.attempt_or_break("releases", lambda: self._prefix_cache.release(lease), None)
             return False
-        state.reused_end = lease.reused_end
+        state.has_started = True
         if self._is_shared and self._needs_checkpoints:
             state.pause_at_blocks()
         state.end_wait()
@@ -464,7 +466,7 @@ class PrefixLookup:
                 self._orphaned_spans[sequence.id] = spans
             self.track_sequence(sequence)
             state = self._states[sequence.id]
-            state.pauses, state.reused_end, state.turn = before.pauses, before.reused_end, before.turn
+            state.pauses, state.has_started, state.turn = before.pauses, before.has_started, before.turn
         for sequence in sequences.running.values():
             self._states[sequence.id].insertion = self._prefix_cache.insert_detached(Lease(ReuseClass.FRESH))
 

@@ -44,31 +44,26 @@ class EventOptions:
     topic: str
 
 
-def parse_address(text: str, flag: str) -> Address:
-    """Return the address in a text. Raises ConfigError, which names the flag, for other texts."""
+def parse_address(text: str) -> Address:
+    """Return the address in the value of --kv-events. Raises ConfigError for other texts."""
     match = PATTERN.fullmatch(text)
     if match is None or int(match["port"]) > MAX_PORT:
-        raise ConfigError(f"{flag}: {text!r} is not an address to publish on. Write it like {EXAMPLE}")
+        raise ConfigError(f"--kv-events: {text!r} is not an address to publish on. Write it like {EXAMPLE}")
     return Address(match["six"] or match["host"], int(match["port"]))
 
 
-def event_options(publish: str, replay: str | None, topic: str, *, has_keys: bool) -> EventOptions:
-    """Return the options of the flags. Without `replay` the replay socket gets the next port.
+def event_options(publish: str, topic: str, *, has_keys: bool) -> EventOptions:
+    """Return the options of the flags. The replay socket gets the next port.
 
     Raises ConfigError for an address that other machines can reach while the server itself has no key."""
-    to = parse_address(publish, "--kv-events")
-    if replay is None:
-        replay_to = Address(to.host, to.port + 1 if 0 < to.port < MAX_PORT else 0)
-    else:
-        replay_to = parse_address(replay, "--kv-events-replay")
-    for address, flag in ((to, "--kv-events"), (replay_to, "--kv-events-replay")):
-        if not has_keys and not is_loopback(address.host):
-            raise ConfigError(
-                f"{flag} {address.url} can be reached from other machines, and this server has no key: events carry "
-                f"the token ids of prompts. Publish on {EXAMPLE}, or set a key with --api-key and let only routers "
-                "reach that port."
-            )
-    return EventOptions(to, replay_to, topic)
+    to = parse_address(publish)
+    if not has_keys and not is_loopback(to.host):
+        raise ConfigError(
+            f"--kv-events {to.url} can be reached from other machines, and this server has no key: events carry the "
+            f"token ids of prompts. Publish on {EXAMPLE}, or set a key with --api-key and let only routers reach that "
+            "port."
+        )
+    return EventOptions(to, Address(to.host, to.port + 1 if 0 < to.port < MAX_PORT else 0), topic)
 
 
 def bind_events(options: EventOptions) -> EventSockets:

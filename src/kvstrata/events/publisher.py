@@ -61,7 +61,7 @@ class EventSockets:
         self._context.setsockopt(zmq.LINGER, 0)
         # One reply fits into the queue. A second reply to a consumer that does not read is dropped.
         self.publish, self.publish_url = self._bind(zmq.PUB, options.publish, "--kv-events", MAX_WAITING)
-        self.replay, self.replay_url = self._bind(zmq.ROUTER, options.replay, "--kv-events-replay", KEPT_MESSAGES + 2)
+        self.replay, self.replay_url = self._bind(zmq.ROUTER, options.replay, "--kv-events (replay)", KEPT_MESSAGES + 2)
 
     def close(self, *, linger_ms: int = 0) -> None:
         """Close both sockets after at most `linger_ms` for messages that were sent."""

@@ -8,7 +8,7 @@ layer has dropped it. Large arrays are not gathered, because there cannot be man
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,14 +45,13 @@ def num_arrays(span: Span) -> int:
     return count + len(shared)
 
 
-def has_to_gather(span: Span, separate: Collection[int] = ()) -> bool:
-    return not span.is_live and bool(_next_group(span, separate))
+def has_to_gather(span: Span) -> bool:
+    return not span.is_live and bool(_next_group(span))
 
 
-def gather_some(span: Span, separate: Collection[int] = ()) -> bool:
-    """Gather the keys or the values of one group of layers. Return whether there was a group. Layers in `separate` may
-    step down at another time than the others, so they do not share arrays with the others."""
-    group = [] if span.is_live else _next_group(span, separate)
+def gather_some(span: Span) -> bool:
+    """Gather the keys or the values of one group of layers. Return whether there was a group."""
+    group = [] if span.is_live else _next_group(span)
     rows: list[dict[str, mx.array]] = [{} for _ in group]
     for name in group[0].encoded.arrays if group else ():
         stacked = mx.stack([each.encoded.arrays[name] for each in group])
@@ -73,13 +72,13 @@ def _put(span: Span, each: _LayerArray, encoded: EncodedArray) -> None:
     span.replace(each.layer, segments)
 
 
-def _next_group(span: Span, separate: Collection[int]) -> list[_LayerArray]:
+def _next_group(span: Span) -> list[_LayerArray]:
     """Return encoded arrays of several layers that are not gathered yet and can be; empty if there are none."""
     groups: dict[tuple[Any, ...], list[_LayerArray]] = {}
     for each in _encoded_arrays(span):
         encoded = each.encoded
         if encoded.gathered is None and max(array.nbytes for array in encoded.arrays.values()) < LARGE_BYTES:
-            groups.setdefault((each.layer in separate, *_group_key(each)), []).append(each)
+            groups.setdefault(_group_key(each), []).append(each)
     return next((group for group in groups.values() if len(group) > 1), [])
 
 

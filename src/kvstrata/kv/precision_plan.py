@@ -11,14 +11,11 @@ from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.registry import fit, parse
 from kvstrata.codecs.rope import RopeRotation
-from kvstrata.errors import ConfigError
 from kvstrata.kv.layout import LayerSpec, Layout
 
 CodecPair = tuple[Codec, Codec]  # for K and for V
 
 RAW: CodecPair = (RawCodec(), RawCodec())
-
-EDGE = PlanesCodec(8)  # codec of layers that keep more bits than the others
 
 
 @dataclass(frozen=True)
@@ -49,57 +46,28 @@ def bits_of(codec: Codec, dim: int, dtype: mx.Dtype) -> float:
 
 
 def choose_codecs(
-    *,
-    quantization: bool = False,
-    bits: int | None = None,
-    k: str | None = None,
-    v: str | None = None,
-    group_size: int | None = None,
+    *, quantization: bool = False, bits: int | None = None, k: str | None = None, v: str | None = None
 ) -> CodecPair:
-    """Return the codecs of K and V that these settings give together. Raises ConfigError if settings contradict."""
+    """Return the codecs of K and V that these settings give together. Raises ConfigError for an unknown precision."""
     general = f"planes:{bits}" if bits is not None else "planes:8" if quantization else "raw"
-    names = (_with_group(k or general, group_size), _with_group(v or general, group_size))
-    if group_size is not None and not any(name.startswith("affine") for name in names):
-        raise ConfigError(
-            f"--kv-cache-group-size is for affine precisions, and K is {names[0]}, V {names[1]}. Leave it out, or "
-            "choose --kv-cache-k affine:8 --kv-cache-v affine:8."
-        )
-    return parse(names[0]), parse(names[1])
-
-
-def _with_group(name: str, group_size: int | None) -> str:
-    if group_size is None or not name.startswith("affine") or name.count(":") != 1:
-        return name
-    return f"{name}:g{group_size}"
+    return parse(k or general), parse(v or general)
 
 
 def raw_plan(layout: Layout) -> PrecisionPlan:
     return PrecisionPlan(*RAW, (RAW,) * len(layout.flat()))
 
 
-def edges_of(layout: Layout, edge_layers: int) -> frozenset[int]:
-    """Return the first and the last `edge_layers` layers that have keys and values."""
-    attention = [i for i, spec in enumerate(layout.flat()) if spec.kind in ("full", "window", "chunked")]
-    return frozenset(attention[:edge_layers] + attention[-edge_layers:]) if edge_layers else frozenset()
+def make_plan(layout: Layout, k: Codec, v: Codec) -> PrecisionPlan:
+    """Make a plan with these codecs, fitted to each layer. Raises ConfigError where a layer cannot use a codec."""
+    return PrecisionPlan(k, v, tuple(_pair(spec, k, v) for spec in layout.flat()))
 
 
-def make_plan(layout: Layout, k: Codec, v: Codec, *, edge_layers: int = 0, edge: Codec = EDGE) -> PrecisionPlan:
-    """Make a plan with at least `edge` for K and V of the first and the last `edge_layers` layers that have any.
-
-    Raises ConfigError where a layer cannot use a codec.
-    """
-    specs, edges = layout.flat(), edges_of(layout, edge_layers)
-    pairs = [_pair(spec, k, v, edge if i in edges else None) for i, spec in enumerate(specs)]
-    return PrecisionPlan(k, v, tuple(pairs))
-
-
-def _pair(spec: LayerSpec, k: Codec, v: Codec, at_least: Codec | None) -> CodecPair:
+def _pair(spec: LayerSpec, k: Codec, v: Codec) -> CodecPair:
     if spec.kind not in ("full", "window", "chunked"):
         return RAW
-    return _fit_codec(k, at_least, spec.k_dim, spec.k_rotation), _fit_codec(v, at_least, spec.v_dim, spec.v_rotation)
+    return _fit_codec(k, spec.k_dim, spec.k_rotation), _fit_codec(v, spec.v_dim, spec.v_rotation)
 
 
-def _fit_codec(wanted: Codec, at_least: Codec | None, dim: int, rotation: RopeRotation | None) -> Codec:
-    codecs = [fit(each, dim) for each in (wanted, at_least) if each is not None]
-    codec = max(codecs, key=lambda codec: codec.bits_per_value(dim))
+def _fit_codec(wanted: Codec, dim: int, rotation: RopeRotation | None) -> Codec:
+    codec = fit(wanted, dim)
     return replace(codec, rotation=rotation) if isinstance(codec, PlanesCodec) else codec

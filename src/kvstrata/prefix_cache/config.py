@@ -10,9 +10,9 @@ from kvstrata.kv.raw_window import RawWindow
 if TYPE_CHECKING:
     from kvstrata.codecs.base import Codec
 
-# after-reply  soon after each reply, so that a crash or a power cut loses running requests only
-# at-eviction  under memory pressure, and at shutdown
-DiskWrite = Literal["after-reply", "at-eviction"]
+# after_reply  soon after each reply, so that a crash or a power cut loses running requests only
+# on_evict  under memory pressure, and at shutdown
+DiskWrite = Literal["after_reply", "on_evict"]
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,10 @@ class CacheConfig:
     first_raw_tokens: int = RawWindow.first_tokens  # of a running sequence: first tokens that stay raw
     recent_raw_tokens: int = RawWindow.recent_tokens  # of a running sequence: newest tokens that stay raw
     dynamic: bool = False  # precision steps down under memory pressure
-    floor_k_bits: int = 4  # fewest bits that keys step down to
-    floor_v_bits: int = 4  # fewest bits that values step down to
+    floor_bits: int = 4  # fewest bits that keys and values step down to
     dynamic_at: tuple[tuple[int, Codec], ...] = ()  # (tokens, codec): longer sequences step down to this codec
     archives_planes: bool = True  # write planes to the disk before a step-down drops them
-    disk_write: DiskWrite = "after-reply"
+    disk_write: DiskWrite = "after_reply"
     ttl_s: float | None = None  # entries unused for longer expire; None: never
     max_checkpoints: int = 8  # on the path from the first token to the end of a span, in models that need them
 
@@ -41,6 +40,3 @@ class CacheLimits:
 
     max_bytes: int  # of all cached spans and checkpoints
     max_arrays: int | None = None  # that MLX may allocate for them; None: any number
-    # Layers with more bits than the others. Under a limit of arrays, the small planes of all other layers with equal
-    # codecs are combined into rows of one array.
-    layers_apart: frozenset[int] = frozenset()

@@ -60,7 +60,6 @@ class Entry:
     num_arrays: int = 0  # as counted in the table's total
     target: PrecisionTarget | None = None  # its own target; None: that of all new spans
     archived: ArchivedCopy | None = None  # on the disk; None: the disk lacks some of it
-    reused_end: int = 0  # the tokens up to this position were in the prompts of two requests
     longest_end: int = 0  # end of the longest sequence that was inserted through it
     shared_end: int = 0  # the tokens up to this position were given to the shared tier
     is_stuck: bool = False  # transcoding it failed once: it stays as it is
@@ -112,7 +111,6 @@ class Lease:
     num_tokens: int = 0
     prefix: Prefix | None = None  # None: no token is cached
     ranges: tuple[SpanRange, ...] = ()  # of the spans that make up the prefix
-    reused_end: int = 0  # end of the part of the prompt that an earlier request had too, cached or not
     uncounted_prompt: TokenIds | None = None  # the prompt, until the request begins; None: it was counted
     entries: set[Entry] = field(default_factory=set)
     is_open: bool = True

@@ -349,11 +349,6 @@ class EntryTable:
         """Record that transcoding an entry has failed."""
         entry.is_stuck = True
 
-    def record_reuse(self, path: Iterable[Node[Entry]], end: int) -> None:
-        """Record that a second request had the tokens of a path up to a position."""
-        for node in path:
-            node.payload.reused_end = max(node.payload.reused_end, min(node.end, end))
-
     def recount(self, entry: Entry) -> None:
         """Count the bytes and arrays of an entry anew after its span has changed."""
         self.num_changes += 1
@@ -474,8 +469,6 @@ class EntryTable:
         self.num_changes += 1
         self.version += 1
         last = next(node for node in first.nodes if node.end == first.span.end)
-        if first.reused_end >= first.span.end:
-            first.reused_end = max(first.span.end, second.reused_end)
         first.span.append(second.span)
         first.longest_end = max(first.longest_end, second.longest_end)
         copies = [each.archived.token_bytes for each in (first, second) if each.archived is not None]

@@ -157,7 +157,7 @@ def _report(
         end = max((link.end for link in takewhile(lambda link: not link.is_queued, chain.links)), default=0)
         num_left = sum(max(0, node.end - max(node.start, end)) for node in entry.nodes)
         reason = "disk_slow" if is_late else offloader.refusal_reason(entry)
-        if num_left and reason != "first_touch":
+        if num_left:
             reasons[reason] += num_left
             num_bytes += entry.nbytes * num_left / entry.span.num_tokens
             num_leaves += leaf.is_leaf

@@ -123,7 +123,6 @@ class Insertion:
         entry, inserter = self.entry, self._inserter
         entry.span.num_tokens = len(ids) - entry.span.position
         path = inserter.table.insert_entry(entry, as_ids(ids))
-        inserter.table.record_reuse(path, self.lease.reused_end)
         inserter.transcoder.review(entry)
         # Another sequence may have inserted some of these tokens meanwhile: the parents of ours must stay.
         inserter.leases.extend(self.lease, (node.payload for node in path if node.payload is not entry))

@@ -38,7 +38,7 @@ MAX_OFFERED = 16
 # Blocks of a chain that are looked up in one step: about a millisecond.
 LOOKUPS_PER_STEP = 8
 
-DiskReason = Literal["disk_slow", "disk_failed", "disk_full", "first_touch", "write_budget"]
+DiskReason = Literal["disk_slow", "disk_failed", "disk_full", "write_budget"]
 
 UnwrittenReason = Literal["expired", "superseded"] | DiskReason
 
@@ -136,9 +136,8 @@ class ChainWriter:
         content = yield from pack(entry.span, link.start, link.end)
         if link.start and not self._tier.blocks.find(link.parent):
             raise NotWritten  # the tier has given up the parent since it accepted it
-        was_reused = link.end <= entry.reused_end
         block = make_block(link, ids, leaf.root_key, content, BASE)
-        self._offer_block(block, entry, was_reused=was_reused, replace=replace)
+        self._offer_block(block, entry, replace=replace)
 
     def _finish_block(self, link: ChainLink, leaf: Node[Entry], ids: TokenIds) -> None:
         """Pin a block that the tier has, and write its checkpoint where the tier has none."""
@@ -151,11 +150,11 @@ class ChainWriter:
         if checkpoint is not None and not self._tier.blocks.find(link.key, CHECKPOINT):
             # The tier accepted the block, so its checkpoint is worth writing, too.
             block = make_block(link, ids, leaf.root_key, pack_checkpoint(checkpoint), CHECKPOINT)
-            self._offer_block(block, entry, was_reused=True, replace=False)
+            self._offer_block(block, entry, replace=False)
 
-    def _offer_block(self, block: Block, entry: Entry, *, was_reused: bool, replace: bool) -> None:
+    def _offer_block(self, block: Block, entry: Entry, *, replace: bool) -> None:
         unused_s = self._candidates.unused_s(entry)  # the tier counts the block's age from the last use
-        answer = self._tier.put(block, was_reused=was_reused, replace=replace, unused_s=unused_s)
+        answer = self._tier.put(block, replace=replace, unused_s=unused_s)
         if isinstance(answer, Refused) and answer.reason is not Refusal.PRESENT:
             raise NotWritten(answer)
 
@@ -474,8 +473,6 @@ def disk_reason(refused: Refused | None, writing: WriteState) -> DiskReason:
             return "disk_failed" if writing.paused_because and not writing.is_full else "disk_full"
         case Refused(Refusal.QUEUE_FULL):
             return "disk_slow"
-        case Refused(Refusal.FIRST_TOUCH):
-            return "first_touch"
         case Refused(Refusal.WRITE_BUDGET):
             return "write_budget"
         case Refused(Refusal.TOO_LARGE):

@@ -39,7 +39,6 @@ class PrecisionPolicy:
         self.target = target  # plan of new spans
         self.config = config
         self.gathers = limits.max_arrays is not None  # the small planes of several layers into one array
-        self._layers_apart = limits.layers_apart
         self.raw_window = RawWindow(config.first_raw_tokens, config.recent_raw_tokens)  # of running sequences
         self._token_bytes_of: dict[CodecPair, float] = {}
 
@@ -52,7 +51,7 @@ class PrecisionPolicy:
             return wanted if self._has_to_seal(entry, wanted) else None
         is_done = all(is_transcoded(span, i, wanted.pairs[i], upward=entry.is_upward) for i in span.layers)
         is_done = is_done and are_checkpoints_transcoded(span, wanted)
-        return None if is_done and not (self.gathers and has_to_gather(span, self._layers_apart)) else wanted
+        return None if is_done and not (self.gathers and has_to_gather(span)) else wanted
 
     def target_plan(self, entry: Entry) -> PrecisionPlan:
         """Return the plan that an entry should be under, or below; for a running entry, the plan of its sealed part."""
@@ -127,7 +126,7 @@ class PrecisionPolicy:
                 yield
             yield
         yield from transcode_checkpoints(entry.span, plan)
-        while self.gathers and gather_some(entry.span, self._layers_apart):
+        while self.gathers and gather_some(entry.span):
             yield
 
 
@@ -158,7 +157,7 @@ class StepDownPolicy:
         self._is_dynamic = config.dynamic
         self._plans_by_length = [(tokens, plan_of(codec, codec)) for tokens, codec in config.dynamic_at]
         self._token_bytes_of: dict[Bits, float] = {}
-        self._ladder: Ladder[Entry] = Ladder(Bits(config.floor_k_bits, config.floor_v_bits), self._token_bytes)
+        self._ladder: Ladder[Entry] = Ladder(Bits(config.floor_bits, config.floor_bits), self._token_bytes)
         self._changed = table.dirty_sets.new_dirty_set(self._ladder.discard_span)
         self._exhausted_bytes = 0  # bytes in use when nothing was left to step down: retry only above them
 
@@ -200,7 +199,7 @@ class StepDownPolicy:
     def _precision_of(self, entry: Entry) -> SpanPrecision:
         specs = self._precision.layout.flat()
         layers = [(8 * specs[i].dtype.size, pairs) for i, pairs in self._precision.final_codecs(entry).items()]
-        # Layers at the edges keep more bits: the others show how far the span has stepped down.
+        # A layer may have more bits than the others, which show how far the span has stepped down.
         bits = Bits(
             k=min(max(_bits(k, raw_bits) for k, _ in pairs) for raw_bits, pairs in layers),
             v=min(max(_bits(v, raw_bits) for _, v in pairs) for raw_bits, pairs in layers),

@@ -100,7 +100,7 @@ class PrefixCache:
             self.offloader,
             self.sharing,
             self.failures,
-            writes_after_reply=config.disk_write == "after-reply",
+            writes_after_reply=config.disk_write == "after_reply",
         )
 
         # Uses of entries, and eviction.
@@ -150,29 +150,19 @@ class PrefixCache:
         """Return the longest usable cached prefix of `ids`. The result protects no entry from eviction."""
         return self.matcher.find(ids, salt)
 
-    def lease(self, ids: Tokens, salt: str, reused_end: int | None = None, session: str = "") -> Lease:
+    def lease(self, ids: Tokens, salt: str, *, is_new: bool = True, session: str = "") -> Lease:
         """Lease the longest usable cached prefix of `ids` until `release`. Opening a sequence on the lease counts it.
 
-        `reused_end`: the lease's value when the same request was opened before; None: the request is new.
+        `is_new`: False for a request that is resumed, which is not counted again.
         """
         prompt, root = as_ids(ids), self.matcher.root_of(salt)
         prefix = self.matcher.find(prompt, salt)
-        known_tokens = self._history.known_tokens(root, prompt)
-        reuse_class = reuse_class_of(known_tokens, len(prompt))
-        uncounted = prompt if reused_end is None else None
-        if reused_end is None:
-            reused_end = max(known_tokens, prefix.num_tokens)
-        lease = Lease(
-            reuse_class,
-            reused_end=reused_end,
-            uncounted_prompt=uncounted,
-            session=session,
-        )
+        reuse_class = reuse_class_of(self._history.known_tokens(root, prompt), len(prompt))
+        lease = Lease(reuse_class, uncounted_prompt=prompt if is_new else None, session=session)
         if prefix.num_tokens:
             lease.num_tokens, lease.ranges = prefix.num_tokens, ranges_of(prefix)
             lease.prefix = prefix_of(self.matcher.layout, lease.ranges, checkpoint_of(prefix))
             self.table.record_use(prefix.path, reuse_class, session)
-            self.table.record_reuse(prefix.path, reused_end)
             self.leases.extend(lease, prefix.entries)
         return lease
 
@@ -188,7 +178,7 @@ class PrefixCache:
         if not self.can_share:
             return self.insert_detached(lease)
         span, root = live_span(self.matcher.layout, cache), self.matcher.root_of(salt)
-        entry = Entry(span, root, salt, lease.reuse_class, lease.session, reused_end=lease.reused_end)
+        entry = Entry(span, root, salt, lease.reuse_class, lease.session)
         if lease.uncounted_prompt is not None:
             self.counters["queried_tokens"] += len(lease.uncounted_prompt)
             self.counters["hit_tokens"] += lease.num_tokens

@@ -185,11 +185,9 @@ class Sharer:
         self, pending: _PendingShare, root: bytes, link: ChainLink, content: BlockContent, part: str
     ) -> Generator[None, None, bool]:
         """Put a block, and retry while the tier's queue is full. Return whether the tier has it."""
-        entry, _ = entry_at(pending.leaf, link.end - 1)
-        was_reused = link.end <= entry.reused_end
         block = make_block(link, pending.ids, root, content, part)
         while True:
-            answer = self._tier.put(block, was_reused=was_reused)
+            answer = self._tier.put(block)
             reason = answer.reason if isinstance(answer, Refused) else None
             self._refused_block = block if reason is Refusal.QUEUE_FULL else None
             if self._refused_block is None:

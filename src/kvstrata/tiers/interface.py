@@ -35,7 +35,6 @@ class Refusal(StrEnum):
     PRESENT = "present"
     QUEUE_FULL = "queue_full"
     TOO_LARGE = "too_large"
-    FIRST_TOUCH = "first_touch"
     WRITE_BUDGET = "write_budget"
     PAUSED = "paused"
     CLOSED = "closed"
@@ -310,12 +309,9 @@ class Tier(Protocol):
         """Run a walk on a thread of the tier, which then calls `on_answer`. `fallback`: the answer if it fails."""
         ...
 
-    def put(
-        self, block: Block, *, was_reused: bool = False, replace: bool = False, unused_s: float = 0.0
-    ) -> Accepted | Refused:
+    def put(self, block: Block, *, replace: bool = False, unused_s: float = 0.0) -> Accepted | Refused:
         """Queue a block, whose bytes must not change any more. `replace`: also where the tier has this id.
-        `was_reused`: two requests used its tokens; with second touch the tier refuses all other blocks. `unused_s`:
-        seconds since the last use."""
+        `unused_s`: seconds since the last use."""
         ...
 
     def read(
@@ -472,9 +468,7 @@ class NoTier:
         """Return a lookup that has its answer: there is no thread."""
         return answered(fallback)
 
-    def put(
-        self, block: Block, *, was_reused: bool = False, replace: bool = False, unused_s: float = 0.0
-    ) -> Accepted | Refused:
+    def put(self, block: Block, *, replace: bool = False, unused_s: float = 0.0) -> Accepted | Refused:
         return Refused(Refusal.TOO_LARGE, block.nbytes)
 
     def read(

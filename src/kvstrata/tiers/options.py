@@ -16,7 +16,6 @@ class DiskOptions:
     reserve_bytes: int = 1 << 30  # of the volume, left free for other programs
     queue_bytes: int = 256 << 20  # of blocks not yet written, at most
     daily_write_bytes: int = 0  # 0: no limit
-    second_touch: bool = False  # write only blocks that two requests used
     ttl_s: float | None = None  # unused blocks are deleted after this time; None: only for lack of space
     wait_s: float = 5.0  # longest wait of a request for the writing of blocks that memory evicts; 0: it does not wait
     flush_s: float = 30.0  # for blocks that are not written when the server ends
@@ -39,7 +38,6 @@ class RemoteOptions:
     ttl_s: float = 7 * 86_400.0  # unused blocks are deleted after this time; 0: only for lack of space
     daily_write_bytes: int = 0  # by this server; 0: no limit
     max_block_bytes: int = 1 << 30  # of the tensors of one block: a larger one is not read
-    second_touch: bool = False  # write only blocks that two requests used
     queue_bytes: int = 128 << 20  # of blocks not yet written, at most
     read_ahead_bytes: int = 128 << 20  # read and not yet used, at most
     num_readers: int = 3

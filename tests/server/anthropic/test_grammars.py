@@ -29,7 +29,7 @@ TOOLS: Any = [
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[Served]:
-    with running(forced_model(), api_key=["secret"], max_body_bytes=3000) as one:
+    with running(forced_model(), api_key=["secret"], options={"http": {"max_body_bytes": 3000}}) as one:
         yield one
 
 

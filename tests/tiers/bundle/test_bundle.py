@@ -109,7 +109,7 @@ def exported(request: pytest.FixtureRequest) -> Iterator[tuple[Served, bytes]]:
     """A server with an empty cache, and a file that it exported."""
     with running(tiny_loaded(request.param)) as served:
         complete(served, PROMPT)
-        session = served.server.state.sessions.find("chat-1", None)
+        session = served.server.state.sessions.find_session("chat-1", None)
         assert session is not None
         engine, key = served.server.state.engine, session.key
         longest = engine.ask_cache(lambda cache: cache.longest_conversation("", key)).result(60)

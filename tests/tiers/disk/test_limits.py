@@ -287,16 +287,6 @@ def test_reserve_replaces_blocks_near_it_and_drops_them_below_it(tmp_path: Path)
     tier.close()
 
 
-def test_second_touch_accepts_reused_blocks_only(tmp_path: Path) -> None:
-    """Offering a block again does not count as a use: only `was_reused` does."""
-    tier = open_tier(tmp_path / "cache", second_touch=True)
-    block = make_block()
-    assert [tier.put(block) for _ in range(3)] == [Refused(Refusal.FIRST_TOUCH)] * 3
-    assert tier.put(block, was_reused=True) == Accepted()
-    assert tier.usage().counters["refused"] == {"first_touch": 3}
-    tier.close()
-
-
 def test_daily_budget_survives_a_restart_and_ends_at_midnight(tmp_path: Path) -> None:
     now = [86_400.0 * 5 + 100]
     settings = {"daily_write_bytes": 60_000, "clock": lambda: now[0]}

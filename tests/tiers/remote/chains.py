@@ -36,7 +36,7 @@ def put_chain(tier: RemoteTier, ids: np.ndarray, marks: tuple[int, ...] = (), *,
     blocks = [block_at(link, missing.root, ids) for link in missing.links]
     blocks += [block_at(link, missing.root, ids, part=CHECKPOINT) for link in missing.marks]
     for block in blocks:
-        assert tier.put(block, was_reused=True) == Accepted()
+        assert tier.put(block) == Accepted()
     assert tier.flush(20.0).is_empty
     return blocks
 

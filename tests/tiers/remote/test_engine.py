@@ -180,16 +180,6 @@ def test_engine_kv_below_the_remote_precision_is_not_written(redis_url: str) -> 
         assert counters(engine)["remote_written_base"] == 2
 
 
-def test_engine_second_touch_writes_after_the_second_request(redis_url: str) -> None:
-    with engine_on(redis_url, tiny_loaded("llama"), second_touch=True) as engine:
-        generate(engine, "one", PROMPT, 2)
-        write_to_store(engine)
-        assert counters(engine)["remote_refused_first_touch"] == 1
-        generate(engine, "two", (*PROMPT, *range(300)), 2)
-        write_to_store(engine)
-        assert counters(engine)["remote_written_base"] == 2
-
-
 def test_engine_unknown_remote_precision_is_refused(redis_url: str) -> None:
     with (
         pytest.raises(ConfigError, match="Unknown precision"),

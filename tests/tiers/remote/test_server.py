@@ -20,7 +20,7 @@ from kvstrata.config import load
 from kvstrata.engine.executor import EngineCore
 from kvstrata.errors import ConfigError
 from kvstrata.platform.device import device
-from kvstrata.server.assemble import start_service
+from kvstrata.server.build import build_server
 from tests.engine.test_disk import make_computing_slow
 from tests.server.conftest import Served, running
 from tests.tiers.remote.stores import S3, Valkey, private_folder, secret_file
@@ -122,7 +122,7 @@ def test_server_never_shows_or_logs_the_password_of_a_store(
         assert "hunter2" not in repr(load(flags={"remote_cache": server.url}))
     wrong = server.url.replace("hunter2", "hunter3")
     with pytest.raises(ConfigError, match=r"cannot be used \(denied\)") as error:
-        start_service(load(flags={"remote_cache": wrong, "remote_secret_file": secret}), tiny_loaded("llama"), device())
+        build_server(load(flags={"remote_cache": wrong, "remote_secret_file": secret}), tiny_loaded("llama"), device())
     assert "hunter" not in str(error.value) + caplog.text
 
 
@@ -141,12 +141,12 @@ def test_server_never_shows_or_logs_the_password_of_a_store(
         ({"remote_secret_file": "long"}, "none is named"),
     ],
 )
-def test_start_service_unusable_remote_settings_are_refused(flags: dict[str, Any], word: str, tmp_path: Path) -> None:
+def test_build_server_unusable_remote_settings_are_refused(flags: dict[str, Any], word: str, tmp_path: Path) -> None:
     pytest.importorskip("redis")
     files = {"short": secret_file(tmp_path, b"short", "short"), "long": secret_file(tmp_path, name="long")}
     given = {name: files.get(value, value) for name, value in flags.items()}
     with pytest.raises(ConfigError, match=word):
-        start_service(load(flags=given), tiny_loaded("llama"), device())
+        build_server(load(flags=given), tiny_loaded("llama"), device())
 
 
 def run_command(*arguments: str) -> tuple[int, str]:

@@ -9,7 +9,7 @@ import pytest
 from kvstrata.config import load
 from kvstrata.errors import ConfigError
 from kvstrata.platform.device import device
-from kvstrata.server.assemble import start_service
+from kvstrata.server.build import build_server
 from kvstrata.tiers.remote.open_store import open_store
 from kvstrata.tiers.remote.sealing import keys_of
 from kvstrata.tiers.remote.url import parse_url
@@ -50,7 +50,7 @@ def test_open_store_s3_user_with_all_permissions_is_accepted(shared_s3: S3, monk
     assert object_names(shared_s3, url) == ["some/prefix/kvstrata2/cluster"]
 
 
-def test_start_service_unknown_s3_credentials_are_refused(
+def test_build_server_unknown_s3_credentials_are_refused(
     shared_s3: S3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A whole server is started."""
@@ -59,7 +59,7 @@ def test_start_service_unknown_s3_credentials_are_refused(
     for user in (("AKIASTRANGER", PASSWORD), (shared_s3.make_user(*ALL)[0], PASSWORD)):
         shared_s3.log_in(monkeypatch, user)
         with shared_s3.enforcing_permissions(), pytest.raises(ConfigError, match=r"cannot be used \(denied\)") as error:
-            start_service(load(flags=flags), tiny_loaded("llama"), device())
+            build_server(load(flags=flags), tiny_loaded("llama"), device())
         assert PASSWORD not in str(error.value)
 
     assert object_names(shared_s3, url) == []
@@ -107,17 +107,17 @@ def test_open_store_valkey_user_with_other_keys_is_refused(shared_valkey: Valkey
     assert client.dbsize() == 0
 
 
-def test_start_service_with_another_secret_is_refused_and_changes_nothing(redis_url: str, tmp_path: Path) -> None:
+def test_build_server_with_another_secret_is_refused_and_changes_nothing(redis_url: str, tmp_path: Path) -> None:
     """Whole servers are started. The failed one leaves the store unchanged."""
     import redis
 
     flags = {"remote_cache": redis_url, "remote_secret_file": secret_file(tmp_path)}
-    start_service(load(flags=flags), tiny_loaded("llama"), device()).engine.stop()
+    build_server(load(flags=flags), tiny_loaded("llama"), device()).engine.stop()
     client = redis.Redis.from_url(redis_url)
     held = {key: client.get(key) for key in client.scan_iter()}
     other = {**flags, "remote_secret_file": secret_file(tmp_path, b"y" * 40, "other")}
     with pytest.raises(ConfigError, match="is used by servers with another secret") as error:
-        start_service(load(flags=other), tiny_loaded("llama"), device())
+        build_server(load(flags=other), tiny_loaded("llama"), device())
 
     assert "yyyy" not in str(error.value)
     assert {key: client.get(key) for key in client.scan_iter()} == held

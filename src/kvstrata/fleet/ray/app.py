@@ -12,6 +12,7 @@ from kvstrata.config import load as load_settings
 from kvstrata.fleet.ray.deploy import grace_s
 from kvstrata.fleet.ray.front import RayFront
 from kvstrata.fleet.ray.replica import Replica
+from kvstrata.server.http.body_limit import HttpLimits
 
 # Interval of a replica's reports. The router itself knows the prompts sent in between.
 REPORT_S = 2.0
@@ -28,14 +29,14 @@ def build(args: dict[str, Any]) -> Application:
         name="Replica",
         request_router_config=router,
         # Above this limit the server itself responds with an error in the shape of its API.
-        max_ongoing_requests=settings.max_running + settings.max_waiting,
+        max_ongoing_requests=settings.max_num_seqs + settings.max_waiting,
         graceful_shutdown_timeout_s=grace_s(settings),
         health_check_period_s=5.0,
     )
     front: Any = serve.deployment(
         RayFront,
         name="Front",
-        max_ongoing_requests=settings.max_connections,
+        max_ongoing_requests=HttpLimits.max_connections,
         graceful_shutdown_timeout_s=grace_s(settings),
     )
     return front.bind(args, replica.bind(args))

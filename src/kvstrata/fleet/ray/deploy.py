@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstrata.config import Settings
+from kvstrata.server.http.body_limit import HttpLimits
 
 # Time for running replies and for writing cached KV when a replica ends, unless --drain-timeout-s is given: Ray
 # also ends replicas by itself, and that should not cut off a long reply.
@@ -46,14 +47,14 @@ def deploy_text(settings: Settings, given: Mapping[str, Any], scale: Scale) -> s
                     {
                         "name": "Replica",
                         **_replicas(settings, scale),
-                        "max_ongoing_requests": settings.max_running + settings.max_waiting,
+                        "max_ongoing_requests": settings.max_num_seqs + settings.max_waiting,
                         "graceful_shutdown_timeout_s": grace,
                         "ray_actor_options": options,
                     },
                     {
                         "name": "Front",
                         "num_replicas": 1,
-                        "max_ongoing_requests": settings.max_connections,
+                        "max_ongoing_requests": HttpLimits.max_connections,
                         "graceful_shutdown_timeout_s": grace,
                         "ray_actor_options": {"num_cpus": 0},
                     },
@@ -71,12 +72,12 @@ def grace_s(settings: Settings) -> float:
 def _replicas(settings: Settings, scale: Scale) -> dict[str, Any]:
     if scale.is_fixed:
         return {"num_replicas": scale.least}
-    # Above max_running, a replica has waiting requests.
+    # Above max_num_seqs, a replica has waiting requests.
     return {
         "autoscaling_config": {
             "min_replicas": scale.least,
             "max_replicas": scale.most,
-            "target_ongoing_requests": settings.max_running,
+            "target_ongoing_requests": settings.max_num_seqs,
             "upscale_delay_s": 10,
             "downscale_delay_s": 600,  # a removed replica's cache is lost
         }

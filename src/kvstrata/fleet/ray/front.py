@@ -38,12 +38,12 @@ class RayFront:
         self._learning: asyncio.Task[None] | None = None
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        from kvstrata.server.assemble import guarded
+        from kvstrata.server.build import protect_app
 
         front = FleetRouter(self._replicas, self._replicas.router, lambda: self._prompts)
         self._replicas.listen(asyncio.get_running_loop())
         self._learning = asyncio.get_running_loop().create_task(self._learn())
-        return _named_by_ray(guarded(front, self._settings))
+        return _named_by_ray(protect_app(front, self._settings))
 
     async def _learn(self) -> None:
         """Load the prompt renderer and ask a replica for the identity of its cache keys. Until then requests are routed
@@ -126,6 +126,6 @@ def _renderer(settings: Settings) -> tuple[Any, PromptRenderer]:
 
     tokenizer = load_tokenizer(settings.model)
     template = ChatTemplate(
-        tokenizer, system_in_place=settings.system_in_place, allow_special_tokens=settings.allow_special_tokens
+        tokenizer, system_in_place=settings.stable_prompts, allow_special_tokens=settings.allow_special_tokens
     )
-    return tokenizer, PromptRenderer(template, ThinkingSwitch(template), settings.drop_nonces)
+    return tokenizer, PromptRenderer(template, ThinkingSwitch(template), settings.stable_prompts)

@@ -33,7 +33,7 @@ class Replica:
         own, self._give_back = _with_folder(load_settings(flags=settings))
         self._state = _start(own, self._summary)
         self._app = wrap_app(create_app(self._state), self._state, cors=False)
-        self._capacity = own.max_running
+        self._capacity = own.max_num_seqs
         self._has_ended = False
         self._sampling: asyncio.Task[None] | None = None  # started by the first request, on Ray's event loop
 
@@ -89,8 +89,8 @@ def _with_folder(settings: Settings) -> tuple[Settings, Callable[[], None]]:
 def _start(settings: Settings, listener: CacheListener) -> ServerState:
     from kvstrata.platform.device import device
     from kvstrata.platform.logging import show_messages
-    from kvstrata.server.assemble import load_model, start_service
+    from kvstrata.server.build import build_server, load_model
 
     show_messages(settings.log_level, settings.log_format)
     machine = device()
-    return start_service(settings, load_model(settings, machine), machine, listeners=[listener])
+    return build_server(settings, load_model(settings, machine), machine, listeners=[listener])

@@ -392,7 +392,7 @@ def _part(part: PartUsage) -> SequencePartResponse:
 
 
 KEY_NOTE = (
-    "Only what is cached under this key changes. New KV is cached in the server's precision; an admin key (--admin-key) "
+    "Only what is cached under this key changes. New KV has the precision of the server; an admin key (--admin-key) "
     "changes that."
 )
 MEANINGS = {

@@ -190,7 +190,7 @@ def _wrong_host(host: str) -> Forbidden:
     name = _without_port(host)[:SHOWN_CHARS]
     return Forbidden(
         f"This server has no key and does not know itself by the name '{name}'. If that is its name, start it with "
-        f"--allowed-host NAME (KVSTRATA_ALLOWED_HOST); or with a key: --api-key KEY; or call it by its address.",
+        f"--allowed-hosts NAME (KVSTRATA_ALLOWED_HOSTS); or with a key: --api-key KEY; or call it by its address.",
         code="host_not_allowed",
     )
 
@@ -207,9 +207,9 @@ def _way_in(origin: str) -> str:
     if not mark or scheme not in WEB_SCHEMES or not host:
         return (
             "It has no origin that could be named, like a page that was opened from a file: serve it from an address, "
-            "or start this server with --cors-origin '*' (KVSTRATA_CORS_ORIGIN), which lets in every page."
+            "or start this server with --allowed-origins '*' (KVSTRATA_ALLOWED_ORIGINS), which lets in every page."
         )
     return (
-        f"To let it in, start the server with --cors-origin {origin} (KVSTRATA_CORS_ORIGIN). If that is a proxy's name "
-        f"for this server itself: --allowed-host {_without_port(host)}."
+        f"To let it in, start the server with --allowed-origins {origin} (KVSTRATA_ALLOWED_ORIGINS). If that is a "
+        f"proxy's name for this server itself: --allowed-hosts {_without_port(host)}."
     )

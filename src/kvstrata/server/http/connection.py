@@ -365,7 +365,7 @@ class ClientConnection(HttpToolsProtocol):
     def _too_many(self) -> Unavailable:
         return Unavailable(
             f"{self._limits.max_connections} connections are open, the most that this server takes. Try again in a "
-            "moment, close some, or start it with more --max-connections (KVSTRATA_MAX_CONNECTIONS).",
+            "moment, or close some.",
             code="too_many_connections",
         )
 

@@ -76,7 +76,6 @@ class DiskTier:
         self._folder = CacheFolder(options.directory, files or Filesystem())
         prepare(self._folder)
         self._store = self._open_store(options, is_pinned, tally)
-        self._second_touch = options.second_touch
         self._writer = DiskWriter(self._store, options, self._counters, self.removals, lambda: self.on_room())
         self._disk_reader = DiskReader(self._store, self._writer.queue.find, self._counters, chain=chain, clock=clock)
         self.blocks = DiskChains(self._store, self._writer.queue, self._disk_reader, chain)
@@ -86,23 +85,19 @@ class DiskTier:
 
     # Writing.
 
-    def put(
-        self, block: Block, *, was_reused: bool = False, replace: bool = False, unused_s: float = 0.0
-    ) -> Accepted | Refused:
+    def put(self, block: Block, *, replace: bool = False, unused_s: float = 0.0) -> Accepted | Refused:
         block = dataclasses.replace(block, last_use=self._clock() - unused_s)
-        refusal = self._refusal(block, was_reused, replace) or self._writer.offer(block, replaces=replace)
+        refusal = self._refusal(block, replace=replace) or self._writer.offer(block, replaces=replace)
         if refusal is None:
             return Accepted()
         self._counters.add(BlockEvent.REFUSED, refusal, nbytes=block.nbytes)
         return Refused(refusal, block.nbytes)
 
-    def _refusal(self, block: Block, was_reused: bool, replace: bool) -> Refusal | None:
+    def _refusal(self, block: Block, *, replace: bool) -> Refusal | None:
         if block.nbytes > self.limit_bytes:
             return Refusal.TOO_LARGE
         if not replace and self.blocks.size(block.id):
             return Refusal.PRESENT
-        if self._second_touch and not was_reused:
-            return Refusal.FIRST_TOUCH
         if not self.write_state().would_take(Refused(Refusal.WRITE_BUDGET, block.nbytes)):
             return Refusal.WRITE_BUDGET
         return None

@@ -84,20 +84,16 @@ class RemoteTier:
 
     # Writing.
 
-    def put(
-        self, block: Block, *, was_reused: bool = False, replace: bool = False, unused_s: float = 0.0
-    ) -> Accepted | Refused:
+    def put(self, block: Block, *, replace: bool = False, unused_s: float = 0.0) -> Accepted | Refused:
         """Queue a block. `replace` has no effect: blocks are created once."""
         del replace, unused_s
-        refusal = self._refusal(block, was_reused=was_reused) or self._writer.offer(block)
+        refusal = self._refusal(block) or self._writer.offer(block)
         if refusal is None:
             return Accepted()
         self._counters.add(BlockEvent.REFUSED, refusal, nbytes=block.nbytes)
         return Refused(refusal, block.nbytes)
 
-    def _refusal(self, block: Block, *, was_reused: bool) -> Refusal | None:
-        if self._options.second_touch and not was_reused:
-            return Refusal.FIRST_TOUCH
+    def _refusal(self, block: Block) -> Refusal | None:
         if self._health.paused_because:
             return Refusal.PAUSED
         if self._writer.queue.num_bytes + block.nbytes > self.block_store.budget_bytes:
