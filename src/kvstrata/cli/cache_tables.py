@@ -55,7 +55,7 @@ def tiers(answer: Answer) -> RichTable:
 
 
 def totals(answer: Answer) -> RichTable:
-    table = _plain_table()
+    table = plain_table()
     counters = answer["counters"]
     queried, hit = counters.get("queried_tokens", 0), counters.get("hit_tokens", 0)
     table.add_row("new tokens are stored as", f"K {answer['target']['k']}, V {answer['target']['v']}")
@@ -67,7 +67,7 @@ def totals(answer: Answer) -> RichTable:
     table.add_row("allocated by MLX", size(answer["allocator_bytes"]))
     table.add_row("found of what was asked for", f"{hit:,} of {queried:,} tokens ({share(hit, queried)})")
     if answer.get("remote"):
-        table.add_row("remote cache", _remote(answer["remote"]))
+        table.add_row("remote cache", remote_state(answer["remote"]))
     if counters.get("disk_allowed_bytes", 0) < counters.get("disk_limit_bytes", 0):
         allowed, limit = size(counters["disk_allowed_bytes"]), size(counters["disk_limit_bytes"])
         table.add_row("the disk's volume", f"has room for {allowed}, not for {limit}: free some, or use another folder")
@@ -77,7 +77,8 @@ def totals(answer: Answer) -> RichTable:
     return table
 
 
-def _remote(remote: Answer) -> str:
+def remote_state(remote: Answer) -> str:
+    """Describe whether the shared store is used, and the tokens read and written."""
     state = f"left alone: {remote['paused_because']}" if remote["paused_because"] else "works"
     return f"{remote['url']} {state}, {remote['read_tokens']:,} tokens read, {remote['written_tokens']:,} written"
 
@@ -116,7 +117,7 @@ def explanation(answer: Answer) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    table = _plain_table()
+    table = plain_table()
     cached, total = answer["cached_tokens"], answer["prompt_tokens"]
     table.add_row("cached", f"{cached:,} of {total:,} tokens ({share(cached, total)})")
     for tier, tokens in answer["by_tier"].items():
@@ -159,7 +160,7 @@ def sessions(answer: Answer) -> RenderableType:
 
 
 def session(answer: Answer) -> RenderableType:
-    table = _plain_table()
+    table = plain_table()
     table.add_row("session", f"{answer['id']} (by {answer['recognised_by']})")
     table.add_row("created", _when(answer["created"]))
     table.add_row("last use", _when(answer["last_use"]))
@@ -218,7 +219,7 @@ def unpinned(answer: Answer) -> RenderableType:
 
 
 def changed(answer: Answer) -> RenderableType:
-    table = _plain_table()
+    table = plain_table()
     table.add_row("dry run, nothing was changed" if answer["dry_run"] else "target", _target(answer["target"]))
     for name, tier in answer["tiers"].items():
         table.add_row(f"{name}, {tier['spans']:,} spans", _freed(tier))
@@ -282,7 +283,8 @@ def _table(*columns: str, title: str, right: int, left_from: int | None = None) 
     return table
 
 
-def _plain_table() -> RichTable:
+def plain_table() -> RichTable:
+    """Make a table of names and values without lines."""
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))

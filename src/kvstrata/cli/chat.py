@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from kvstrata.cli.remote import DEFAULT_URL, Key, Url
+from kvstrata.cli.http_client import DEFAULT_URL, Key, Url
 from kvstrata.errors import KvstrataError
 from kvstrata.printable import printable
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvstrata.cli import cache_store
-from kvstrata.cli.remote import Key, connect
+from kvstrata.cli.cache_folder import RemoteUrl, measure_remote
+from kvstrata.cli.http_client import Key, connect
 from kvstrata.errors import ConfigError
 from kvstrata.platform.blas import Blas, blas
 from kvstrata.platform.device import Device, free_memory_bytes
@@ -75,7 +75,7 @@ def doctor(
         ),
     ] = None,
     api_key: Key = None,
-    remote: cache_store.Remote = None,
+    remote: RemoteUrl = None,
     report_file: Annotated[
         Path | None,
         typer.Option(
@@ -108,7 +108,7 @@ def doctor(
 
 def _remote(url: str, token_bytes: float, prefill_tokens_s: float) -> dict[str, float]:
     """Measure a remote store. `prefill_tokens_s` is that of a running server, or 0 if none is known."""
-    found = cache_store.measured(url)
+    found = measure_remote(url)
     even = {"token_bytes": token_bytes, "break_even_tokens_s": found.break_even(token_bytes)}
     return {**asdict(found), **even, "prefill_tokens_s": prefill_tokens_s}
 

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from kvstrata.cli.clients import CLIENTS, Client, Server, Start
-from kvstrata.cli.remote import DEFAULT_URL, Key, Url, connect
+from kvstrata.cli.http_client import DEFAULT_URL, Key, Url, connect
 from kvstrata.errors import KvstrataError
 
 NO_KEY = "none"  # a server without keys accepts any; agents require one
