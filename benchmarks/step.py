@@ -34,7 +34,7 @@ from benchmarks.common import MAX_BATCH, Streams, answer, command_line, greedy, 
 from benchmarks.random_model import RandomWeights, load_model
 from kvstrata.bench.figures import MIB, Figure, Progress, lay_out, seconds, silent
 from kvstrata.cli.bench_options import Json, Model, numbers, say, show
-from kvstrata.cli.speed import mlx_gflops
+from kvstrata.cli.doctor import mlx_gflops
 from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.engine import Engine
 from kvstrata.errors import KvstrataError

@@ -112,7 +112,7 @@ def _started(settings: Settings, listener: socket.socket, starting: Starting) ->
 
 
 def start_lines(settings: Settings, service: Service, machine: Device, url: str) -> list[str]:
-    from kvstrata.cli.started_as import started_as
+    from kvstrata.cli import started_as
     from kvstrata.server.assemble import memory_limit_bytes
     from kvstrata.sizes import format_bytes
 
