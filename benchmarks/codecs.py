@@ -102,7 +102,7 @@ app = command_line()
 def main(
     tokens: Annotated[int, typer.Option(min=64, help="Tokens that are encoded and decoded at once.")] = 8192,
     rounds: Rounds = 5,
-    sixteen: Annotated[bool, typer.Option("--bf16/--float32", help="What the vectors are stored as before.")] = True,
+    sixteen: Annotated[bool, typer.Option("--bf16/--float32", help="Dtype of the vectors before encoding.")] = True,
     as_json: Json = False,
 ) -> None:
     """Measure how fast each precision is encoded and decoded, in GB/s, beside a plain copy."""

@@ -22,7 +22,7 @@ from kvstrata.models.load import LoadedModel
 Prompt = tuple[int, ...]
 
 MAX_BATCH = 16  # sequences that the engine runs at once by default
-Rounds = Annotated[int, typer.Option(min=1, help="How often to measure; medians are shown.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Rounds of measurement; medians are shown.")]
 
 
 def command_line() -> typer.Typer:

@@ -328,14 +328,14 @@ def main(
         typer.Argument(exists=True, dir_okay=False, help="A GGUF file.", show_default="the default model's"),
     ] = None,
     cpu_weights: Annotated[CpuWeights, typer.Option(help="As for kvstrata serve.")] = "auto",
-    activations: Annotated[str, typer.Option(help="Bits of ours, with commas between.")] = "8,16,32",
+    activations: Annotated[str, typer.Option(help="Bits of kvstrata's activations, with commas between.")] = "8,16,32",
     batches: Annotated[str, typer.Option(help="Sequences that decode at once, with commas between.")] = "1,8",
     prefills: Annotated[str, typer.Option(help="Tokens of prompts, with commas between.")] = "512,2048",
     reply_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each reply.")] = 64,
     text: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Text of the prompts.", show_default="a short one")
     ] = None,
-    text_tokens: Annotated[int, typer.Option(min=0, help="Tokens of it that KL is measured on.")] = 256,
+    text_tokens: Annotated[int, typer.Option(min=0, help="Tokens of the text for the KL divergence; 0: none.")] = 256,
     rounds: Rounds = 5,
     as_json: Json = False,
 ) -> None:

@@ -224,10 +224,12 @@ app = command_line()
 @app.command()
 def main(
     model: Model = None,
-    context_tokens: Annotated[int, typer.Option(min=256, help="Tokens that are attended to.")] = 4096,
+    context_tokens: Annotated[int, typer.Option(min=256, help="Tokens of context.")] = 4096,
     reply_tokens: Annotated[int, typer.Option(min=2, help="Tokens decoded in each round.")] = 16,
     rounds: Rounds = 3,
-    precisions: Annotated[str, typer.Option(help="Of ours, with commas between.")] = "raw,planes:8,planes:4",
+    precisions: Annotated[
+        str, typer.Option(help="Precisions of kvstrata's cache, with commas between.")
+    ] = "raw,planes:8,planes:4",
     random_weights: RandomWeights = False,
     as_json: Json = False,
 ) -> None:

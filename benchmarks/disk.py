@@ -280,10 +280,10 @@ app = command_line()
 @app.command()
 def rates(
     directory: Annotated[
-        Path, typer.Option(exists=True, file_okay=False, help="A folder on the disk that is asked about.")
+        Path, typer.Option(exists=True, file_okay=False, help="A folder on the measured disk.")
     ] = Path(),
     blocks: Annotated[int, typer.Option(min=1, help="Blocks of a conversation.")] = 32,
-    block_size: Annotated[str, typer.Option(help="Bytes of each, such as 8MiB.", metavar="size")] = "8MiB",
+    block_size: Annotated[str, typer.Option(help="Size of a block, such as 8MiB.", metavar="size")] = "8MiB",
     rounds: Rounds = 5,
     as_json: Json = False,
 ) -> None:
@@ -307,7 +307,7 @@ def writes(
     token_bytes: Annotated[
         int, typer.Option(min=1, help="Bytes of a token of KV (default: an 8 B model at 16 bits).")
     ] = 131072,
-    made_up: Annotated[int, typer.Option(min=0, help="Also take a made-up trace of so many requests.")] = 0,
+    made_up: Annotated[int, typer.Option(min=0, help="Also use a synthetic trace of this number of requests.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Count the bytes that request traces write to the disk cache in a day: after each reply, and at eviction."""

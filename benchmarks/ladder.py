@@ -218,13 +218,16 @@ app = command_line()
 @app.command()
 def main(
     model: Model = None,
-    chats: Annotated[int, typer.Option(min=2, help="Conversations that come and come back.")] = 12,
+    chats: Annotated[int, typer.Option(min=2, help="Conversations, each with several turns.")] = 12,
     turns: Annotated[int, typer.Option(min=2, help="Turns of each.")] = 3,
     turn_tokens: Annotated[int, typer.Option(min=16, help="Tokens that a turn adds.")] = 192,
     reply_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each reply.")] = 24,
     at_once: Annotated[int, typer.Option(min=1, max=16, help="Requests that run together.")] = 2,
     share: Annotated[
-        float, typer.Option(min=0.05, max=1.0, help="KV budget, of what the load needs at full precision.")
+        float,
+        typer.Option(
+            min=0.05, max=1.0, help="KV budget, as a share of the bytes that the load needs at full precision."
+        ),
     ] = 0.25,
     as_json: Json = False,
 ) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvstrata.models.load import LoadedModel
 
 app = typer.Typer(
-    help="Measure this machine. Each figure stands beside its opponent's, measured in the same run.",
+    help="Measure this machine. Each figure stands beside that of an alternative, measured in the same run.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -47,7 +47,7 @@ def kv_cache(
     codecs: Annotated[str, typer.Option(help="Precisions, with commas between.")] = ",".join(KV_CACHE_CODECS),
     as_json: Json = False,
 ) -> None:
-    """What each precision takes, loses and costs on given shapes (synthetic keys with outlier channels)."""
+    """Measure memory, error and time of each precision on given shapes (synthetic keys with outlier channels)."""
     from kvstrata.bench.kv_cache import measure, table
 
     show(measure(layers, seq_len, heads, head_dim, words(codecs)), table, as_json=as_json)
@@ -60,23 +60,26 @@ def replay(
         typer.Argument(help="Request traces: .jsonl or .jsonl.gz with timestamp (ms) and hash_ids (512 tokens each)."),
     ] = None,
     budgets: Annotated[
-        str, typer.Option(help="Shares of all distinct blocks, or sizes such as 8GiB, with commas between.")
+        str,
+        typer.Option(help="Cache sizes: shares of all distinct blocks, or sizes such as 8GiB, with commas between."),
     ] = "1%,2%,5%,10%,20%",
-    bits: Annotated[str, typer.Option(help="Precisions that blocks are stored at, with commas between.")] = "16,8,4",
+    bits: Annotated[str, typer.Option(help="Bits of cached blocks, with commas between.")] = "16,8,4",
     token_bytes: Annotated[
         int,
         typer.Option(min=1, help="Bytes of a token at 16 bits, for budgets that are sizes (default: an 8 B model)."),
     ] = 131072,
     held_out: Annotated[
         bool,
-        typer.Option("--held-out", help="Count the second half of each trace only; the first one warms the store."),
+        typer.Option("--held-out", help="Count the second half of each trace only; the first half warms the cache."),
     ] = False,
-    made_up: Annotated[int, typer.Option(min=0, help="Also replay so many made-up requests.")] = 0,
-    policies: Annotated[str, typer.Option(help="Which of kvstrata, lru, optimal.")] = "kvstrata,lru,optimal",
+    made_up: Annotated[int, typer.Option(min=0, help="Also replay a synthetic trace of this number of requests.")] = 0,
+    policies: Annotated[
+        str, typer.Option(help="Eviction policies, with commas between: kvstrata, lru, optimal.")
+    ] = "kvstrata,lru,optimal",
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
-    """How much of a trace's prompts would be found: kvstrata's policy, LRU, and the optimum that knows the future."""
+    """Compute the hit rate of request traces: kvstrata's policy, LRU, and the optimum that knows the future."""
     from kvstrata.bench import replay as figure
     from kvstrata.bench import trace as traced
 
@@ -112,19 +115,21 @@ def quality(
     model: Model = None,
     text: Annotated[
         list[Path] | None,
-        typer.Option(exists=True, dir_okay=False, help="Text; give it again for more.", show_default="a short one"),
+        typer.Option(exists=True, dir_okay=False, help="Text file; may be repeated.", show_default="a short one"),
     ] = None,
     pairs: Annotated[
         str | None, typer.Option(help="Precisions of K and V, such as planes:8/planes:4,planes:4/planes:4.")
     ] = None,
-    modes: Annotated[str | None, typer.Option(help="Which of prefill, decode.", show_default="both")] = None,
-    context: Annotated[str | None, typer.Option(help="Tokens of a window, with commas between.")] = None,
+    modes: Annotated[
+        str | None, typer.Option(help="Modes, with commas between: prefill, decode.", show_default="both")
+    ] = None,
+    context: Annotated[str | None, typer.Option(help="Tokens of context, with commas between.")] = None,
     windows: Annotated[int | None, typer.Option(min=1, help="Windows of each text.", show_default="2")] = None,
     full: Annotated[bool, typer.Option("--full", help="More windows, precisions and contexts; takes an hour.")] = False,
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
-    """What each precision does to what the model says: KL to full precision, same first choice, perplexity."""
+    """Measure the quality loss of each precision: KL divergence to full precision, top-1 agreement, perplexity."""
     from kvstrata.bench import quality as figure
     from kvstrata.models.load import load
 
@@ -200,35 +205,40 @@ CALIBRATION_REPEATS = 2
 @app.command()
 def serve(
     url: Annotated[str, typer.Argument(help="The server, such as http://127.0.0.1:8000.")],
-    load: Annotated[str, typer.Option(help="Which loads, with commas between.")] = LOADS,
+    load: Annotated[str, typer.Option(help="Loads, with commas between.")] = LOADS,
     trace: Annotated[
         Path | None,
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="Replay this instead: Mooncake's JSON lines (timestamp, output_length, hash_ids), maybe gzipped.",
+            help="Replay a trace instead: Mooncake's JSON lines (timestamp, output_length, hash_ids), may be gzipped.",
         ),
     ] = None,
     chats: Annotated[int, typer.Option(min=1, help="Chats of each load.")] = 4,
     turns: Annotated[int, typer.Option(min=1, help="Turns of each chat.")] = 6,
     system_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a system prompt.")] = 400,
     turn_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each turn.")] = 120,
-    reply_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of each reply.")] = 32,
-    clients: Annotated[int, typer.Option(min=1, help="Chats at once. Only 1 lets all cached tokens be inferred.")] = 1,
-    requests: Annotated[int, typer.Option(min=1, help="Most requests of a trace.")] = 100,
-    block_tokens: Annotated[int, typer.Option(min=1, help="Tokens that a block of the trace becomes.")] = 512,
-    speed: Annotated[float, typer.Option(min=0.001, help="How much faster than it was to replay a trace.")] = 1.0,
+    reply_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each reply, at most.")] = 32,
+    clients: Annotated[
+        int, typer.Option(min=1, help="Concurrent chats. Cached tokens of all requests can be inferred with 1 only.")
+    ] = 1,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of a trace, at most.")] = 100,
+    block_tokens: Annotated[int, typer.Option(min=1, help="Tokens of text for each block of the trace.")] = 512,
+    speed: Annotated[float, typer.Option(min=0.001, help="Speed-up of a trace.")] = 1.0,
     model: Annotated[
-        str | None, typer.Option(help="Its name on the server.", show_default="the first that the server lists")
+        str | None,
+        typer.Option(help="Name of the model on the server.", show_default="the first that the server lists"),
     ] = None,
     api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = "none",
     calibrate: Annotated[
-        bool, typer.Option(help="Time unseen prompts first, so that cached tokens can be told from time.")
+        bool, typer.Option(help="Time unseen prompts first, so that cached tokens can be inferred from times.")
     ] = True,
-    seed: Annotated[int, typer.Option(help="Other texts. A server that saw this seed before has them cached.")] = -1,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the texts; -1: a new one. A server that saw it before has the texts cached.")
+    ] = -1,
     as_json: Json = False,
 ) -> None:
-    """A load against any OpenAI-compatible server: time to first token, between tokens, and what was cached."""
+    """Measure any OpenAI-compatible server under a load: TTFT, time between tokens, cached tokens."""
     from kvstrata.bench import workloads as asked
     from kvstrata.bench.chat_client import Door
     from kvstrata.bench.load import table

@@ -29,7 +29,7 @@ FILE_MODE = 0o600
 
 app = typer.Typer(
     name="cache",
-    help="See and change what a running server has cached.",
+    help="Show and change the cache of a running server.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -75,7 +75,7 @@ def doctor(
     url: Annotated[
         str | None,
         typer.Option(
-            help="A running server: show what its memory limit consists of, and its kernels.",
+            help="A running server: show the parts of its memory limit, and its kernels.",
             metavar="url",
             show_default="none",
         ),
@@ -86,14 +86,14 @@ def doctor(
         Path | None,
         typer.Option(
             "--report",
-            help="Also try and time what the cache computes, for up to two minutes, and write it all to this file: "
-            "JSON that can be attached to an issue.",
+            help="Also check and time the cache's operations, for up to two minutes, and write everything to this "
+            "file: JSON that can be attached to an issue.",
             metavar="file",
             show_default="none",
         ),
     ] = None,
 ) -> None:
-    """Show back-end, device, BLAS, memory and disk; what is slow, why, and the next step."""
+    """Show back-end, device, BLAS, memory and disk; causes of slowness, each with the next step."""
     report = examine()
     token_bytes, prefill_tokens_s = TYPICAL_TOKEN_BYTES, 0.0
     if url is not None:
@@ -143,7 +143,7 @@ def _write_report(file: Path, report: MachineReport, findings: list[Finding]) ->
         file.write_text("")
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}. Give --report another file.") from error
-    typer.echo("Trying what the cache computes, up to two minutes ...", err=True)
+    typer.echo("Checking and timing the cache's operations, up to two minutes ...", err=True)
     tried = checks()
     failed = [
         Finding(

@@ -36,7 +36,9 @@ def launch(
     ],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="-- ARGUMENTS", help="Handed on to the agent as they are.", show_default=False),
+        typer.Argument(
+            metavar="-- ARGUMENTS", help="Arguments for the agent, passed on unchanged.", show_default=False
+        ),
     ] = None,
     url: Url = DEFAULT_URL,
     api_key: Key = None,
@@ -46,7 +48,7 @@ def launch(
 ) -> None:
     """Start a coding agent that uses a running server (kvstrata serve, in another terminal).
 
-    It is told the address, model and context for this start only: the agent's own settings stay as they are.
+    The agent gets the address, model and context for this start only; its own settings stay unchanged.
 
     For example: kvstrata launch claude    or: kvstrata launch codex -- exec "Say hello"
     """
