@@ -16,11 +16,11 @@ from kvstrata.cli import bench_compare
 from kvstrata.cli.bench_options import Json, Model, numbers, say, show, watched, words
 
 if TYPE_CHECKING:
-    from kvstrata.bench.chat_client import Door
+    from kvstrata.bench.chat_client import ChatServer
     from kvstrata.bench.load import ServeFigures, Watch
-    from kvstrata.bench.quality import Quality, Text
-    from kvstrata.bench.replay import PolicyName, Row
-    from kvstrata.bench.trace import Trace
+    from kvstrata.bench.quality import Quality, SampleText
+    from kvstrata.bench.replay import PolicyName, ReplayRow
+    from kvstrata.bench.trace import ReplayTrace
     from kvstrata.bench.workloads import Lane
     from kvstrata.models.load import LoadedModel
 
@@ -83,7 +83,7 @@ def replay(
     from kvstrata.bench import replay as figure
     from kvstrata.bench import trace as traced
 
-    rows: list[Row] = []
+    rows: list[ReplayRow] = []
     precisions = numbers(bits, 1, figure.FULL_BITS)
     chosen: list[PolicyName] = [policy for policy in figure.POLICIES if policy in policies.split(",")]
     loaded = [traced.load_trace(path) for path in traces or []] + ([traced.made_up(made_up)] if made_up else [])
@@ -99,7 +99,7 @@ def replay(
     show(rows, figure.table, as_json=as_json)
 
 
-def _share(text: str, trace: Trace, token_bytes: int) -> float:
+def _share(text: str, trace: ReplayTrace, token_bytes: int) -> float:
     """Parse a budget as a share of the bytes that all distinct blocks take at 16 bits."""
     from kvstrata.bench.trace import BLOCK_TOKENS
     from kvstrata.sizes import Size
@@ -133,10 +133,10 @@ def quality(
     from kvstrata.bench import quality as figure
     from kvstrata.models.load import load
 
-    asked = _asked(pairs, modes, context, windows)
+    fields = _protocol_fields(pairs, modes, context, windows)
     loaded = load(model)
     texts = [_read(loaded, path) for path in text or [SAMPLE]]
-    protocol = replace(figure.full_protocol(loaded, texts) if full else figure.FIRST_LOOK, **asked)
+    protocol = replace(figure.full_protocol(loaded, texts) if full else figure.FIRST_LOOK, **fields)
     num_passes = protocol.num_passes(len(texts))
     rows = _shown(lambda watch: figure.measure(loaded, texts, protocol, watch), num_passes, as_json)
     if plot is not None:
@@ -161,29 +161,29 @@ def _shown(measure: Callable[[Watch], Iterator[Quality]], num_passes: int, as_js
     return rows
 
 
-def _asked(pairs: str | None, modes: str | None, context: str | None, windows: int | None) -> dict[str, Any]:
+def _protocol_fields(pairs: str | None, modes: str | None, context: str | None, windows: int | None) -> dict[str, Any]:
     """Return the given fields of a protocol. Bad values are refused before a model is loaded."""
     from kvstrata.bench.quality import MODES, parse_pairs
 
-    asked: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if pairs is not None:
-        asked["pairs"] = parse_pairs(pairs)
+        fields["pairs"] = parse_pairs(pairs)
     if modes is not None:
-        asked["modes"] = tuple(word.strip() for word in modes.split(","))
-        if not set(asked["modes"]) <= set(MODES):
+        fields["modes"] = tuple(word.strip() for word in modes.split(","))
+        if not set(fields["modes"]) <= set(MODES):
             raise typer.BadParameter(f"--modes '{modes}' is not of {', '.join(MODES)}")
     if context is not None:
-        asked["contexts"] = numbers(context, smallest=8)
+        fields["contexts"] = numbers(context, smallest=8)
     if windows is not None:
-        asked["windows"] = windows
-    return asked
+        fields["windows"] = windows
+    return fields
 
 
-def _read(loaded: LoadedModel, path: Path) -> Text:
-    from kvstrata.bench.quality import Text
+def _read(loaded: LoadedModel, path: Path) -> SampleText:
+    from kvstrata.bench.quality import SampleText
     from kvstrata.text.tokenizer import encode_prompt
 
-    return Text(path.stem, encode_prompt(loaded.tokenizer, path.read_text(encoding="utf-8")))
+    return SampleText(path.stem, encode_prompt(loaded.tokenizer, path.read_text(encoding="utf-8")))
 
 
 QUALITY_HEAD = (
@@ -239,29 +239,29 @@ def serve(
     as_json: Json = False,
 ) -> None:
     """Measure any OpenAI-compatible server under a load: TTFT, time between tokens, cached tokens."""
-    from kvstrata.bench import workloads as asked
-    from kvstrata.bench.chat_client import Door
+    from kvstrata.bench import workloads
+    from kvstrata.bench.chat_client import ChatServer
     from kvstrata.bench.load import table
     from kvstrata.bench.trace import load_trace
 
     chosen = words(load)
-    if unknown := [name for name in chosen if name not in asked.LOADS]:
+    if unknown := [name for name in chosen if name not in workloads.LOADS]:
         raise typer.BadParameter(f"'{unknown[0]}' is none of {LOADS}", param_hint="--load")
     seed = seed if seed >= 0 else time.time_ns() % 1_000_000
     if trace is not None:
-        lanes = asked.from_trace(
+        lanes = workloads.from_trace(
             load_trace(trace), block_tokens=block_tokens, speed=speed, max_requests=requests, reply_tokens=reply_tokens
         )
         loads, clients = {trace.name: lanes}, 0
     else:
-        shape = asked.Shape(chats, turns, system_tokens, turn_tokens, reply_tokens, seed)
-        loads = {name: asked.LOADS[name](replace(shape, seed=seed + 10 * i)) for i, name in enumerate(chosen)}
-    door = Door(url.rstrip("/").removesuffix("/v1"), model or "", api_key)
-    found = asyncio.run(_measured(door, loads, clients, f"calibrate {seed}" if calibrate else ""))
+        shape = workloads.LoadShape(chats, turns, system_tokens, turn_tokens, reply_tokens, seed)
+        loads = {name: workloads.LOADS[name](replace(shape, seed=seed + 10 * i)) for i, name in enumerate(chosen)}
+    server = ChatServer(url.rstrip("/").removesuffix("/v1"), model or "", api_key)
+    found = asyncio.run(_measured(server, loads, clients, f"calibrate {seed}" if calibrate else ""))
     show(found, table, as_json=as_json)
 
 
-async def _measured(door: Door, loads: dict[str, list[Lane]], clients: int, key: str) -> list[ServeFigures]:
+async def _measured(server: ChatServer, loads: dict[str, list[Lane]], clients: int, key: str) -> list[ServeFigures]:
     """Measure the loads. `key` makes the calibration prompts unseen; if it is empty, no calibration runs."""
     import httpx
 
@@ -271,16 +271,16 @@ async def _measured(door: Door, loads: dict[str, list[Lane]], clients: int, key:
     from kvstrata.errors import KvstrataError
 
     try:
-        door = replace(door, model=door.model or await first_model(door))
+        server = replace(server, model=server.model or await first_model(server))
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
         raise KvstrataError(
-            f"No OpenAI-compatible server answers at {door.url}: {error}. Start one, or name another address"
+            f"No OpenAI-compatible server answers at {server.url}: {error}. Start one, or name another address"
         ) from None
     unseen = len(CALIBRATION_TOKENS) * CALIBRATION_REPEATS if key else 0
     with watched(unseen + sum(len(lane) for lanes in loads.values() for lane in lanes)) as watch:
         watch.say("unseen prompts")
-        known = await time_unseen(door, key, CALIBRATION_TOKENS, CALIBRATION_REPEATS, watch) if key else None
-        return [await measure(door, name, lanes, clients, known, watch) for name, lanes in loads.items()]
+        known = await time_unseen(server, key, CALIBRATION_TOKENS, CALIBRATION_REPEATS, watch) if key else None
+        return [await measure(server, name, lanes, clients, known, watch) for name, lanes in loads.items()]
 
 
 app.command()(bench_compare.compare)

@@ -16,8 +16,8 @@ from kvstrata.cli.bench_options import numbers, say, words
 from kvstrata.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvstrata.bench.compare import Plan, Side, SideFigure
-    from kvstrata.bench.peers.base import Model
+    from kvstrata.bench.compare import ComparisonPlan, Side, SideFigure
+    from kvstrata.bench.peers.base import ComparedModel
     from kvstrata.bench.scenario_run import Outcome
 
 AS_THEY_COME_S = (30.0, 600.0)  # total per such side: quick, full
@@ -77,10 +77,10 @@ def compare(
     typer.echo(f"The report is {out / 'README.md'}", err=True)
 
 
-def _plan(*, quick: bool, minutes: float) -> Plan:
-    from kvstrata.bench.compare import QUICK, Plan
+def _plan(*, quick: bool, minutes: float) -> ComparisonPlan:
+    from kvstrata.bench.compare import QUICK, ComparisonPlan
 
-    plan = QUICK if quick else Plan()
+    plan = QUICK if quick else ComparisonPlan()
     minutes = minutes or (QUICK_MINUTES if quick else 0.0)
     total_s = 60 * minutes * (1 - REPORT_SHARE) if minutes else None
     seed = str(time.time_ns() % 1_000_000)
@@ -93,7 +93,7 @@ def _on_cpu() -> bool:
     return device().backend == "cpu"
 
 
-def _subject(model: Path | None, gguf: Path | None) -> Model:
+def _subject(model: Path | None, gguf: Path | None) -> ComparedModel:
     from kvstrata.bench.peers.models import subject
 
     say("looking for the model, and writing it in float32 where peers need that")
@@ -120,7 +120,7 @@ def _sides(only: str, llama_server: Path | None, as_they_come_s: float) -> list[
     return [side for side in sides if side.name.startswith(prefixes)]
 
 
-def _measured(model: Model, sides: list[Side], plan: Plan, out: Path, note: str) -> dict[str, Any]:
+def _measured(model: ComparedModel, sides: list[Side], plan: ComparisonPlan, out: Path, note: str) -> dict[str, Any]:
     from kvstrata.bench.compare import compare as run
     from kvstrata.bench.compare import num_outcomes
     from kvstrata.cli.bench_options import watched
@@ -145,7 +145,7 @@ def _measured(model: Model, sides: list[Side], plan: Plan, out: Path, note: str)
     return data
 
 
-def _about(model: Model, plan: Plan, note: str) -> dict[str, Any]:
+def _about(model: ComparedModel, plan: ComparisonPlan, note: str) -> dict[str, Any]:
     from kvstrata.platform.device import device, usable_cores
 
     machine = device()
