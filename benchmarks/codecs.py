@@ -28,7 +28,7 @@ CALLS = 4  # in one go: a single one is too short for a GPU's clock
 
 
 @dataclass(frozen=True)
-class Rate(Figure):
+class CodecRate(Figure):
     what: str
     microseconds: float
     gigabytes_s: float
@@ -39,7 +39,7 @@ class Rate(Figure):
 class CodecRates(Figure):
     num_tokens: int
     dtype: str
-    rates: tuple[Rate, ...]
+    rates: tuple[CodecRate, ...]
 
 
 def measure(num_tokens: int, rounds: int, dtype: mx.Dtype, progress: Progress = silent) -> CodecRates:
@@ -52,7 +52,7 @@ def measure(num_tokens: int, rounds: int, dtype: mx.Dtype, progress: Progress = 
     middle = {name: statistics.median(times) for name, times in found.items()}
     copied = cases["copy"][0] / middle["copy"]
     rates = [
-        Rate(name, middle[name] * 1e6, nbytes / middle[name] / 1e9, nbytes / middle[name] / copied)
+        CodecRate(name, middle[name] * 1e6, nbytes / middle[name] / 1e9, nbytes / middle[name] / copied)
         for name, (nbytes, _) in cases.items()
     ]
     return CodecRates(num_tokens, str(dtype).removeprefix("mlx.core."), tuple(rates))
@@ -102,7 +102,7 @@ app = command_line()
 def main(
     tokens: Annotated[int, typer.Option(min=64, help="Tokens that are encoded and decoded at once.")] = 8192,
     rounds: Rounds = 5,
-    sixteen: Annotated[bool, typer.Option("--bf16/--float32", help="What the vectors are stored as before.")] = True,
+    sixteen: Annotated[bool, typer.Option("--bf16/--float32", help="Dtype of the vectors before encoding.")] = True,
     as_json: Json = False,
 ) -> None:
     """Measure how fast each precision is encoded and decoded, in GB/s, beside a plain copy."""

@@ -22,7 +22,7 @@ from kvstrata.models.load import LoadedModel
 Prompt = tuple[int, ...]
 
 MAX_BATCH = 16  # sequences that the engine runs at once by default
-Rounds = Annotated[int, typer.Option(min=1, help="How often to measure; medians are shown.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Rounds of measurement; medians are shown.")]
 
 
 def command_line() -> typer.Typer:
@@ -60,7 +60,7 @@ def greedy(prompt: Prompt, reply_tokens: int, salt: str = "") -> Request:
     return Request(uuid.uuid4().hex, prompt, reply_tokens, Sampling(temperature=0), salt=salt)
 
 
-class Reply:
+class TimedReply:
     """Tokens of a reply with their arrival times. The clock starts at construction."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Reply:
         return self.times[0] - self._began_s
 
 
-class Stream(Reply):
+class Stream(TimedReply):
     """The reply stream of a request in an engine."""
 
     def __init__(self, request_id: str, news: threading.Condition) -> None:

@@ -26,8 +26,9 @@ import typer
 
 import kvstrata.bench
 from benchmarks.common import Rounds, command_line, run_app
-from benchmarks.cpu_worker import Peer, Process, SideFailed, find_peer, our_command, running
+from benchmarks.cpu_worker import LlamaCppPeer, SideFailed, WorkerProcess, find_peer, our_command, running
 from kvstrata.bench.figures import MIB, Figure, Progress, in_turns, lay_out, median_ratio, silent
+from kvstrata.bench.quality import kl_of
 from kvstrata.cli.bench_options import Json, numbers, say, show
 from kvstrata.models.cpu_options import CpuWeights
 from kvstrata.models.default_model import ensure_default_gguf
@@ -42,7 +43,7 @@ ACTIVATIONS = (8, 16, 32)
 
 
 @dataclass(frozen=True)
-class Subject:
+class GgufModel:
     """The measured model: its GGUF file, and the name under which kvstrata loads it."""
 
     gguf: Path
@@ -50,7 +51,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Load:
+class CpuLoad:
     weights: CpuWeights = "auto"
     activations: tuple[int, ...] = (8, 16, 32)
     batches: tuple[int, ...] = (1, 8)
@@ -62,7 +63,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Rate(Figure):
+class CpuRate(Figure):
     work: str
     side: str
     tokens_s: float
@@ -87,13 +88,13 @@ class CpuFigures(Figure):
     rounds: int
     peer: str  # version of llama.cpp; empty: none
     missing: str  # why there is none
-    rates: list[Rate]
+    rates: list[CpuRate]
     sides: list[SideFigures]
     idle_share: float  # largest share of a core used by idle sides while another was timed
 
 
 @dataclass(frozen=True)
-class Work:
+class TimedTask:
     """A timed task that each side runs."""
 
     name: str
@@ -101,19 +102,19 @@ class Work:
     num_tokens: int
     command: Mapping[str, Any]
 
-    def run(self, side: Process) -> float:
+    def run(self, side: WorkerProcess) -> float:
         return float(side.ask(self.do, **self.command)["seconds"])
 
-    def warm_up(self, side: Process) -> None:
+    def warm_up(self, side: WorkerProcess) -> None:
         """Run all shapes with few steps, so that kernels are compiled."""
         fewer = {"num_tokens": WARM_UP_TOKENS} if self.do == "decode" else {}
         side.ask(self.do, **{**self.command, **fewer})
 
 
 def measure(
-    subject: Subject, peer: Peer, load: Load | None = None, *, rounds: int = 5, progress: Progress = silent
+    subject: GgufModel, peer: LlamaCppPeer, load: CpuLoad | None = None, *, rounds: int = 5, progress: Progress = silent
 ) -> CpuFigures:
-    load = load or Load()
+    load = load or CpuLoad()
     _compile(subject, load, progress)
     with ExitStack() as stack:
         loaded = _load_ours(stack, subject, load, progress)
@@ -138,10 +139,10 @@ def measure(
         )
 
 
-Loaded = dict[Process, dict[str, Any]]  # side -> response to its load command
+Loaded = dict[WorkerProcess, dict[str, Any]]  # side -> response to its load command
 
 
-def _compile(subject: Subject, load: Load, progress: Progress) -> None:
+def _compile(subject: GgufModel, load: CpuLoad, progress: Progress) -> None:
     """Compile kernels and convert the file in a separate process: the compiler's memory must not count as the
     model's."""
     progress("compiling kernels, and converting the file where it is new")
@@ -150,7 +151,7 @@ def _compile(subject: Subject, load: Load, progress: Progress) -> None:
         side.ask("decode", prompts=[[1, 2]], num_tokens=WARM_UP_TOKENS)
 
 
-def _load_ours(stack: ExitStack, subject: Subject, load: Load, progress: Progress) -> Loaded:
+def _load_ours(stack: ExitStack, subject: GgufModel, load: CpuLoad, progress: Progress) -> Loaded:
     loaded: Loaded = {}
     for bits in load.activations:
         progress(f"loading {_name(bits)}")
@@ -159,7 +160,7 @@ def _load_ours(stack: ExitStack, subject: Subject, load: Load, progress: Progres
     return loaded
 
 
-def _load_theirs(stack: ExitStack, subject: Subject, peer: Peer, loaded: Loaded, progress: Progress) -> str:
+def _load_theirs(stack: ExitStack, subject: GgufModel, peer: LlamaCppPeer, loaded: Loaded, progress: Progress) -> str:
     """Load the model in llama.cpp and add it to `loaded`. Return the reason if that fails, else an empty string."""
     progress(f"loading {LLAMA}")
     side = stack.enter_context(running(LLAMA, peer.command, peer.folder))
@@ -208,18 +209,18 @@ def _name(bits: int) -> str:
     return f"ours, activations of {bits}"
 
 
-def _works(load: Load, ids: Sequence[int]) -> list[Work]:
+def _works(load: CpuLoad, ids: Sequence[int]) -> list[TimedTask]:
     """Return the tasks. All prompts are cut from one repeated text; prompts of a batch begin at different places in
     it."""
-    works: list[Work] = []
+    works: list[TimedTask] = []
     for rows in load.batches:
         starts = range(0, rows * load.prompt_tokens, load.prompt_tokens)
         prompts = [_cut(ids, start, load.prompt_tokens) for start in starts]
         command = {"prompts": prompts, "num_tokens": load.reply_tokens}
         name = "decode alone" if rows == 1 else f"decode at {rows}"
-        works.append(Work(name, "decode", rows * load.reply_tokens, command))
+        works.append(TimedTask(name, "decode", rows * load.reply_tokens, command))
     lengths = load.prefills
-    return works + [Work(f"prefill of {n}", "prefill", n, {"ids": _cut(ids, 0, n)}) for n in lengths]
+    return works + [TimedTask(f"prefill of {n}", "prefill", n, {"ids": _cut(ids, 0, n)}) for n in lengths]
 
 
 def _cut(ids: Sequence[int], start: int, length: int) -> list[int]:
@@ -229,10 +230,12 @@ def _cut(ids: Sequence[int], start: int, length: int) -> list[int]:
 Times = dict[tuple[str, str], list[float]]  # by work and side, in seconds
 
 
-def _timed(works: Sequence[Work], sides: Sequence[Process], rounds: int, progress: Progress) -> tuple[Times, float]:
+def _timed(
+    works: Sequence[TimedTask], sides: Sequence[WorkerProcess], rounds: int, progress: Progress
+) -> tuple[Times, float]:
     idle_share = 0.0
 
-    def timed(work: Work, side: Process) -> float:
+    def timed(work: TimedTask, side: WorkerProcess) -> float:
         nonlocal idle_share
         waiting = [each for each in sides if each is not side]
         before_s = sum(each.cpu_s() for each in waiting)
@@ -248,21 +251,21 @@ def _timed(works: Sequence[Work], sides: Sequence[Process], rounds: int, progres
     return {(work.name, side.name): found[f"{work.name}, {side.name}"] for work, side in keys}, idle_share
 
 
-def _rates(works: Sequence[Work], sides: Sequence[Process], times: Times) -> list[Rate]:
+def _rates(works: Sequence[TimedTask], sides: Sequence[WorkerProcess], times: Times) -> list[CpuRate]:
     rows = []
     for work in works:
         theirs = times.get((work.name, LLAMA))
         for side in sides:
             took = times[work.name, side.name]
             ratio = median_ratio(theirs, took) if theirs and side.name != LLAMA else None
-            rows.append(Rate(work.name, side.name, work.num_tokens / statistics.median(took), ratio))
+            rows.append(CpuRate(work.name, side.name, work.num_tokens / statistics.median(took), ratio))
     return rows
 
 
 Losses = dict[str, tuple[float, float]]  # by side: KL and same first choice
 
 
-def _losses(load: Load, ids: Sequence[int], sides: Sequence[Process], progress: Progress) -> Losses:
+def _losses(load: CpuLoad, ids: Sequence[int], sides: Sequence[WorkerProcess], progress: Progress) -> Losses:
     """Return KL and top-1 agreement of each side over windows of the text; empty if the float32 side is not
     measured."""
     exact = next((side for side in sides if side.name == _name(EXACT)), None)
@@ -278,24 +281,19 @@ def _losses(load: Load, ids: Sequence[int], sides: Sequence[Process], progress: 
             reference = _logprobs(exact, window, Path(folder))
             for side in sides:
                 other = reference if side is exact else _logprobs(side, window, Path(folder))
-                kl[side.name].append(_kl(reference, other))
+                # A side may have more ids than the other; no token uses those.
+                num_ids = min(reference.shape[-1], other.shape[-1])
+                kl[side.name].append(kl_of(reference[:, :num_ids], other[:, :num_ids]))
                 same[side.name].append(reference.argmax(-1) == other.argmax(-1))
     return {name: (float(np.concatenate(kl[name]).mean()), float(np.concatenate(same[name]).mean())) for name in kl}
 
 
-def _logprobs(side: Process, ids: Sequence[int], folder: Path) -> np.ndarray:  # [tokens, vocab]
+def _logprobs(side: WorkerProcess, ids: Sequence[int], folder: Path) -> np.ndarray:  # [tokens, vocab]
     path = folder / "logits"
     answer = side.ask("logits", ids=list(ids), into=str(path))
     logits = np.fromfile(path, np.float32).reshape(answer["rows"], answer["columns"])
     logits -= logits.max(-1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-
-
-def _kl(reference: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return the KL divergence at each position. A side may have more ids than the other; no token uses those."""
-    num = min(reference.shape[-1], other.shape[-1])
-    reference, other = reference[:, :num], other[:, :num]
-    return np.maximum((np.exp(reference) * (reference - other)).sum(-1), 0.0)
 
 
 def _sides(loaded: Loaded, losses: Losses) -> list[SideFigures]:
@@ -328,19 +326,19 @@ def main(
         typer.Argument(exists=True, dir_okay=False, help="A GGUF file.", show_default="the default model's"),
     ] = None,
     cpu_weights: Annotated[CpuWeights, typer.Option(help="As for kvstrata serve.")] = "auto",
-    activations: Annotated[str, typer.Option(help="Bits of ours, with commas between.")] = "8,16,32",
+    activations: Annotated[str, typer.Option(help="Bits of kvstrata's activations, with commas between.")] = "8,16,32",
     batches: Annotated[str, typer.Option(help="Sequences that decode at once, with commas between.")] = "1,8",
     prefills: Annotated[str, typer.Option(help="Tokens of prompts, with commas between.")] = "512,2048",
     reply_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each reply.")] = 64,
     text: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Text of the prompts.", show_default="a short one")
     ] = None,
-    text_tokens: Annotated[int, typer.Option(min=0, help="Tokens of it that KL is measured on.")] = 256,
+    text_tokens: Annotated[int, typer.Option(min=0, help="Tokens of the text for the KL divergence; 0: none.")] = 256,
     rounds: Rounds = 5,
     as_json: Json = False,
 ) -> None:
     """Measure decode, prefill and memory on a CPU beside llama.cpp (make peers): same file, same token ids."""
-    load = Load(
+    load = CpuLoad(
         weights=cpu_weights,
         activations=_bits(activations),
         batches=numbers(batches, 1),
@@ -349,7 +347,7 @@ def main(
         text_tokens=text_tokens,
         text=(text or SAMPLE).read_text(),
     )
-    subject = Subject(ensure_default_gguf(), None) if model is None else Subject(model, str(model.absolute()))
+    subject = GgufModel(ensure_default_gguf(), None) if model is None else GgufModel(model, str(model.absolute()))
     peer = find_peer()
     if peer.missing:
         typer.echo(f"{peer.missing}. Ours alone:", err=True)

@@ -47,7 +47,7 @@ class SideFailed(KvstrataError):
     """A side failed to run a command."""
 
 
-class Process:
+class WorkerProcess:
     """A running side, started by `running`."""
 
     def __init__(self, name: str, popen: subprocess.Popen[str]) -> None:
@@ -79,10 +79,10 @@ class Process:
 
 
 @contextmanager
-def running(name: str, command: Sequence[str], folder: Path | None = None) -> Iterator[Process]:
+def running(name: str, command: Sequence[str], folder: Path | None = None) -> Iterator[WorkerProcess]:
     with subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as popen:
         try:
-            yield Process(name, popen)
+            yield WorkerProcess(name, popen)
         finally:
             # Both sides end at the end of their input. A side that is running a command is not waited for.
             assert popen.stdin is not None
@@ -98,7 +98,7 @@ def our_command() -> list[str]:
 
 
 @dataclass(frozen=True)
-class Peer:
+class LlamaCppPeer:
     """An installed llama.cpp, or in `missing` the advice how to install it."""
 
     command: tuple[str, ...] = ()
@@ -106,22 +106,26 @@ class Peer:
     missing: str = ""
 
 
-def find_peer(folder: Path = PEERS) -> Peer:
+def find_peer(folder: Path = PEERS) -> LlamaCppPeer:
     if not SCRIPT.is_file():
-        return Peer(missing="llama.cpp is compared with in a checkout of kvstrata only. Next: clone it, make peers")
+        return LlamaCppPeer(
+            missing="llama.cpp is compared with in a checkout of kvstrata only. Next: clone it, make peers"
+        )
     if not (folder / "node_modules" / "node-llama-cpp").is_dir():
-        return Peer(missing="llama.cpp is not installed. Next: make peers")
+        return LlamaCppPeer(missing="llama.cpp is not installed. Next: make peers")
     node = shutil.which("node")
     if node is None:
-        return Peer(missing="llama.cpp is installed for Node, which is not here. Next: install Node 20 or newer")
+        return LlamaCppPeer(
+            missing="llama.cpp is installed for Node, which is not here. Next: install Node 20 or newer"
+        )
     # Collect garbage so that it does not count as memory.
-    return Peer((node, "--expose-gc", str(SCRIPT)), folder)
+    return LlamaCppPeer((node, "--expose-gc", str(SCRIPT)), folder)
 
 
 Answer = dict[str, Any]
 
 
-class Side:
+class WorkerModel:
     """A loaded model that runs commands."""
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -188,13 +192,13 @@ def resident_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
-def _load(path: str | None, weights: Any, activations: Any) -> tuple[Side, Answer]:
+def _load(path: str | None, weights: Any, activations: Any) -> tuple[WorkerModel, Answer]:
     _import_libraries()
     before = resident_bytes()
     loaded = load(path, cpu=CpuOptions(weights, activations))
     after = resident_bytes()
     answer = {"before_bytes": before, "after_bytes": after, "process_bytes": after, "weights": loaded.weights}
-    return Side(loaded), answer
+    return WorkerModel(loaded), answer
 
 
 def _import_libraries() -> None:
@@ -207,7 +211,7 @@ def main() -> None:
     # Other output must not be read as a response.
     answers, sys.stdout = sys.stdout, sys.stderr
     mx.set_default_device(mx.cpu)
-    side: Side | None = None
+    side: WorkerModel | None = None
     for line in sys.stdin:
         command: dict[str, Any] = json.loads(line)
         name = command.pop("do")

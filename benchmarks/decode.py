@@ -45,7 +45,7 @@ class DecodeFigures(Figure):
     failed: str = ""  # why there are no figures
 
 
-class Opponent(Protocol):
+class DecodingCache(Protocol):
     """A filled cache that decodes."""
 
     @property
@@ -67,14 +67,14 @@ def measure(
 ) -> list[DecodeFigures]:
     shapes = _shapes(loaded)
     room = WARM_UP_TOKENS + rounds * reply_tokens
-    makers: dict[str, Callable[[], Opponent]] = {
-        name: lambda name=name: _Ours(loaded, shapes, name, context_tokens, room) for name in precisions
+    makers: dict[str, Callable[[], DecodingCache]] = {
+        name: lambda name=name: _KvstrataCache(loaded, shapes, name, context_tokens, room) for name in precisions
     }
     for bits in (0, *QUANTIZED_BITS):
-        makers[f"mlx-lm quantized {bits}" if bits else "mlx-lm"] = lambda bits=bits: _Theirs(
+        makers[f"mlx-lm quantized {bits}" if bits else "mlx-lm"] = lambda bits=bits: _MlxLmCache(
             loaded, shapes, bits, context_tokens
         )
-    running: dict[str, Opponent] = {}
+    running: dict[str, DecodingCache] = {}
     failed: dict[str, str] = {}
     for name, make in makers.items():
         progress(f"{name}, warming up")
@@ -116,7 +116,7 @@ def table(rows: Sequence[DecodeFigures]) -> str:
     )
 
 
-class _Ours:
+class _KvstrataCache:
     def __init__(self, loaded: LoadedModel, shapes: Shapes, name: str, context_tokens: int, room: int) -> None:
         self._model: Any = loaded.module
         layout = probe(loaded.module)
@@ -143,7 +143,7 @@ class _Ours:
         return following
 
 
-class _Theirs:
+class _MlxLmCache:
     """mlx-lm's KVCache, or its QuantizedKVCache where `bits` is not 0."""
 
     def __init__(self, loaded: LoadedModel, shapes: Shapes, bits: int, context_tokens: int) -> None:
@@ -205,7 +205,7 @@ def _random(vectors: Vectors, num_tokens: int) -> mx.array:
     return mx.random.normal((1, vectors.num_heads, num_tokens, vectors.dim), vectors.dtype)
 
 
-def _decode_s(cache: Opponent, num_tokens: int) -> float:
+def _decode_s(cache: DecodingCache, num_tokens: int) -> float:
     """Return the time of decoding with one step in flight while the step before is read, as in the engine."""
     token = mx.array([0])
     mx.eval(token)
@@ -224,10 +224,12 @@ app = command_line()
 @app.command()
 def main(
     model: Model = None,
-    context_tokens: Annotated[int, typer.Option(min=256, help="Tokens that are attended to.")] = 4096,
+    context_tokens: Annotated[int, typer.Option(min=256, help="Tokens of context.")] = 4096,
     reply_tokens: Annotated[int, typer.Option(min=2, help="Tokens decoded in each round.")] = 16,
     rounds: Rounds = 3,
-    precisions: Annotated[str, typer.Option(help="Of ours, with commas between.")] = "raw,planes:8,planes:4",
+    precisions: Annotated[
+        str, typer.Option(help="Precisions of kvstrata's cache, with commas between.")
+    ] = "raw,planes:8,planes:4",
     random_weights: RandomWeights = False,
     as_json: Json = False,
 ) -> None:

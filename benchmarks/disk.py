@@ -37,9 +37,9 @@ from kvstrata.bench.figures import (
     seconds,
     silent,
 )
-from kvstrata.bench.replay import StrataStore
+from kvstrata.bench.replay import KvstrataPolicy
 from kvstrata.bench.trace import BLOCK_TOKENS as TRACE_BLOCK_TOKENS
-from kvstrata.bench.trace import Trace, sessions
+from kvstrata.bench.trace import ReplayTrace, sessions
 from kvstrata.cli.bench_options import Json, say, show
 from kvstrata.errors import KvstrataError
 from kvstrata.prefix_cache.keys import chain
@@ -56,7 +56,7 @@ CATALOGUE_BYTES = 64 * MIB  # more than it and the folders take
 
 
 @dataclass(frozen=True)
-class Rate(Figure):
+class DiskRate(Figure):
     what: str
     blocks_mb_s: float
     file_mb_s: float
@@ -68,11 +68,11 @@ class DiskRates(Figure):
     num_blocks: int
     block_bytes: int
     rounds: int
-    rates: tuple[Rate, ...]
+    rates: tuple[DiskRate, ...]
 
 
 @dataclass(frozen=True)
-class Times:
+class DiskTimes:
     write_s: float
     read_s: float
 
@@ -88,9 +88,9 @@ def measure(directory: Path, num_blocks: int, block_bytes: int, rounds: int, pro
     return DiskRates(num_blocks, block_bytes, rounds, (writes, reads))
 
 
-def _rate(what: str, nbytes: int, ours_s: Sequence[float], plain_s: Sequence[float]) -> Rate:
+def _rate(what: str, nbytes: int, ours_s: Sequence[float], plain_s: Sequence[float]) -> DiskRate:
     ours, plain = (nbytes / statistics.median(times) / 1e6 for times in (ours_s, plain_s))
-    return Rate(what, ours, plain, median_ratio(plain_s, ours_s))
+    return DiskRate(what, ours, plain, median_ratio(plain_s, ours_s))
 
 
 def _blocks(num_blocks: int, block_bytes: int) -> Iterator[Block]:
@@ -111,7 +111,7 @@ def _folder(directory: Path) -> Iterator[Path]:
         yield Path(name)
 
 
-def _through_tier(directory: Path, blocks: Sequence[Block]) -> Times:
+def _through_tier(directory: Path, blocks: Sequence[Block]) -> DiskTimes:
     nbytes = sum(block.nbytes for block in blocks)
     with _folder(directory) as folder:
         options = DiskOptions(folder, 2 * nbytes + CATALOGUE_BYTES, reserve_bytes=0, queue_bytes=2 * nbytes)
@@ -119,7 +119,7 @@ def _through_tier(directory: Path, blocks: Sequence[Block]) -> Times:
         try:
             write_s = seconds(lambda: _put(tier, blocks))
             leave_page_cache(folder.rglob("*.safetensors"))
-            return Times(write_s, seconds(lambda: _get(tier, blocks)))
+            return DiskTimes(write_s, seconds(lambda: _get(tier, blocks)))
         finally:
             tier.close()
 
@@ -148,12 +148,12 @@ def _get(tier: DiskTier, blocks: Sequence[Block]) -> None:
         raise KvstrataError(f"Of {len(blocks)} blocks not all came back from the disk cache: {why}")
 
 
-def _as_file(directory: Path, blocks: Sequence[Block]) -> Times:
+def _as_file(directory: Path, blocks: Sequence[Block]) -> DiskTimes:
     with _folder(directory) as folder:
         path = folder / "plain"
         write_s = seconds(lambda: _write(path, blocks))
         leave_page_cache([path])
-        return Times(write_s, seconds(lambda: _read(path, blocks)))
+        return DiskTimes(write_s, seconds(lambda: _read(path, blocks)))
 
 
 def _write(path: Path, blocks: Sequence[Block]) -> None:
@@ -204,7 +204,7 @@ class DiskWrites(Figure):
         return num_bytes * 24 / self.hours if self.hours else 0.0
 
 
-def measure_writes(trace: Trace, memories: Sequence[int], token_bytes: int) -> list[DiskWrites]:
+def measure_writes(trace: ReplayTrace, memories: Sequence[int], token_bytes: int) -> list[DiskWrites]:
     """Return a row for each size of memory for KV."""
     hours = (trace.requests[-1].time_s - trace.requests[0].time_s) / 3600
     least, most = (token_bytes * tokens for tokens in _written_tokens(trace))
@@ -246,7 +246,7 @@ def _gib_a_day(row: DiskWrites, num_bytes: int) -> str:
     return f"{row.a_day(num_bytes) / GIB:,.0f}"
 
 
-def _written_tokens(trace: Trace) -> tuple[int, int]:
+def _written_tokens(trace: ReplayTrace) -> tuple[int, int]:
     """Return the lower and the upper bound of written tokens."""
     least = most = 0
     known: set[int] = set()
@@ -265,12 +265,12 @@ def _written_tokens(trace: Trace) -> tuple[int, int]:
     return least, most
 
 
-def _num_evicted(trace: Trace, num_blocks: int) -> int:
+def _num_evicted(trace: ReplayTrace, num_blocks: int) -> int:
     """Return the number of distinct blocks that memory evicts at least once."""
     evicted: set[int] = set()
-    store = StrataStore(num_blocks, evicted.update)
+    policy = KvstrataPolicy(num_blocks, evicted.update)
     for request in trace.requests:
-        store.serve(request)
+        policy.serve(request)
     return len(evicted)
 
 
@@ -280,10 +280,10 @@ app = command_line()
 @app.command()
 def rates(
     directory: Annotated[
-        Path, typer.Option(exists=True, file_okay=False, help="A folder on the disk that is asked about.")
+        Path, typer.Option(exists=True, file_okay=False, help="A folder on the measured disk.")
     ] = Path(),
     blocks: Annotated[int, typer.Option(min=1, help="Blocks of a conversation.")] = 32,
-    block_size: Annotated[str, typer.Option(help="Bytes of each, such as 8MiB.", metavar="size")] = "8MiB",
+    block_size: Annotated[str, typer.Option(help="Size of a block, such as 8MiB.", metavar="size")] = "8MiB",
     rounds: Rounds = 5,
     as_json: Json = False,
 ) -> None:
@@ -307,7 +307,7 @@ def writes(
     token_bytes: Annotated[
         int, typer.Option(min=1, help="Bytes of a token of KV (default: an 8 B model at 16 bits).")
     ] = 131072,
-    made_up: Annotated[int, typer.Option(min=0, help="Also take a made-up trace of so many requests.")] = 0,
+    made_up: Annotated[int, typer.Option(min=0, help="Also use a synthetic trace of this number of requests.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Count the bytes that request traces write to the disk cache in a day: after each reply, and at eviction."""

@@ -21,9 +21,9 @@ from mlx_lm.generate import BatchGenerator
 from benchmarks.common import (
     MAX_BATCH,
     Prompt,
-    Reply,
     Rounds,
     Streams,
+    TimedReply,
     command_line,
     greedy,
     random_prompt,
@@ -38,13 +38,13 @@ from kvstrata.engine.engine import Engine
 from kvstrata.metrics import Metrics
 from kvstrata.models.load import LoadedModel
 
-Run = Sequence[Reply]
+Replies = Sequence[TimedReply]
 
 PREFILL_TOKENS = 512
 
 
 @dataclass(frozen=True)
-class Load:
+class EngineLoad:
     batches: tuple[int, ...] = (1, 8)
     prompt_tokens: int = 64  # of the shortest prompt
     reply_tokens: int = 48
@@ -65,7 +65,7 @@ class EngineFigures(Figure):
 
 
 def measure(
-    loaded: LoadedModel, engine: Engine, load: Load, *, rounds: int = 5, progress: Progress = silent
+    loaded: LoadedModel, engine: Engine, load: EngineLoad, *, rounds: int = 5, progress: Progress = silent
 ) -> EngineFigures:
     rng = random.Random(0)
     by_batch = {}
@@ -85,7 +85,7 @@ def _compare(
     prompts: Sequence[Prompt],
     reply_tokens: int,
     rounds: int,
-    rate: Callable[[Run], float],
+    rate: Callable[[Replies], float],
 ) -> Comparison:
     runners = {"kvstrata": partial(run_ours, engine, prompts), "mlx-lm": partial(run_mlx_lm, loaded, prompts)}
     for run in runners.values():
@@ -96,14 +96,14 @@ def _compare(
     return Comparison(statistics.median(ours), statistics.median(theirs), median_ratio(ours, theirs), same)
 
 
-def decode_tokens_s(run: Run) -> float:
+def decode_tokens_s(run: Replies) -> float:
     all_began_s = max(reply.times[0] for reply in run)
     first_ended_s = min(reply.times[-1] for reply in run)
     num_between = sum(all_began_s < at_s <= first_ended_s for reply in run for at_s in reply.times)
     return num_between / (first_ended_s - all_began_s)
 
 
-def run_ours(engine: Engine, prompts: Sequence[Prompt], reply_tokens: int) -> Run:
+def run_ours(engine: Engine, prompts: Sequence[Prompt], reply_tokens: int) -> Replies:
     streams = Streams(engine)
     salt = uuid.uuid4().hex  # no hits from earlier rounds: mlx-lm computes all prompts, too
     for prompt in prompts:
@@ -112,9 +112,9 @@ def run_ours(engine: Engine, prompts: Sequence[Prompt], reply_tokens: int) -> Ru
     return list(streams)
 
 
-def run_mlx_lm(loaded: LoadedModel, prompts: Sequence[Prompt], reply_tokens: int) -> Run:
+def run_mlx_lm(loaded: LoadedModel, prompts: Sequence[Prompt], reply_tokens: int) -> Replies:
     generator = BatchGenerator(loaded.module)
-    run = [Reply() for _ in prompts]
+    run = [TimedReply() for _ in prompts]
     order = generator.insert([list(prompt) for prompt in prompts], [reply_tokens] * len(prompts))
     left = len(order)
     while left:
@@ -139,7 +139,7 @@ def table(figures: EngineFigures) -> str:
     )
 
 
-def _same_share(a: Run, b: Run) -> float:
+def _same_share(a: Replies, b: Replies) -> float:
     total = sum(len(reply.ids) for reply in a)
     return sum(_same_prefix(x.ids, y.ids) for x, y in zip(a, b, strict=True)) / total
 
@@ -167,7 +167,7 @@ def main(
     as_json: Json = False,
 ) -> None:
     """Measure the engine beside mlx-lm's BatchGenerator: batch 1, batch 8, and the prefill of 512 tokens."""
-    load = Load(numbers(batches, 1, MAX_BATCH), prompt_tokens, reply_tokens)
+    load = EngineLoad(numbers(batches, 1, MAX_BATCH), prompt_tokens, reply_tokens)
     loaded = load_model(model, random_weights=random_weights)
     # Prefill all prompts first, so that the whole batch decodes together, as in mlx-lm's generator.
     with running(Engine(loaded, EngineLimits(prefill_share=1.0), Metrics())) as engine:

@@ -36,7 +36,7 @@ SAMPLE_S = 0.1  # 10 Hz
 
 
 @dataclass(frozen=True)
-class Load:
+class LadderLoad:
     chats: int = 12
     turns: int = 3
     turn_tokens: int = 192  # added to the prompt by each turn
@@ -106,7 +106,9 @@ class PeakMemorySampler:
                 return
 
 
-def measure(loaded: LoadedModel, load: Load, *, share: float = 0.25, progress: Progress = silent) -> list[LadderRun]:
+def measure(
+    loaded: LoadedModel, load: LadderLoad, *, share: float = 0.25, progress: Progress = silent
+) -> list[LadderRun]:
     """Run both policies under a memory limit that leaves KV `share` of the bytes that the load needs at full
     precision."""
     mx.eval(arrays_in(loaded.module))  # lazy arrays can be evaluated on this thread only
@@ -136,7 +138,7 @@ def table(rows: Sequence[LadderRun]) -> str:
     )
 
 
-def _limit_bytes(loaded: LoadedModel, layout: Layout, load: Load, share: float) -> int:
+def _limit_bytes(loaded: LoadedModel, layout: Layout, load: LadderLoad, share: float) -> int:
     storage = KvConfig(dynamic=True)
     shape = PassShape(
         rows=load.at_once,
@@ -155,11 +157,11 @@ def _limit_bytes(loaded: LoadedModel, layout: Layout, load: Load, share: float) 
     )
 
 
-def _needed_bytes(layout: Layout, load: Load) -> int:
+def _needed_bytes(layout: Layout, load: LadderLoad) -> int:
     return load.num_tokens * layout.token_bytes + load.chats * layout.fixed_bytes
 
 
-def _run(loaded: LoadedModel, load: Load, policy: str, limit_bytes: int, needed_bytes: int) -> LadderRun:
+def _run(loaded: LoadedModel, load: LadderLoad, policy: str, limit_bytes: int, needed_bytes: int) -> LadderRun:
     gc.collect()
     # Other memory of the process is not counted.
     others_bytes = max(0, mx.get_active_memory() - loaded.weight_bytes)
@@ -197,7 +199,7 @@ def _run(loaded: LoadedModel, load: Load, policy: str, limit_bytes: int, needed_
     )
 
 
-def _talk(engine: Engine, loaded: LoadedModel, load: Load) -> list[Stream]:
+def _talk(engine: Engine, loaded: LoadedModel, load: LadderLoad) -> list[Stream]:
     rng = random.Random(1)
     chats: list[Prompt] = [()] * load.chats  # all turns so far, replies included
     streams: list[Stream] = []
@@ -218,18 +220,21 @@ app = command_line()
 @app.command()
 def main(
     model: Model = None,
-    chats: Annotated[int, typer.Option(min=2, help="Conversations that come and come back.")] = 12,
+    chats: Annotated[int, typer.Option(min=2, help="Conversations, each with several turns.")] = 12,
     turns: Annotated[int, typer.Option(min=2, help="Turns of each.")] = 3,
     turn_tokens: Annotated[int, typer.Option(min=16, help="Tokens that a turn adds.")] = 192,
     reply_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each reply.")] = 24,
     at_once: Annotated[int, typer.Option(min=1, max=16, help="Requests that run together.")] = 2,
     share: Annotated[
-        float, typer.Option(min=0.05, max=1.0, help="KV budget, of what the load needs at full precision.")
+        float,
+        typer.Option(
+            min=0.05, max=1.0, help="KV budget, as a share of the bytes that the load needs at full precision."
+        ),
     ] = 0.25,
     as_json: Json = False,
 ) -> None:
     """Run a load that does not fit, with the step-down policy and with eviction: hit rates, failures, memory."""
-    what = Load(chats, turns, turn_tokens, reply_tokens, at_once)
+    what = LadderLoad(chats, turns, turn_tokens, reply_tokens, at_once)
     show(measure(load(model), what, share=share, progress=say), table, as_json=as_json)
 
 

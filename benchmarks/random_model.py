@@ -130,21 +130,21 @@ app = command_line()
 
 @app.command()
 def main(
-    folder: Annotated[Path, typer.Argument(file_okay=False, help="Where to write it; a new folder.")],
+    folder: Annotated[Path, typer.Argument(file_okay=False, help="New folder for the model.")],
     tokenizer: Annotated[
         Path | None,
         typer.Option(
             exists=True,
             file_okay=False,
-            help="Folder of the model whose tokenizer it gets.",
+            help="Folder of a model with the tokenizer to copy.",
             show_default="the default model",
         ),
     ] = None,
     hybrid: Annotated[
-        bool, typer.Option("--hybrid", help="As Qwen3-Next: three of four layers are recurrent.")
+        bool, typer.Option("--hybrid", help="Hybrid like Qwen3-Next: three of four layers are recurrent.")
     ] = False,
 ) -> None:
-    """Write a model of Qwen3-0.6B's shape, or a hybrid, with random bf16 weights: where no checkpoint can be had."""
+    """Write a model of Qwen3-0.6B's shape, or a hybrid, with random bf16 weights, for machines without a checkpoint."""
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty. Name a new folder.")
     config = write_random_model(folder, tokenizer or ensure_default_model(), HYBRID if hybrid else QWEN3_0_6B)

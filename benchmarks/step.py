@@ -34,7 +34,7 @@ from benchmarks.common import MAX_BATCH, Streams, answer, command_line, greedy, 
 from benchmarks.random_model import RandomWeights, load_model
 from kvstrata.bench.figures import MIB, Figure, Progress, lay_out, seconds, silent
 from kvstrata.cli.bench_options import Json, Model, numbers, say, show
-from kvstrata.cli.speed import mlx_gflops
+from kvstrata.cli.doctor import mlx_gflops
 from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.engine import Engine
 from kvstrata.errors import KvstrataError
@@ -94,7 +94,7 @@ def products(config: Mapping[str, Any]) -> Products | None:
     return Products(layers * (attention + mlp), hidden * config["vocab_size"])
 
 
-LOOK_S = 0.002  # shorter intervals would distort the figures
+SAMPLE_S = 0.002  # shorter intervals would distort the figures
 
 PREFILL_TOKENS, PREFILLS = 512, 3
 
@@ -118,14 +118,14 @@ ATTENTION = ("attention",)
 
 
 @dataclass(frozen=True)
-class Share(Figure):
+class StepShare(Figure):
     what: str
     share: float
     step_ms: float
 
 
 @dataclass(frozen=True)
-class Limit(Figure):
+class StepLimit(Figure):
     """A part of a step, beside the time of plain work of the same size."""
 
     what: str
@@ -139,22 +139,22 @@ class StepTime(Figure):
     batch: int
     tokens_s: float
     step_ms: float  # median time between two tokens of a stream
-    num_looks: int
-    shares: tuple[Share, ...]
-    limits: tuple[Limit, ...] = ()
+    num_samples: int
+    shares: tuple[StepShare, ...]
+    limits: tuple[StepLimit, ...] = ()
 
 
 @dataclass(frozen=True)
 class StepFigures(Figure):
     steps: tuple[StepTime, ...]
-    prefill: Limit | None  # None: on a GPU, or how many products the model asks for is not known
+    prefill: StepLimit | None  # None: on a GPU, or how many products the model asks for is not known
     copy_gb_s: float  # read and written
     product_gflops: float
     weight_bytes: int
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineRates:
     """Rates of this machine for plain work, and the work of a model's step."""
 
     copy_gb_s: float
@@ -163,45 +163,45 @@ class Machine:
     token_bytes: int  # of KV
     products: Products | None
 
-    def reading(self, what: str, nbytes: float, took_ms: float) -> Limit:
+    def reading(self, what: str, nbytes: float, took_ms: float) -> StepLimit:
         plain_ms = nbytes / self.copy_gb_s / 1e6
-        return Limit(what, plain_ms, took_ms, plain_ms / took_ms)
+        return StepLimit(what, plain_ms, took_ms, plain_ms / took_ms)
 
-    def multiplying(self, what: str, num_products: int, took_ms: float) -> Limit:
+    def multiplying(self, what: str, num_products: int, took_ms: float) -> StepLimit:
         plain_ms = 2 * num_products / self.gflops / 1e6
-        return Limit(what, plain_ms, took_ms, plain_ms / took_ms)
+        return StepLimit(what, plain_ms, took_ms, plain_ms / took_ms)
 
 
-class Looks:
+class StackSampler:
     """Samples of a thread's stack, taken from another thread."""
 
     def __init__(self, thread: int) -> None:
         self._thread = thread
-        self._seen: list[tuple[float, str]] = []
+        self._samples: list[tuple[float, str]] = []
         self._over = threading.Event()
-        self._looker = threading.Thread(target=self._look, daemon=True)
+        self._sampler = threading.Thread(target=self._sample, daemon=True)
 
     @contextmanager
     def running(self) -> Iterator[None]:
         # Interval at which a thread that runs Python code releases the GIL.
         before_s = sys.getswitchinterval()
-        sys.setswitchinterval(LOOK_S / 2)
-        self._looker.start()
+        sys.setswitchinterval(SAMPLE_S / 2)
+        self._sampler.start()
         try:
             yield
         finally:
             self._over.set()
-            self._looker.join()
+            self._sampler.join()
             sys.setswitchinterval(before_s)
 
     def between(self, start_s: float, end_s: float) -> Counter[str]:
-        return Counter(what for at_s, what in self._seen if start_s <= at_s <= end_s)
+        return Counter(what for at_s, what in self._samples if start_s <= at_s <= end_s)
 
-    def _look(self) -> None:
-        while not self._over.wait(LOOK_S):
+    def _sample(self) -> None:
+        while not self._over.wait(SAMPLE_S):
             frame = sys._current_frames().get(self._thread)
             if frame is not None:
-                self._seen.append((time.perf_counter(), place_of(frame)))
+                self._samples.append((time.perf_counter(), place_of(frame)))
 
 
 def place_of(frame: FrameType | None) -> str:
@@ -224,22 +224,22 @@ def measure(
 ) -> StepFigures:
     thread, token_bytes = engine.ask(lambda core: (threading.get_ident(), core.budget.token_bytes)).result()
     progress("a copy, and a product")
-    machine = Machine(copy_gb_s(), mlx_gflops(), loaded.weight_bytes, token_bytes, products(loaded.config))
+    machine = MachineRates(copy_gb_s(), mlx_gflops(), loaded.weight_bytes, token_bytes, products(loaded.config))
     steps = []
     for batch in batches:
         progress(f"batch {batch}")
         _decode(loaded, engine, batch, prompt_tokens, 4)  # warm
-        looks = Looks(thread)
-        with looks.running():
+        sampler = StackSampler(thread)
+        with sampler.running():
             streams = _decode(loaded, engine, batch, prompt_tokens, reply_tokens)
-        step = _step_time(batch, streams, looks)
+        step = _step_time(batch, streams, sampler)
         steps.append(replace(step, limits=tuple(_limits(step, machine, prompt_tokens + reply_tokens / 2))))
     progress("a prompt")
     prefill = _prefill(loaded, engine, machine)
     return StepFigures(tuple(steps), prefill, machine.copy_gb_s, machine.gflops, machine.weight_bytes)
 
 
-def _limits(step: StepTime, machine: Machine, tokens: float) -> Iterator[Limit]:
+def _limits(step: StepTime, machine: MachineRates, tokens: float) -> Iterator[StepLimit]:
     """Yield the limits of a step. `tokens` is the context that a row reads in the middle of its reply."""
     asked, on_cpu = machine.products, mx.default_device() == mx.cpu
     if asked is None:
@@ -256,7 +256,7 @@ def _limits(step: StepTime, machine: Machine, tokens: float) -> Iterator[Limit]:
     yield machine.reading("KV, as in a copy", step.batch * tokens * machine.token_bytes, took_ms(ATTENTION))
 
 
-def _prefill(loaded: LoadedModel, engine: Engine, machine: Machine) -> Limit | None:
+def _prefill(loaded: LoadedModel, engine: Engine, machine: MachineRates) -> StepLimit | None:
     asked = machine.products
     if asked is None or mx.default_device() != mx.cpu:
         return None
@@ -276,16 +276,16 @@ def _decode(loaded: LoadedModel, engine: Engine, batch: int, prompt_tokens: int,
     return streams
 
 
-def _step_time(batch: int, streams: Streams, looks: Looks) -> StepTime:
+def _step_time(batch: int, streams: Streams, sampler: StackSampler) -> StepTime:
     start_s = max(stream.times[0] for stream in streams)
     end_s = min(stream.times[-1] for stream in streams)
     gaps = [b - a for stream in streams for a, b in stream.gaps() if start_s <= a and b <= end_s]
     if not gaps:
         raise KvstrataError("The streams did not decode together. Next: --reply-tokens with a larger number")
     step_ms = statistics.median(gaps) * 1e3
-    counted = looks.between(start_s, end_s)
+    counted = sampler.between(start_s, end_s)
     total = max(1, counted.total())
-    shares = [Share(what, count / total, count / total * step_ms) for what, count in counted.most_common()]
+    shares = [StepShare(what, count / total, count / total * step_ms) for what, count in counted.most_common()]
     num_tokens = sum(start_s < at_s <= end_s for stream in streams for at_s in stream.times)
     return StepTime(batch, num_tokens / (end_s - start_s), step_ms, counted.total(), tuple(shares))
 
@@ -294,12 +294,12 @@ def table(figures: StepFigures) -> str:
     parts = []
     for step in figures.steps:
         title = f"batch {step.batch}"
-        columns: list[tuple[str, str, Callable[[Share], object]]] = [
+        columns: list[tuple[str, str, Callable[[StepShare], object]]] = [
             (title, "<40", lambda row: row.what),
             ("ms", ">8.2f", lambda row: row.step_ms),
             ("share", ">8.0%", lambda row: row.share),
         ]
-        note = f"a step {step.step_ms:.2f} ms, {step.tokens_s:.1f} tokens/s, {step.num_looks} looks"
+        note = f"a step {step.step_ms:.2f} ms, {step.tokens_s:.1f} tokens/s, {step.num_samples} samples"
         parts += [lay_out(step.shares, columns, note), ""]
         if step.limits:
             parts += [_limits_table(f"batch {step.batch}, beside plain work", step.limits), ""]
@@ -314,8 +314,8 @@ def table(figures: StepFigures) -> str:
     )
 
 
-def _limits_table(title: str, limits: Sequence[Limit]) -> str:
-    columns: list[tuple[str, str, Callable[[Limit], object]]] = [
+def _limits_table(title: str, limits: Sequence[StepLimit]) -> str:
+    columns: list[tuple[str, str, Callable[[StepLimit], object]]] = [
         (title, "<40", lambda row: row.what),
         ("plain ms", ">10.2f", lambda row: row.plain_ms),
         ("took ms", ">10.2f", lambda row: row.took_ms),

@@ -457,7 +457,7 @@ def spilling(
     streams: Annotated[int, typer.Option(min=1, max=16, help="Streams that run meanwhile.")] = 4,
     conversations: Annotated[int, typer.Option(min=1, help="Conversations that are spilled in each round.")] = 8,
     conversation_tokens: Annotated[int, typer.Option(min=16, help="Tokens of each.")] = 512,
-    precision: Annotated[str, typer.Option(help="What KV is stored as: raw, planes:8 and so on.")] = "raw",
+    precision: Annotated[str, typer.Option(help="Precision of cached KV: raw, planes:8 and so on.")] = "raw",
     rounds: Annotated[int, typer.Option(min=1, help="Windows of spilling, and as many without.")] = 12,
     as_json: Json = False,
 ) -> None:

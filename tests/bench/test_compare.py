@@ -13,15 +13,15 @@ import pytest
 from typer.testing import CliRunner
 
 from kvstrata.bench import chat_client
-from kvstrata.bench.compare import QUICK, Clock, Plan, Side, SideFigure, Standing, compare
-from kvstrata.bench.peers.base import Model, Peer, Process, ServerFailed, Start, free_port
+from kvstrata.bench.compare import QUICK, ComparisonPlan, Side, SideFigure, SideServer, TimeBudget, compare
+from kvstrata.bench.peers.base import ComparedModel, Peer, ServerFailed, ServerProcess, ServerStart, free_port
 from kvstrata.bench.peers.servers import Kvstrata, LlamaCppPython, LlamaServer, MlxLm, VllmMlx
 from kvstrata.bench.report import markdown, plot_report, verdicts
 from kvstrata.bench.scenario_run import Outcome, pause
-from kvstrata.bench.scenarios import Lengths, Restart, scenarios
+from kvstrata.bench.scenarios import PromptLengths, Restart, scenarios
 from kvstrata.cli.bench import app
 
-MODEL = Model("words", "words", Path("nowhere"), Path("nowhere"), Path("words.gguf"), 8192, 100, 4)
+MODEL = ComparedModel("words", "words", Path("nowhere"), Path("nowhere"), Path("words.gguf"), 8192, 100, 4)
 SCRIPT = Path(__file__).with_name("chat_server.py")
 # Texts of a twentieth: enough for every step, little enough for a test.
 PLAN = replace(QUICK, share=0.05, scenario_s=20.0, start_s=20.0, calibration=(32, 128, 512), seed="test")
@@ -36,13 +36,13 @@ class Words(Peer):
         super().__init__()
         self._mode = mode
 
-    def missing(self, model: Model) -> str:  # noqa: ARG002
+    def missing(self, model: ComparedModel) -> str:  # noqa: ARG002
         return "" if self._mode != "missing" else "it is not installed. Next: make peers"
 
     def version(self) -> str:
         return "words 1.0"
 
-    def command(self, start: Start) -> list[str]:
+    def command(self, start: ServerStart) -> list[str]:
         return [sys.executable, str(SCRIPT), str(start.port), self._mode, str(start.home)]
 
     def prefilled_in(self, log: str) -> int | None:
@@ -53,13 +53,13 @@ class Words(Peer):
 
 
 def test_scenarios_are_the_same_for_the_same_key_and_all_nine_are_there() -> None:
-    assert scenarios(Lengths(0.25, "a")) == scenarios(Lengths(0.25, "a"))
-    assert scenarios(Lengths(0.25, "a")) != scenarios(Lengths(0.25, "b"))
-    assert [scenario.number for scenario in scenarios(Lengths())] == list(range(1, 10))
+    assert scenarios(PromptLengths(0.25, "a")) == scenarios(PromptLengths(0.25, "a"))
+    assert scenarios(PromptLengths(0.25, "a")) != scenarios(PromptLengths(0.25, "b"))
+    assert [scenario.number for scenario in scenarios(PromptLengths())] == list(range(1, 10))
 
 
 def test_lengths_are_those_of_the_titles() -> None:
-    one, _, three, four, five, six, seven, eight, nine = scenarios(Lengths())
+    one, _, three, four, five, six, seven, eight, nine = scenarios(PromptLengths())
 
     def words(scenario: Any, index: int, message: int = -1) -> int:
         return len(scenario.requests[index].ask.messages[message]["content"].split())
@@ -94,7 +94,7 @@ def test_a_pause_is_the_longest_gap_while_the_other_waits() -> None:
     assert pause(answer(0, 1, 2), answer(5, 6))[0] is None
 
 
-def run(sides: list[Side], plan: Plan, logs: Path) -> tuple[list[SideFigure], list[Outcome]]:
+def run(sides: list[Side], plan: ComparisonPlan, logs: Path) -> tuple[list[SideFigure], list[Outcome]]:
     kept: list[tuple[list[SideFigure], list[Outcome]]] = []
     compare(sides, MODEL, plan, lambda about, outcomes: kept.append((about, list(outcomes))), logs)
     # Results are handed on after each scenario, so that none is lost.
@@ -148,21 +148,21 @@ def test_a_side_with_a_budget_stops_when_it_is_over(tmp_path: Path) -> None:
 def test_sides_share_the_time_that_there_is(tmp_path: Path) -> None:
     plan = replace(PLAN, total_s=1000.0, rounds=1)
     sides = [Side(Words(), "first"), Side(Words(), "second", budget_s=100.0), Side(Words(), "third")]
-    standing = [Standing(side, MODEL, plan, tmp_path) for side in sides]
+    servers = [SideServer(side, MODEL, plan, tmp_path) for side in sides]
     now_s = 0.0
-    clock = Clock(plan, len(standing), lambda: now_s)
+    clock = TimeBudget(plan, len(servers), lambda: now_s)
     # A third, no more than it was given, and what the two before leave.
-    assert [clock.left_s(each, 0) for each in standing] == [pytest.approx(left) for left in (1000 / 3, 100, 1000)]
+    assert [clock.left_s(each, 0) for each in servers] == [pytest.approx(left) for left in (1000 / 3, 100, 1000)]
     now_s = 334.0
-    assert clock.left_s(standing[0], 0) < 0
-    assert Clock(PLAN, 1).left_s(standing[0], 0) == math.inf
+    assert clock.left_s(servers[0], 0) < 0
+    assert TimeBudget(PLAN, 1).left_s(servers[0], 0) == math.inf
 
 
 def test_every_round_of_a_side_has_time_of_its_own(tmp_path: Path) -> None:
     plan = replace(PLAN, total_s=1000.0, rounds=2)
-    first, second = (Standing(Side(Words(), name), MODEL, plan, tmp_path) for name in ("first", "second"))
+    first, second = (SideServer(Side(Words(), name), MODEL, plan, tmp_path) for name in ("first", "second"))
     now_s = 0.0
-    clock = Clock(plan, 2, lambda: now_s)
+    clock = TimeBudget(plan, 2, lambda: now_s)
     left_s = []
     for each, number in ((first, 0), (second, 0), (second, 1), (first, 1)):
         left_s.append(clock.left_s(each, number))
@@ -172,7 +172,7 @@ def test_every_round_of_a_side_has_time_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_server_that_does_not_start_says_its_last_words(tmp_path: Path) -> None:
-    process = Process([sys.executable, "-c", "raise SystemExit('no such model')"], {}, tmp_path / "log")
+    process = ServerProcess([sys.executable, "-c", "raise SystemExit('no such model')"], {}, tmp_path / "log")
     with pytest.raises(ServerFailed, match="status 1: no such model"):
         process.wait_ready(f"http://127.0.0.1:{free_port()}/health", 20)
     process.end()
@@ -188,7 +188,7 @@ def test_peers_that_are_not_installed_say_so(tmp_path: Path) -> None:
 
 def test_each_peer_is_started_with_its_own_limit() -> None:
     """Numbers of four bytes on MLX here, of two in llama.cpp."""
-    start = Start(replace(MODEL, token_values=1 << 18), 8000, Path("home"), limit_tokens=8, blas=Path("blas.so"))
+    start = ServerStart(replace(MODEL, token_values=1 << 18), 8000, Path("home"), limit_tokens=8, blas=Path("blas.so"))
     commands = {
         type(peer): " ".join(peer.command(start)) for peer in (Kvstrata(), MlxLm(), VllmMlx(), LlamaCppPython())
     }

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from kvstrata.bench import quality
 from kvstrata.bench.load import Watch
 from kvstrata.bench.plots import plot_quality
-from kvstrata.bench.quality import DECODE_TOKENS, Text
+from kvstrata.bench.quality import DECODE_TOKENS, SampleText
 from kvstrata.cli.bench import app
 from kvstrata.errors import ConfigError
 from kvstrata.models.load import LoadedModel
@@ -25,13 +25,13 @@ from tests.tiny import VOCAB, tiny_loaded
 WIKITEXT = Path(__file__).parents[3] / "shared" / "text" / "wikitext2_test_raw.txt"
 
 
-def text(num_tokens: int) -> Text:
+def text(num_tokens: int) -> SampleText:
     rng = random.Random(0)
-    return Text("made up", [rng.randrange(VOCAB) for _ in range(num_tokens)])
+    return SampleText("made up", [rng.randrange(VOCAB) for _ in range(num_tokens)])
 
 
 def test_quality_of_full_precision_is_perfect_and_falls_with_the_bits() -> None:
-    protocol = quality.Protocol((("planes:8", "planes:8"), ("planes:2", "planes:2")), (64,), 1)
+    protocol = quality.QualityProtocol((("planes:8", "planes:8"), ("planes:2", "planes:2")), (64,), 1)
     rows = list(quality.measure(tiny_loaded("llama"), [text(400)], protocol))
     assert [(row.mode, row.k) for row in rows] == [
         (mode, k) for mode in ("prefill", "decode") for k in ("raw", "planes:8", "planes:2")
@@ -55,8 +55,8 @@ def test_quality_refuses_what_it_cannot_measure() -> None:
 def test_quality_with_full_precision_is_the_models_own(architecture: str) -> None:
     """Windows, states and both in one layer: what is encoded as `raw` is what mlx-lm's caches would have held."""
     loaded, ids = tiny_loaded(architecture), text(200).ids
-    protocol = quality.Protocol((("planes:2", "planes:2"),), (64,), 1)
-    rows = list(quality.measure(loaded, [Text("made up", ids)], protocol))
+    protocol = quality.QualityProtocol((("planes:2", "planes:2"),), (64,), 1)
+    rows = list(quality.measure(loaded, [SampleText("made up", ids)], protocol))
     for raw, coarse in (rows[:2], rows[2:]):
         assert coarse.kl_mean > raw.kl_mean == 0
         first, last = (32, 64) if raw.mode == "prefill" else (64, 64 + DECODE_TOKENS)
@@ -71,8 +71,8 @@ def test_planes_keep_more_of_what_the_default_model_says_than_affine(default_mod
     """At 8 bits half the KL of affine in groups of 64 or less, at 4 bits a third of it or less."""
     names = ("planes:8", "affine:8:g64", "planes:4", "affine:4:g64")
     ids = encode_prompt(default_model.tokenizer, WIKITEXT.read_text(encoding="utf-8"))
-    protocol = quality.Protocol(tuple((name, name) for name in names), (512,), 1, ("prefill",))
-    rows = {row.k: row for row in quality.measure(default_model, [Text("wikitext", ids)], protocol)}
+    protocol = quality.QualityProtocol(tuple((name, name) for name in names), (512,), 1, ("prefill",))
+    rows = {row.k: row for row in quality.measure(default_model, [SampleText("wikitext", ids)], protocol)}
     assert rows["planes:8"].kl_mean <= rows["affine:8:g64"].kl_mean / 2
     assert rows["planes:4"].kl_mean <= rows["affine:4:g64"].kl_mean / 3
     assert rows["planes:8"].bits_per_value < rows["affine:8:g64"].bits_per_value
@@ -80,14 +80,14 @@ def test_planes_keep_more_of_what_the_default_model_says_than_affine(default_mod
 
 
 def test_a_plot_is_written(tmp_path: Path) -> None:
-    protocol = quality.Protocol((("planes:8", "planes:4"),), (32,), 1)
+    protocol = quality.QualityProtocol((("planes:8", "planes:4"),), (32,), 1)
     plot_quality(list(quality.measure(tiny_loaded("llama"), [text(200)], protocol)), tmp_path / "quality.png")
     assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_rows_appear_as_they_are_done_and_every_pass_is_told() -> None:
-    protocol = quality.Protocol((("planes:8", "planes:8"), ("planes:4", "planes:4")), (32, 48), 2, ("prefill",))
-    texts = [text(400), Text("other", list(reversed(text(400).ids)))]
+    protocol = quality.QualityProtocol((("planes:8", "planes:8"), ("planes:4", "planes:4")), (32, 48), 2, ("prefill",))
+    texts = [text(400), SampleText("other", list(reversed(text(400).ids)))]
     said: list[str] = []
     passes: list[int] = []
     measured = quality.measure(tiny_loaded("llama"), texts, protocol, Watch(said.append, lambda: passes.append(1)))
@@ -100,10 +100,14 @@ def test_rows_appear_as_they_are_done_and_every_pass_is_told() -> None:
 
 
 def test_the_worst_window_is_not_above_the_mean_of_all() -> None:
-    protocol = quality.Protocol((("planes:2", "planes:2"),), (48,), 3, ("prefill",))
+    protocol = quality.QualityProtocol((("planes:2", "planes:2"),), (48,), 3, ("prefill",))
     _, coarse = quality.measure(tiny_loaded("llama"), [text(700)], protocol)
     alone = [
-        list(quality.measure(tiny_loaded("llama"), [Text("a window", ids)], quality.Protocol(protocol.pairs, (48,), 1)))
+        list(
+            quality.measure(
+                tiny_loaded("llama"), [SampleText("a window", ids)], quality.QualityProtocol(protocol.pairs, (48,), 1)
+            )
+        )
         for ids in (text(700).ids[at : at + 48 + DECODE_TOKENS + 1] for at in (0, 261, 522))
     ]
     assert coarse.top1_min == pytest.approx(min(rows[1].top1 for rows in alone))

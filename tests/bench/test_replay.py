@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from typer.testing import CliRunner
 
 from kvstrata.bench.replay import (
-    Hits,
-    LruStore,
-    Row,
-    StrataStore,
+    KvstrataPolicy,
+    LruPolicy,
+    ReplayHits,
+    ReplayRow,
     difference,
     replay,
     serve_all,
     serve_knowing_the_future,
 )
-from kvstrata.bench.trace import Asked, Trace, load_trace, made_up, trace_of
+from kvstrata.bench.trace import ReplayRequest, ReplayTrace, load_trace, made_up, trace_of
 from kvstrata.cli.bench import app
 from kvstrata.errors import ConfigError
 
@@ -33,11 +33,11 @@ NOISE = 0.002
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=25)
 
 
-def of(prompts: list[list[int]]) -> Trace:
-    return trace_of("t", [Asked(float(at), np.array(ids, dtype=np.int32)) for at, ids in enumerate(prompts)])
+def of(prompts: list[list[int]]) -> ReplayTrace:
+    return trace_of("t", [ReplayRequest(float(at), np.array(ids, dtype=np.int32)) for at, ids in enumerate(prompts)])
 
 
-def write(path: Path, trace: Trace) -> Path:
+def write(path: Path, trace: ReplayTrace) -> Path:
     lines = [
         {"timestamp": 1000 * each.time_s, "input_length": 1, "output_length": 1, "hash_ids": each.blocks.tolist()}
         for each in trace.requests
@@ -47,14 +47,14 @@ def write(path: Path, trace: Trace) -> Path:
     return path
 
 
-def assert_not_below_lru(row: Row) -> None:
+def assert_not_below_lru(row: ReplayRow) -> None:
     """By more than chance, that is: few requests decide at small sizes."""
     assert (row.above_lru is None) == (row.policy != "kvstrata")
     if row.above_lru is not None and row.above_lru_error is not None:
         assert row.above_lru >= -max(NOISE, 2 * row.above_lru_error)
 
 
-def lru_by_hand(trace: Trace, num_blocks: int) -> int:
+def lru_by_hand(trace: ReplayTrace, num_blocks: int) -> int:
     """Over single blocks: the one used longest ago goes, of those used together the last one first."""
     used: dict[int, tuple[int, int]] = {}
     found = 0
@@ -66,7 +66,7 @@ def lru_by_hand(trace: Trace, num_blocks: int) -> int:
     return found
 
 
-def best_by_search(trace: Trace, num_blocks: int) -> int:
+def best_by_search(trace: ReplayTrace, num_blocks: int) -> int:
     """Every set of blocks that could be kept after every request."""
     reachable: dict[frozenset[int], int] = {frozenset(): 0}
     for numbers in trace.numbers:
@@ -85,7 +85,7 @@ def best_by_search(trace: Trace, num_blocks: int) -> int:
 def test_lru_over_the_tree_is_lru_over_blocks(prompts: list[list[int]], num_blocks: int) -> None:
     # A prompt that ends inside a node uses all of it in the tree: let each end with a block of its own.
     trace = of([[*prompt, 100 + at] for at, prompt in enumerate(prompts)])
-    assert serve_all(trace, LruStore(num_blocks)).num_found == lru_by_hand(trace, num_blocks)
+    assert serve_all(trace, LruPolicy(num_blocks)).num_found == lru_by_hand(trace, num_blocks)
 
 
 @settings(max_examples=60)
@@ -101,12 +101,12 @@ def test_nothing_finds_more_than_the_optimum_or_keeps_more_than_it_may(
 ) -> None:
     trace = of(prompts)
     best = serve_knowing_the_future(trace, num_blocks, count_from)
-    store = StrataStore(num_blocks)
+    store = KvstrataPolicy(num_blocks)
     found = serve_all(trace, store, count_from)
     assert found.num_found <= best.num_found
     assert found.num_asked == best.num_asked == sum(len(prompt) for prompt in prompts[count_from:])
     assert store.tree.num_tokens <= num_blocks
-    assert serve_all(trace, LruStore(num_blocks), count_from).num_found <= best.num_found
+    assert serve_all(trace, LruPolicy(num_blocks), count_from).num_found <= best.num_found
 
 
 def test_with_room_for_all_everything_that_was_asked_before_is_found() -> None:
@@ -129,7 +129,7 @@ def test_made_up_traffic_is_served_no_worse_than_by_lru_and_fewer_bits_find_more
 def test_blocks_with_one_id_after_different_beginnings_are_different() -> None:
     trace = of([[1, 5], [2, 5], [1, 5]])
     assert trace.num_distinct == 4
-    assert serve_knowing_the_future(trace, 4).num_found == serve_all(trace, StrataStore(4)).num_found == 2
+    assert serve_knowing_the_future(trace, 4).num_found == serve_all(trace, KvstrataPolicy(4)).num_found == 2
 
 
 @pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
@@ -204,13 +204,15 @@ def test_on_a_held_out_half_no_worse_than_lru(name: str) -> None:
 def test_the_error_of_a_difference_is_that_of_pairs() -> None:
     asked = (10,) * 400
     found = tuple(int(each) for each in np.random.default_rng(0).integers(0, 8, 400))
-    same = difference(Hits(found, asked), Hits(found, asked))
+    same = difference(ReplayHits(found, asked), ReplayHits(found, asked))
     assert (same.rate, same.standard_error) == (0.0, 0.0)
     # One block more of every request: however much the requests differ, that is certain.
-    certain = difference(Hits(tuple(each + 1 for each in found), asked), Hits(found, asked))
+    certain = difference(ReplayHits(tuple(each + 1 for each in found), asked), ReplayHits(found, asked))
     assert certain.rate == pytest.approx(0.1)
     assert certain.standard_error == pytest.approx(0.0, abs=1e-12)
     # Two blocks more of every second request: 1 in the mean, 1 of deviation.
-    half = difference(Hits(tuple(each + at % 2 * 2 for at, each in enumerate(found)), asked), Hits(found, asked))
+    half = difference(
+        ReplayHits(tuple(each + at % 2 * 2 for at, each in enumerate(found)), asked), ReplayHits(found, asked)
+    )
     assert half.rate == pytest.approx(0.1)
     assert half.standard_error == pytest.approx(0.1 / 400**0.5, rel=0.01)

@@ -14,10 +14,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from typer.testing import CliRunner
 
 from kvstrata.bench import load
-from kvstrata.bench.chat_client import Answer, Door, PrefillTime, fit
-from kvstrata.bench.load import Asked, alone, spread, summarize, table
+from kvstrata.bench.chat_client import Answer, ChatServer, PrefillTime, fit
+from kvstrata.bench.load import SentRequest, alone, spread, summarize, table
 from kvstrata.bench.trace import load_trace
-from kvstrata.bench.workloads import LOADS, Ask, Shape, count, from_trace, prompt_tokens, text, user
+from kvstrata.bench.workloads import LOADS, LoadRequest, LoadShape, count, from_trace, prompt_tokens, text, user
 from kvstrata.cli.bench import app
 from kvstrata.errors import KvstrataError
 from kvstrata.models.load import LoadedModel
@@ -25,15 +25,15 @@ from tests.byte_level import byte_model
 from tests.server.conftest import running
 from tests.text.chat_templates import LLAMA
 
-SHAPE = Shape(chats=3, turns=4, system=20, turn=10, reply=4)
-DOOR = Door("http://127.0.0.1:1", "m")
+SHAPE = LoadShape(chats=3, turns=4, system=20, turn=10, reply=4)
+SERVER = ChatServer("http://127.0.0.1:1", "m")
 
 
 @pytest.mark.parametrize("name", LOADS)
 def test_the_same_seed_gives_the_same_requests_and_another_seed_others(name: str) -> None:
     lanes = LOADS[name](SHAPE)
     assert lanes == LOADS[name](SHAPE)
-    assert lanes != LOADS[name](Shape(3, 4, 20, 10, 4, seed=1))
+    assert lanes != LOADS[name](LoadShape(3, 4, 20, 10, 4, seed=1))
     assert sum(map(len, lanes)) == SHAPE.chats * SHAPE.turns
 
 
@@ -88,16 +88,18 @@ def test_noise_does_not_make_parts_negative_and_one_length_is_refused() -> None:
         fit([(64, 0.3), (64, 0.4)])
 
 
-def made(began_s: float, first_s: float, *, prompt: int = 100, cached: int | None = None, failure: str = "") -> Asked:
+def made(
+    began_s: float, first_s: float, *, prompt: int = 100, cached: int | None = None, failure: str = ""
+) -> SentRequest:
     times = tuple(began_s + first_s + 0.1 * i for i in range(5))
     answer = Answer(began_s, times, times[-1], "x", prompt, cached, 5, failure)
-    return Asked(Ask("chat", (user("x"),), 5), answer, 90)
+    return SentRequest(LoadRequest("chat", (user("x"),), 5), answer, 90)
 
 
 def test_figures_of_answers() -> None:
     known = PrefillTime(0.0, 0.01, 0.0)
     asked = [made(0, 1.0, cached=0), made(10, 0.25, cached=75), made(20, 9.0, failure="status 500")]
-    found = summarize(DOOR, "x", asked, took_s=2.0, clients=1, known=known)
+    found = summarize(SERVER, "x", asked, took_s=2.0, clients=1, known=known)
     assert found.failures == ["status 500"]
     assert (found.requests, found.prompt_tokens, found.reply_tokens, found.reply_tokens_s) == (3, 200, 10, 5.0)
     assert (found.cached_reported, found.cached_inferred, found.judged_requests) == (75, 75, 2)

@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import cpu
-from benchmarks.cpu import EXACT, LLAMA, CpuFigures, Load, Subject, measure, table
-from benchmarks.cpu_worker import Peer, Process, SideFailed, find_peer, our_command, running
+from benchmarks.cpu import EXACT, LLAMA, CpuFigures, CpuLoad, GgufModel, measure, table
+from benchmarks.cpu_worker import LlamaCppPeer, SideFailed, WorkerProcess, find_peer, our_command, running
 from tests.models.gguf_files import VOCAB, write_gguf
 from tests.tiny import tiny_config, tiny_module
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 SIZES = {"vocab_size": VOCAB, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
 TEXT = "HELLOABWORLD" * 8
-LOAD = Load("raw", (32,), batches=(1, 3), prefills=(40,), prompt_tokens=9, reply_tokens=6, text_tokens=30, text=TEXT)
+LOAD = CpuLoad("raw", (32,), batches=(1, 3), prefills=(40,), prompt_tokens=9, reply_tokens=6, text_tokens=30, text=TEXT)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def ours(gguf: Path) -> Iterator[Process]:
+def ours(gguf: Path) -> Iterator[WorkerProcess]:
     with running("ours", our_command()) as side:
         side.ask("load", path=str(gguf), weights="raw", activations=32)
         yield side
@@ -53,7 +53,9 @@ def rates(figures: CpuFigures) -> set[tuple[str, str]]:
 def test_ours_alone_have_every_figure_and_no_ratio(gguf: Path) -> None:
     said: list[str] = []
     load = replace(LOAD, weights="8", activations=(8, 32))
-    figures = measure(Subject(gguf, str(gguf)), Peer(missing="not here"), load, rounds=1, progress=said.append)
+    figures = measure(
+        GgufModel(gguf, str(gguf)), LlamaCppPeer(missing="not here"), load, rounds=1, progress=said.append
+    )
     sides = {"ours, activations of 8", "ours, activations of 32"}
     assert rates(figures) == {(w, s) for w in ("decode alone", "decode at 3", "prefill of 40") for s in sides}
     assert all(row.tokens_s > 0 and row.ratio is None for row in figures.rates)
@@ -74,11 +76,11 @@ def test_ours_alone_have_every_figure_and_no_ratio(gguf: Path) -> None:
 
 def test_without_the_exact_side_there_is_no_kl(gguf: Path) -> None:
     load = replace(LOAD, activations=(16,), batches=(1,))
-    figures = measure(Subject(gguf, str(gguf)), Peer(missing="not here"), load, rounds=1)
+    figures = measure(GgufModel(gguf, str(gguf)), LlamaCppPeer(missing="not here"), load, rounds=1)
     assert [(row.kl_mean, row.top1) for row in figures.sides] == [(None, None)]
 
 
-def test_a_batch_decodes_what_each_prompt_gives_alone(ours: Process) -> None:
+def test_a_batch_decodes_what_each_prompt_gives_alone(ours: WorkerProcess) -> None:
     prompts = [[5, 9, 11, 30], [7, 8, 20, 41, 33], [60, 3]]
     together = ours.ask("decode", prompts=prompts, num_tokens=12)["replies"]
     alone = [ours.ask("decode", prompts=[prompt], num_tokens=12)["replies"][0] for prompt in prompts]
@@ -86,7 +88,7 @@ def test_a_batch_decodes_what_each_prompt_gives_alone(ours: Process) -> None:
     assert {len(reply) for reply in together} == {12}
 
 
-def test_the_first_token_of_a_reply_has_the_largest_logit(ours: Process, tmp_path: Path) -> None:
+def test_the_first_token_of_a_reply_has_the_largest_logit(ours: WorkerProcess, tmp_path: Path) -> None:
     prompt = [5, 9, 11, 30]
     logprobs = cpu._logprobs(ours, prompt, tmp_path)
     assert logprobs.shape == (4, VOCAB)
@@ -114,9 +116,9 @@ def test_a_side_that_ends_is_an_error_and_not_a_wait() -> None:
 
 def test_a_peer_that_cannot_load_leaves_ours_alone(gguf: Path, tmp_path: Path) -> None:
     failing = "import json; input(); print(json.dumps({'error': 'unknown architecture'}), flush=True); input()"
-    peer = Peer((sys.executable, "-c", failing), tmp_path)
+    peer = LlamaCppPeer((sys.executable, "-c", failing), tmp_path)
     load = replace(LOAD, batches=(1,), text_tokens=0)
-    figures = measure(Subject(gguf, str(gguf)), peer, load, rounds=1)
+    figures = measure(GgufModel(gguf, str(gguf)), peer, load, rounds=1)
     assert figures.missing == "llama.cpp: unknown architecture"
     assert {row.side for row in figures.rates} == {"ours, activations of 32"}
 
@@ -126,7 +128,7 @@ def test_where_llama_cpp_is_not_installed_the_next_step_is_told(tmp_path: Path) 
 
 
 def test_the_command_says_what_is_missing_and_shows_ours(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "find_peer", lambda: Peer(missing="llama.cpp is not installed. Next: make peers"))
+    monkeypatch.setattr(cpu, "find_peer", lambda: LlamaCppPeer(missing="llama.cpp is not installed. Next: make peers"))
     options = ["--activations", "32", "--batches", "1", "--prefills", "8", "--reply-tokens", "2", "--rounds", "1"]
     result = CliRunner().invoke(cpu.app, [str(gguf), *options, "--text-tokens", "0", "--json"])
     assert result.exit_code == 0, result.output
@@ -142,12 +144,12 @@ def test_other_bits_are_refused(gguf: Path) -> None:
 
 
 def test_beside_llama_cpp_both_sides_have_the_same_tokens_and_every_ratio(
-    gguf: Path, ours: Process, tmp_path: Path
+    gguf: Path, ours: WorkerProcess, tmp_path: Path
 ) -> None:
     peer = find_peer()
     if peer.missing:
         pytest.skip(peer.missing)
-    figures = measure(Subject(gguf, str(gguf)), peer, LOAD, rounds=1)
+    figures = measure(GgufModel(gguf, str(gguf)), peer, LOAD, rounds=1)
     assert figures.missing == ""
     assert figures.peer.startswith("node-llama-cpp 3.22.1")
     assert {row.side for row in figures.rates} == {"ours, activations of 32", LLAMA}

@@ -11,25 +11,25 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import disk
-from kvstrata.bench.trace import BLOCK_TOKENS, Asked, Trace, sessions, trace_of
+from kvstrata.bench.trace import BLOCK_TOKENS, ReplayRequest, ReplayTrace, sessions, trace_of
 from kvstrata.errors import KvstrataError
 from kvstrata.tiers.interface import Refusal, Refused
 
 pytestmark = pytest.mark.slow
 
 
-def trace_of_blocks(prompts: list[list[int]]) -> Trace:
-    return trace_of("t", [Asked(float(at), np.array(ids, dtype=np.int32)) for at, ids in enumerate(prompts)])
+def trace_of_blocks(prompts: list[list[int]]) -> ReplayTrace:
+    return trace_of("t", [ReplayRequest(float(at), np.array(ids, dtype=np.int32)) for at, ids in enumerate(prompts)])
 
 
 def test_blocks_are_compared_with_a_plain_file_round_by_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = iter([disk.Times(2.0, 1.0), disk.Times(8.0, 4.0), disk.Times(4.0, 2.0)])
-    plain = iter([disk.Times(1.0, 1.0), disk.Times(2.0, 1.0), disk.Times(3.0, 1.0)])
+    ours = iter([disk.DiskTimes(2.0, 1.0), disk.DiskTimes(8.0, 4.0), disk.DiskTimes(4.0, 2.0)])
+    plain = iter([disk.DiskTimes(1.0, 1.0), disk.DiskTimes(2.0, 1.0), disk.DiskTimes(3.0, 1.0)])
     monkeypatch.setattr(disk, "_through_tier", lambda *_: next(ours))
     monkeypatch.setattr(disk, "_as_file", lambda *_: next(plain))
     write, read = disk.measure(tmp_path, num_blocks=4, block_bytes=1_000_000, rounds=3).rates
-    assert write == disk.Rate("write", 1.0, 2.0, 0.5)
-    assert read == disk.Rate("read", 2.0, 4.0, 0.5)
+    assert write == disk.DiskRate("write", 1.0, 2.0, 0.5)
+    assert read == disk.DiskRate("read", 2.0, 4.0, 0.5)
 
 
 def test_blocks_and_a_file_are_written_and_read(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_sessions_are_recognized_by_prompts_that_continue() -> None:
         ([7, 31], 2),
     ]
     asked = [
-        Asked(float(at), np.array(ids, dtype=np.int32), int(num_blocks * BLOCK_TOKENS))
+        ReplayRequest(float(at), np.array(ids, dtype=np.int32), int(num_blocks * BLOCK_TOKENS))
         for at, (ids, num_blocks) in enumerate(prompts)
     ]
     assert sessions(trace_of("t", asked)) == (0, 1, 0, 0, 2, 3)
@@ -80,7 +80,7 @@ def test_sessions_are_recognized_by_prompts_that_continue() -> None:
 def test_writes_of_a_session_that_grows_are_bounded() -> None:
     """Two turns of 1,000 and 1,300 tokens with replies of 100: the second has the first, and maybe its reply."""
     first, second = np.array([1, 2], dtype=np.int32), np.array([1, 3, 4], dtype=np.int32)
-    trace = trace_of("t", [Asked(0.0, first, 1000, 100), Asked(3600.0, second, 1300, 100)])
+    trace = trace_of("t", [ReplayRequest(0.0, first, 1000, 100), ReplayRequest(3600.0, second, 1300, 100)])
     (row,) = disk.measure_writes(trace, [4 * 512], token_bytes=1)
     assert (row.least_bytes, row.most_bytes) == (1400, 1000 + 100 + 1300 - 512 + 100)
     assert row.a_day(row.least_bytes) == 24 * 1400

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 def test_engine_figures_have_both_rates_and_the_same_tokens() -> None:
     loaded = tiny_loaded("llama")
     with running(Engine(loaded, EngineLimits(prefill_share=1.0), Metrics())) as ours:
-        figures = engine.measure(loaded, ours, engine.Load((1, 2), reply_tokens=6), rounds=1).as_json()
+        figures = engine.measure(loaded, ours, engine.EngineLoad((1, 2), reply_tokens=6), rounds=1).as_json()
     assert set(figures["batch"]) == {"1", "2"}
     for row in (*figures["batch"].values(), figures["prefill"]):
         assert row["ours_tokens_s"] > 0

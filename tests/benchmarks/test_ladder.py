@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_quarter_of_the_memory_is_enough_with_the_ladder() -> None:
-    load = ladder.Load(chats=8, turns=2, turn_tokens=280, reply_tokens=8, at_once=2)
+    load = ladder.LadderLoad(chats=8, turns=2, turn_tokens=280, reply_tokens=8, at_once=2)
     evict, stepping = ladder.measure(tiny_loaded("llama"), load)
     assert (evict.policy, stepping.policy) == ("evict", "ladder")
     for run in (evict, stepping):

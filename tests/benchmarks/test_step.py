@@ -91,7 +91,7 @@ def test_step_figures_say_where_the_time_went() -> None:
 
     assert [each.batch for each in figures.steps] == [1, 2]
     for each in figures.steps:
-        assert each.num_looks > 0
+        assert each.num_samples > 0
         assert sum(share.share for share in each.shares) == pytest.approx(1)
         assert sum(share.step_ms for share in each.shares) == pytest.approx(each.step_ms)
         assert {share.what for share in each.shares} <= {name for _, name in step.PLACES} | {step.OTHER}

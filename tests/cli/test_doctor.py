@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.cli.doctor import Report, doctor, judge
+from kvstrata.cli.doctor import MachineReport, doctor, judge
 from kvstrata.platform.blas import Blas, blas
 from kvstrata.platform.device import Device, device
 from kvstrata.platform.files import OpenFiles
 from kvstrata.platform.memory import Heap
 
-GOOD = Report(
+GOOD = MachineReport(
     device=Device("cuda", "a GPU", 80 << 30, 8, 80 << 30),
     blas=Blas("none needed", "", None, "cuda", 1),
     mlx_gflops=9000.0,
@@ -53,7 +53,7 @@ SLOW_CPU = replace(
         (replace(GOOD, weights="become float32: numba is missing"), ["Weights become float32"]),
     ],
 )
-def test_doctor_names_what_is_wrong(report: Report, expected: list[str]) -> None:
+def test_doctor_names_what_is_wrong(report: MachineReport, expected: list[str]) -> None:
     assert [finding.what for finding in judge(report)] == expected
 
 

@@ -24,7 +24,7 @@ from typer.testing import CliRunner, Result
 
 import kvstrata
 from kvstrata.cli import app
-from kvstrata.cli.clients import CLIENTS, KEY_VARIABLE, Server, Start, toml_text
+from kvstrata.cli.agents import AGENTS, KEY_VARIABLE, AgentServer, AgentStart, toml_text
 from kvstrata.cli.launch import SHOWN_KEY, shell_word
 from kvstrata.errors import KvstrataError
 from tests.server.conftest import Served, running
@@ -44,7 +44,7 @@ pathlib.Path({report!r}).write_text(json.dumps(told))
 """
 NAMES = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1)
 
-every_client = pytest.mark.parametrize("client", CLIENTS)
+every_agent = pytest.mark.parametrize("agent", AGENTS)
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +75,8 @@ class Place:
         folders = {"HOME": "home", "TMPDIR": "tmp", "PATH": "bin", "XDG_CACHE_HOME": "cache"}
         return {name: str(self.root / folder) for name, folder in folders.items()}
 
-    def install(self, client: str, rest: str = "") -> None:
-        file = self.root / "bin" / client
+    def install(self, agent: str, rest: str = "") -> None:
+        file = self.root / "bin" / agent
         file.write_text(FAKE.format(python=sys.executable, report=str(self.root / "report"), rest=rest))
         file.chmod(0o755)
 
@@ -111,10 +111,10 @@ def printed(served: Served, *words: str) -> str:
     return result.stdout
 
 
-@every_client
-def test_print_shows_everything_and_starts_nothing(client: str, tiny: Served, place: Place) -> None:
-    place.install(client)
-    text = printed(tiny, client, "--", "--own", "a word")
+@every_agent
+def test_print_shows_everything_and_starts_nothing(agent: str, tiny: Served, place: Place) -> None:
+    place.install(agent)
+    text = printed(tiny, agent, "--", "--own", "a word")
     assert tiny.url in text
     assert tiny.name in text
     assert str(tiny.server.state.limits.context_tokens) in text
@@ -122,7 +122,7 @@ def test_print_shows_everything_and_starts_nothing(client: str, tiny: Served, pl
     assert "walrus" not in text
     *_, command = text.splitlines()
     words = shlex.split(command)
-    assert words[0] == client
+    assert words[0] == agent
     assert words[-2:] == ["--own", "a word"]
     for word in words:
         if word.startswith("TEMPORARY/"):
@@ -131,17 +131,17 @@ def test_print_shows_everything_and_starts_nothing(client: str, tiny: Served, pl
     assert not place.written()
 
 
-@every_client
-def test_a_client_is_told_the_server_and_nothing_stays(client: str, tiny: Served, place: Place) -> None:
-    place.install(client)
-    result = invoke(tiny, client, "--", "--own", "a word", "--", "-x")
+@every_agent
+def test_an_agent_is_told_the_server_and_nothing_stays(agent: str, tiny: Served, place: Place) -> None:
+    place.install(agent)
+    result = invoke(tiny, agent, "--", "--own", "a word", "--", "-x")
     assert result.exit_code == 0, result.output
     told = place.told()
     assert told["arguments"][-4:] == ["--own", "a word", "--", "-x"]
     assert told["variables"]["HOME"] == str(place.root / "home")
     # The key goes into one variable of the child: not where others of the machine see it.
     assert [name for name, value in told["variables"].items() if KEY in value and name != "KVSTRATA_API_KEY"] == [
-        CLIENTS[client].start(Server("", "", 1), Path()).key_variable
+        AGENTS[agent].start(AgentServer("", "", 1), Path()).key_variable
     ]
     assert KEY not in json.dumps([told["arguments"], told["files"]])
     everything = json.dumps(told)
@@ -159,16 +159,16 @@ def test_nothing_of_ours_writes_into_the_home_of_a_process(tiny: Served, place: 
     assert not place.written()
 
 
-def launch_process(served: Served, place: Place, client: str) -> subprocess.Popen[str]:
+def launch_process(served: Served, place: Place, agent: str) -> subprocess.Popen[str]:
     keys = {"KVSTRATA_URL": served.url, "KVSTRATA_API_KEY": KEY}
     variables = {**os.environ, **place.variables, **keys, "PYTHONPATH": SOURCE, "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.Popen([*KVSTRATA, "launch", client], env=variables, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen([*KVSTRATA, "launch", agent], env=variables, stdout=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize(
     ("rest", "code"), [("sys.exit(0)", 0), ("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137)], ids=["0", "7", "kill"]
 )
-def test_the_exit_code_is_the_clients(rest: str, code: int, tiny: Served, place: Place) -> None:
+def test_the_exit_code_is_the_agents(rest: str, code: int, tiny: Served, place: Place) -> None:
     place.install("claude", rest)
     assert invoke(tiny, "claude").exit_code == code
     assert not place.written()
@@ -197,11 +197,11 @@ def test_ctrl_c_is_the_clients_to_read(tiny: Served, place: Place) -> None:
 
 def test_a_client_that_is_not_there_is_named_with_its_installation(tiny: Served, place: Place) -> None:
     assert not place.written()
-    for name, client in CLIENTS.items():
+    for name, agent in AGENTS.items():
         error = invoke(tiny, name).exception
         assert isinstance(error, KvstrataError)
-        assert client.title in str(error)
-        assert client.install in str(error)
+        assert agent.title in str(error)
+        assert agent.install in str(error)
 
 
 def test_a_client_that_does_not_start_is_one_line(tiny: Served, place: Place) -> None:
@@ -233,7 +233,7 @@ def test_an_unknown_client_and_a_flag_without_dashes_are_wrong_usage(tiny: Serve
     assert invoke(tiny, "claude", "--continue").exit_code == 2
 
 
-def test_variables_that_lead_elsewhere_are_not_the_clients(
+def test_variables_that_lead_elsewhere_are_not_the_agents(
     tiny: Served, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ANTHROPIC_API_KEY", "theirs")
@@ -247,34 +247,34 @@ def test_variables_that_lead_elsewhere_are_not_the_clients(
     assert variables["OWN"] == "stays"
 
 
-@every_client
-def test_a_hostile_name_stays_a_name(client: str, hostile: Served, place: Place) -> None:
-    place.install(client)
-    assert invoke(hostile, client, key=None).exit_code == 0
+@every_agent
+def test_a_hostile_name_stays_a_name(agent: str, hostile: Served, place: Place) -> None:
+    place.install(agent)
+    assert invoke(hostile, agent, key=None).exit_code == 0
     told = place.told()
     files = {Path(name).name: text for name, text in told["files"].items()}
-    start = Start(tuple(told["arguments"]), told["variables"], files=files)
-    assert name_in(client, start) == HOSTILE
-    text = printed(hostile, client)
+    start = AgentStart(tuple(told["arguments"]), told["variables"], files=files)
+    assert name_in(agent, start) == HOSTILE
+    text = printed(hostile, agent)
     assert all(line.isprintable() for line in text.splitlines())
     assert not place.written()
 
 
-def name_in(client: str, start: Start) -> str:
+def name_in(agent: str, start: AgentStart) -> str:
     """The model's name, as the agent reads it."""
-    if client == "claude":
+    if agent == "claude":
         return start.variables["ANTHROPIC_MODEL"]
-    if client == "codex":
+    if agent == "codex":
         settings = dict(word.split("=", 1) for word in start.arguments[1::2])
         return tomllib.loads(f"name = {settings['model']}")["name"]
-    if client == "opencode":
+    if agent == "opencode":
         text = start.variables["OPENCODE_CONFIG_CONTENT"]
         assert "{env:" not in text
         assert "{file:" not in text
         [name] = json.loads(text)["provider"]["kvstrata"]["models"]
         assert json.loads(text)["model"] == f"kvstrata/{name}"
         return name
-    if client == "pi":
+    if agent == "pi":
         assert start.arguments[-1] == start.arguments[start.arguments.index("--model") + 1]
         provider = start.files["kvstrata.js"].partition(", ")[2].rpartition(")")[0]
         [model] = json.loads(provider)["models"]
@@ -287,9 +287,9 @@ def name_in(client: str, start: Start) -> str:
 
 @given(NAMES)
 def test_any_name_stays_a_name(name: str) -> None:
-    server = Server("http://127.0.0.1:8000", name, 4096)
-    for client, known in CLIENTS.items():
-        assert name_in(client, known.start(server, Path("x"))) == name
+    server = AgentServer("http://127.0.0.1:8000", name, 4096)
+    for agent, known in AGENTS.items():
+        assert name_in(agent, known.start(server, Path("x"))) == name
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
@@ -308,7 +308,7 @@ def test_a_word_for_a_shell_is_the_word() -> None:
 
 @pytest.mark.parametrize("context_tokens", [1, 100, 8192, 1 << 17])
 def test_the_longest_reply_leaves_room_for_a_prompt(context_tokens: int) -> None:
-    longest = Server("", "m", context_tokens).output_tokens
+    longest = AgentServer("", "m", context_tokens).output_tokens
     assert 1 <= longest <= 8192
     assert longest <= max(1, context_tokens // 4)
 

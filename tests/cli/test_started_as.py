@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.cli.started_as import started_as
+from kvstrata.cli import started_as
 
 
 def write_script(folder: Path) -> Path:

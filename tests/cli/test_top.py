@@ -1,4 +1,4 @@
-"""`kvstrata top`: how it shares a terminal, and what it shows of a real server."""
+"""Tests of `kvstrata top`: recent requests over several responses, and the view of a real server."""
 
 from __future__ import annotations
 
@@ -11,22 +11,18 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
+from rich.screen import Screen
 from typer.testing import CliRunner
 
-from kvstrata.cli import app, top_lines
-from kvstrata.cli.remote import connect
-from kvstrata.cli.top import View
-from kvstrata.cli.top_fit import LEVELS, Wish, cells_of, share_rows, spark
-from kvstrata.cli.top_hour import Hour, tokens_per_s
+from kvstrata.cli import app
+from kvstrata.cli.http_client import connect
+from kvstrata.cli.top import RecentRequests, ServerSnapshot, ask_snapshot, draw
 from kvstrata.errors import KvstrataError
 from tests.server.conftest import Served, running
 from tests.tiny import tiny_loaded
@@ -34,78 +30,29 @@ from tests.tiny import tiny_loaded
 PROMPT = [5 + i % 80 for i in range(300)]
 OTHER = [*PROMPT[:100], 1, *PROMPT[101:]]
 COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-7][0-9;]*m")
-wishes = st.lists(st.builds(Wish, st.integers(0, 40), st.integers(0, 6), st.integers(0, 9)), max_size=9)
 
 
-@given(st.integers(0, 120), wishes)
-def test_rows_are_shared_and_none_is_wasted(height: int, asked: list[Wish]) -> None:
-    given_rows = share_rows(height, asked)
-    assert sum(given_rows) <= height
-    for rows, wish in zip(given_rows, asked, strict=True):
-        assert rows == 0 or min(wish.least, wish.wanted) <= rows <= wish.wanted
-    wanting = [wish for rows, wish in zip(given_rows, asked, strict=True) if 0 < rows < wish.wanted]
-    assert not wanting or sum(given_rows) == height
-    if sum(min(wish.least, wish.wanted) for wish in asked) <= height:
-        assert all(rows >= min(wish.least, wish.wanted) for rows, wish in zip(given_rows, asked, strict=True))
+def history(now_s: float, *requests: dict[str, Any]) -> dict[str, Any]:
+    return {"now": now_s, "slot_s": 10.0, "slots": [], "requests": list(requests), "events": []}
 
 
-def test_what_matters_most_is_served_first() -> None:
-    heading, requests, events = Wish(2, 2, 0), Wish(11, 2, 1), Wish(11, 2, 2)
-    assert share_rows(3, [events, requests, heading]) == [0, 0, 2]
-    assert share_rows(5, [events, requests, heading]) == [0, 3, 2]
-    assert share_rows(10, [events, requests, heading]) == [4, 4, 2]
+def a_request(id: str, time_s: float = 1.0, **fields: Any) -> dict[str, Any]:
+    return {"id": id, "time": time_s, **fields}
 
 
-@given(st.lists(st.none() | st.floats(0, 1e12), max_size=80))
-def test_a_line_has_a_cell_for_each_value(series: list[float | None]) -> None:
-    drawn = spark(series)
-    assert len(drawn) == len(series)
-    for value, cell in zip(series, drawn, strict=True):
-        assert (cell == " ") == (value is None)
-    if known := [value for value in series if value]:
-        assert drawn[series.index(max(known))] == LEVELS[-1]
-
-
-@given(
-    st.dictionaries(st.text(max_size=3), st.integers(0, 1 << 40), max_size=9), st.integers(1, 200), st.floats(0.1, 4)
-)
-def test_what_is_there_has_a_cell_and_all_fit(parts: dict[str, int], width: int, slack: float) -> None:
-    cells = cells_of(parts, sum(parts.values()) * slack, width)
-    assert sum(cells.values()) <= width
-    if sum(cells.values()) < width:
-        assert cells.keys() == {name for name, size in parts.items() if size}
-
-
-def slot(time_s: float, speed: float | None) -> dict[str, Any]:
-    return {"time": time_s, "tokens_per_s": speed}
-
-
-def told(now_s: float, slots: list[Any], requests: list[Any] | None = None) -> dict[str, Any]:
-    return {"now": now_s, "slot_s": 10.0, "slots": slots, "requests": requests or [], "events": []}
-
-
-def asked(id: str, time_s: float = 1.0) -> dict[str, Any]:
-    return {"id": id, "time": time_s}
-
-
-def test_an_hour_is_put_together_from_what_is_new() -> None:
-    hour = Hour()
-    assert hour.path == "/cache/history"
-    hour.add(told(1015.0, [slot(1000.0, 4.0), slot(1010.0, None)], [asked("a")]))
-    assert hour.path == "/cache/history?since=1015.0"
-    hour.add(told(1025.0, [slot(1010.0, 8.0), slot(1020.0, None)], [asked("a"), asked("b"), asked("a", 2.0)]))
-    assert [each["tokens_per_s"] for each in hour.slots.values()] == [4.0, 8.0, None]
-    assert list(hour.requests) == [asked("a"), asked("b"), asked("a", 2.0)]
-    # Ten minutes, the newest on the right. A slot of ten seconds is one of sixty cells, or two of a hundred and twenty.
-    hour.add(told(1030.0, []))
-    assert hour.series(tokens_per_s, 60)[-4:] == [None, 4.0, 8.0, None]
-    assert hour.series(tokens_per_s, 120)[-7:] == [None, 4.0, 4.0, 8.0, 8.0, None, None]
-    assert hour.series(tokens_per_s, 1) == [6.0]
-    hour.add(told(5000.0, [slot(5000.0, None)]))
-    assert list(hour.slots) == [5000.0]
+def test_recent_requests_are_assembled_from_new_ones() -> None:
+    recent = RecentRequests()
+    assert recent.path == "/cache/history"
+    recent.add_response(history(1015.0, a_request("a")))
+    assert recent.path == "/cache/history?since=1015.0"
+    # Two replicas may have requests of one id, and one of them sends its own again.
+    recent.add_response(history(1025.0, a_request("a"), a_request("b"), a_request("b", replica="two")))
+    recent.add_response(history(1025.0, a_request("a", 2.0)))
+    expected = [a_request("a", 2.0), a_request("b", replica="two"), a_request("b"), a_request("a")]
+    assert recent.newest_first() == expected
     # Another server answers.
-    hour.add(told(100.0, [slot(100.0, 1.0)], [asked("c")]))
-    assert list(hour.requests) == [asked("c")]
+    recent.add_response(history(100.0, a_request("c")))
+    assert recent.newest_first() == [a_request("c")]
 
 
 @pytest.fixture(scope="module")
@@ -127,139 +74,118 @@ def printed(tiny: Served, *arguments: str, **env: str) -> str:
     return result.stdout
 
 
-def test_requests_are_shown_with_what_they_took_and_why_they_missed(tiny: Served) -> None:
+def snapshot_of(served: Served) -> ServerSnapshot:
+    with connect(served.url, "secret") as server:
+        return ask_snapshot(server, RecentRequests())
+
+
+def rows_on(console: Console, snapshot: ServerSnapshot, error: str = "") -> list[str]:
+    """Return the rows of a terminal that shows the view."""
+    view = Screen(draw(snapshot, console.width, console.height, error))
+    return ["".join(segment.text for segment in row) for row in console.render_lines(view, pad=False)]
+
+
+def test_requests_are_shown_with_times_and_misses(tiny: Served) -> None:
     shown = printed(tiny)
-    assert re.search(r"^Requests .* miss or error .*$", shown, re.MULTILINE)
-    rows = re.findall(r"^\d\d:\d\d:\d\d completions .*$", shown, re.MULTILINE)
+    assert re.search(r"^time .* miss or error .* tokens/s *$", shown, re.MULTILINE)
+    rows = re.findall(r"^\d\d:\d\d:\d\d +completions .*$", shown, re.MULTILINE)
     failed, last, second, first = rows[:4]
     assert "400 context_length_exceeded" in failed
-    assert re.search(r" 300 +299 +100 % +\d+\.\d\d s +\d+\.\d$", last), last
-    assert re.search(r" 300 +100 +33 %  diverged at 100: .*… +\d+\.\d\d s ", second), second
-    assert re.search(r" 300 +0 +0 %  (new|empty) ", first), first
+    assert re.search(r" 300 +299 +100 % +\d+\.\d\d s +\d+\.\d *$", last), last
+    assert re.search(r" 300 +100 +33 % +diverged at 100: .*… +\d+\.\d\d s ", second), second
+    assert re.search(r" 300 +0 +0 % +(new|empty) ", first), first
 
 
-def test_conversations_are_bars_of_their_parts(tiny: Served) -> None:
-    """The newer one parts from the older at 100 of 300 tokens: what both have is drawn once."""
-    newer, older = re.findall(r"^orchard-1 .*$", printed(tiny), re.MULTILINE)
-    whole = re.search(r"^orchard-1 +(█{20,}) +303  151.5 KiB +\d+ s$", older)
-    rest = re.search(r"^orchard-1 +(█{10,}) +303  101.5 KiB +\d+ s$", newer)
-    assert whole is not None, older
-    assert rest is not None, newer
-    assert whole.end(1) == rest.end(1)
-    assert (rest.start(1) - whole.start(1)) / len(whole[1]) == pytest.approx(1 / 3, abs=0.03)
-    with tiny.http() as http:
-        http.headers["authorization"] = "Bearer secret"
-        http.post("/cache/requantize", json={"k": "planes:4", "v": "planes:4"}).raise_for_status()
-        while http.get("/cache/requantize").json()["is_running"]:
-            time.sleep(0.02)
-        for row in re.findall(r"^orchard-1 .*$", printed(tiny), re.MULTILINE):
-            assert "█" not in row
-            assert "▒" * 10 in row
-        http.post("/cache/requantize", json={"k": "raw", "v": "raw"}).raise_for_status()
-
-
-def conversation(name: str, last_use: float, parts: list[tuple[str, int]], **fields: Any) -> dict[str, Any]:
-    drawn = [{"tokens": n, "tier": tier, "k": "raw", "bytes": n} for tier, n in parts]
-    fixed = {"session": name, "starts_at": 0, "pinned": False, "left_behind": False}
-    return {"id": "0" * 32, **fixed, "tokens": 1000, "last_use": last_use, "parts": drawn, **fields}
-
-
-def test_conversations_of_any_replica_are_the_newest_first_and_what_is_nowhere_is_not_drawn() -> None:
-    rows = [
-        conversation("old", 10.0, [("hot", 1000)], replica="a"),
-        conversation("half", 30.0, [("disk", 500)], replica="a"),
-        conversation("behind", 40.0, [("hot", 400)], starts_at=600, left_behind=True, replica="a"),
-        conversation("new", 50.0, [("hot", 1000)], replica="b"),
-    ]
-    lines = top_lines.conversations({"has_more": False, "conversations": rows}, 80)
-    title, *drawn = [line.plain for line in lines]
-    assert top_lines.TIERS_TOLD in title
-    assert [text.split()[0] for text in drawn] == ["new", "half", "old", "behind"]
-    new, half, _, behind = (sum(text.count(shade) for shade in "█▁") for text in drawn)
-    assert half == pytest.approx(new / 2, abs=1)
-    assert behind == pytest.approx(0.4 * new, abs=1)
-
-
-@given(st.lists(st.tuples(st.sampled_from(["raw", "planes:4", "disk", "remote"]), st.integers(1, 10**6))))
-def test_strata_fill_their_cells_in_order(parts: list[tuple[str, int]]) -> None:
-    for width in (1, 7, 60):
-        drawn = top_lines.strata(parts, width)
-        assert sum(len(text) for text, _ in drawn) == width
-        shown = [text[0] for text, _ in drawn if text.strip()]
-        assert shown == [top_lines.shade_of(name) for name, _ in parts][: len(shown)]
-        if width >= 2 * len(parts):
-            assert len(shown) == len(parts)
-
-
-def test_budget_and_the_last_minutes_are_shown(tiny: Served) -> None:
+def test_usage_is_shown_by_precision(tiny: Served) -> None:
     shown = printed(tiny)
-    assert re.search(r"·  [\d.]+ [KM]iB of [\d.]+ [KMGT]iB \([\d.]+ %\)$", shown, re.MULTILINE)
-    assert "Last 10 min" in shown
-    assert re.search(r"^first token +.*[▁-█].* \d+\.\d\d s, at most \d+\.\d\d s$", shown, re.MULTILINE)
+    assert re.search(r"^memory +[\d.]+ [KM]iB of [\d.]+ [KMGT]iB \([\d.]+ %\), pinned 0 B *$", shown, re.MULTILINE)
+    assert re.search(r"^ +cached at raw [\d.]+ KiB *$", shown, re.MULTILINE)
+    assert re.search(r"^cached +44.5 % of 897 prompt tokens; new KV is cached as K raw, V raw *$", shown, re.MULTILINE)
+
+
+def test_running_requests_and_replicas_are_shown(tiny: Served) -> None:
+    snapshot = snapshot_of(tiny)
+    parts = [{"tokens": 200, "k": "raw", "v": "raw", "bytes": 9, "shared_by": 2}]
+    sequences = [{"id": f"request-{number}", "tokens": 200, "parts": parts} for number in range(9)]
+    usage = {**snapshot.usage, "sequences": sequences, "replicas": {"a": snapshot.usage, "b": snapshot.usage}}
+    console = Console(file=io.StringIO(), width=80, height=40)
+    text = "\n".join(rows_on(console, ServerSnapshot(tiny.url, usage, snapshot.props, snapshot.requests)))
+    assert re.search(r"request-3 +200 +9 B +█{20} 200 raw shared by 2", text)
+    for words in ("Replicas", "Running", "Recent requests"):
+        assert words in text
 
 
 def test_a_plain_key_sees_its_own(tiny: Served) -> None:
     shown = printed(tiny, "--api-key", "plain")
-    assert "orchard-1" not in shown
-    assert "this key's: nothing held" in shown
-    assert not re.search(r"^\d\d:\d\d:\d\d completions", shown, re.MULTILINE)
+    assert " by this key" in shown
+    assert "nothing held" in shown
+    assert not re.search(r"^\d\d:\d\d:\d\d +completions", shown, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 30), (200, 60), (40, 10), (80, 3)])
-def test_a_screen_is_never_overfull(tiny: Served, width: int, height: int) -> None:
+def test_view_fits_a_screen_and_begins_with_the_model(tiny: Served, width: int, height: int) -> None:
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system="standard")
-    with connect(tiny.url, "secret") as remote:
-        shown = console.render_lines(View(remote).screen(console), pad=False)
-    assert len(shown) <= height
-    texts = ["".join(segment.text for segment in row) for row in shown]
-    assert all(cell_len(text) <= width for text in texts)
-    assert "tiny-llama" in texts[0]
+    rows = rows_on(console, snapshot_of(tiny))
+    assert len(rows) == height
+    assert all(cell_len(row) <= width for row in rows)
+    assert "tiny-llama" in rows[0]
     if height >= 24:
-        for words in ("Last 10 min", "Conversations 2", "Requests", "orchard-1", "diverged at 100"):
-            assert any(words in text for text in texts), words
+        for words in ("cached at raw", "Recent requests", "completions", "diverged at 100"):
+            assert any(words in row for row in rows), words
 
 
-def test_a_server_that_ends_leaves_the_last_look() -> None:
+def test_error_replaces_the_speeds(tiny: Served) -> None:
     console = Console(file=io.StringIO(), width=80, height=24)
-    with running(tiny_loaded("llama")) as other, connect(other.url, None) as remote:
-        view = View(remote)
-        view.screen(console)
+    rows = rows_on(console, snapshot_of(tiny), "No server answers at \x1b[2J")
+    assert rows[1].startswith("No server answers at \\x1b[2J")
+    assert not any("tokens/s, prefill" in row for row in rows)
+    with running(tiny_loaded("llama")) as other, connect(other.url, None) as server:
         other.server.end()
         other.thread.join(30)
-        texts = ["".join(segment.text for segment in row) for row in console.render_lines(view.screen(console))]
-        assert "No server answers" in texts[1]
-        assert "tiny-llama" in texts[0]
         with pytest.raises(KvstrataError, match="No server answers"):
-            View(remote).screen(console)
+            ask_snapshot(server, RecentRequests())
 
 
-def test_nothing_that_a_client_named_reaches_the_terminal(tiny: Served) -> None:
-    with tiny.openai("secret") as client:
-        client.completions.create(
-            model=tiny.name, prompt=[9, 8, 7], max_tokens=1, extra_body={"prompt_cache_key": "a\x1b[31mb\x07"}
-        )
-    assert "\x1b" not in printed(tiny)
-    assert top_lines.fitted("a\x1b[2Jb", 8) == "a?[2Jb  "
-    assert cell_len(top_lines.fitted("重" * 30, 9)) == 9
+def test_control_characters_of_clients_never_reach_the_terminal(tiny: Served) -> None:
+    snapshot = snapshot_of(tiny)
+    fields = {"prompt_tokens": 3, "cached_tokens": 0, "first_token_s": None, "tokens_per_s": None, "error": None}
+    miss = {
+        "status": 200,
+        "miss": "diverged",
+        "divergence": {"at": 1, "where": "reply", "was": "a\x1b[2J", "now": "\x07重"},
+    }
+    request = a_request("a", path="/v1/\x1b[31mx", **fields, **miss)
+    shown = ServerSnapshot(snapshot.url, snapshot.usage, snapshot.props, [request])
+    console = Console(file=io.StringIO(), width=120, height=40)
+    text = "\n".join(rows_on(console, shown))
+    assert "\x1b" not in text
+    assert "\x07" not in text
+    assert "diverged at 1 in a reply: 'a\\x1b[2J' became '\\x07重'" in text
 
 
-def on_a_terminal(tiny: Served, *arguments: str, **env: str) -> str:
-    """What a terminal of 80 by 24 is sent. Ctrl-C is pressed when it was drawn twice."""
+def on_a_terminal(served: Served, *arguments: str, until: str = "", **env: str) -> str:
+    """Return the output to a terminal of 80 by 24. Ctrl-C is pressed when it was drawn twice.
+
+    The server is ended after the first drawing if `until` is given, and Ctrl-C is pressed when that text is there.
+    """
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
     process = subprocess.Popen(
         [sys.executable, "-c", "from kvstrata.cli import main; main()", "top", *arguments],
-        env={**kept, "TERM": "xterm-256color", "KVSTRATA_URL": tiny.url, "KVSTRATA_ADMIN_KEY": "secret", **env},
+        env={**kept, "TERM": "xterm-256color", "KVSTRATA_URL": served.url, "KVSTRATA_ADMIN_KEY": "secret", **env},
         stdout=theirs,
         stdin=subprocess.DEVNULL,
     )
     os.close(theirs)
-    sent, is_pressed = b"", False
+    sent, is_pressed, is_ended = b"", False, False
     try:
         while piece := os.read(ours, 65536):
             sent += piece
-            if not is_pressed and sent.count(b"tiny-llama") >= 2:
+            if until and not is_ended and b"tiny-llama" in sent:
+                served.server.end()
+                is_ended = True
+            if not is_pressed and (until.encode() in sent if until else sent.count(b"tiny-llama") >= 2):
                 process.send_signal(signal.SIGINT)
                 is_pressed = True
     except OSError:  # the other end is closed
@@ -272,7 +198,7 @@ def on_a_terminal(tiny: Served, *arguments: str, **env: str) -> str:
 def test_colours_are_for_terminals_that_want_them(tiny: Served) -> None:
     assert COLOUR.search(on_a_terminal(tiny, "--once"))
     plain = on_a_terminal(tiny, "--once", NO_COLOR="1")
-    assert "orchard-1" in plain
+    assert "completions" in plain
     assert not COLOUR.search(plain)
     assert "\x1b" not in printed(tiny)
 
@@ -283,3 +209,11 @@ def test_a_terminal_is_left_as_it_was(tiny: Served) -> None:
     assert "\x1b[?1049l" in sent
     assert sent.rindex("\x1b[?25h") > sent.rindex("\x1b[?25l")  # the cursor is back
     assert sent.count("tiny-llama") >= 2
+
+
+def test_last_state_stays_when_the_server_ends() -> None:
+    with running(tiny_loaded("llama")) as other:
+        sent = on_a_terminal(other, "--every", "0.2", until="No server answers")
+    last = sent[sent.rindex("tiny-llama") :]
+    assert "No server answers" in last
+    assert "memory" in last

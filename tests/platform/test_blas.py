@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.cli.speed import mlx_gflops, numpy_gflops
+from kvstrata.cli.doctor import mlx_gflops, numpy_gflops
 from kvstrata.platform.blas import blas
 from kvstrata.platform.device import mlx_backend, usable_cores
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from kvstrata.bench.replay import LruStore, StrataStore, serve_all
-from kvstrata.bench.trace import Asked, trace_of
+from kvstrata.bench.replay import KvstrataPolicy, LruPolicy, serve_all
+from kvstrata.bench.trace import ReplayRequest, trace_of
 from kvstrata.prefix_cache.eviction_order import (
     HISTORY_FACTOR,
     EvictionOrder,
@@ -363,9 +363,9 @@ def test_history_is_bounded_and_forgets_oldest_first() -> None:
 def test_worth_beats_lru_on_cyclic_prompts() -> None:
     """Cycle through more prompts than fit: LRU evicts each shortly before its next request."""
     prompts = [np.arange(100 * which, 100 * which + 20, dtype=np.int32) for which in range(12)]
-    trace = trace_of("scans", [Asked(10.0 * at, prompts[at % 12]) for at in range(12 * 40)])
-    assert serve_all(trace, LruStore(120)).num_found == 0
-    assert serve_all(trace, StrataStore(120)).rate > 0.25
+    trace = trace_of("scans", [ReplayRequest(10.0 * at, prompts[at % 12]) for at in range(12 * 40)])
+    assert serve_all(trace, LruPolicy(120)).num_found == 0
+    assert serve_all(trace, KvstrataPolicy(120)).rate > 0.25
 
 
 def test_density_changes_only_after_refresh_interval() -> None:

@@ -52,7 +52,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Door:
+class ChatServer:
     """Address of a server with the model, key and timeout to use there."""
 
     url: str  # without /v1
@@ -73,20 +73,20 @@ class Door:
 
 async def ask(
     client: httpx.AsyncClient,
-    door: Door,
+    server: ChatServer,
     messages: Sequence[Message],
     reply_tokens: int,
     on_piece: Callable[[int], None] = lambda _: None,
 ) -> Answer:
     """Send a chat completion and read its stream. `on_piece` is called with the number of pieces received so far."""
     body = {
-        "model": door.model,
+        "model": server.model,
         "messages": [dict(message) for message in messages],
         "max_tokens": reply_tokens,
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
-        **door.extra,
+        **server.extra,
     }
     reading = _Reading(time.perf_counter())
     try:
@@ -160,9 +160,9 @@ class _Reading:
         )
 
 
-async def first_model(door: Door) -> str:
+async def first_model(server: ChatServer) -> str:
     """Return the name of the first model that the server lists."""
-    async with door.open() as client:
+    async with server.open() as client:
         response = await client.get("/v1/models")
         response.raise_for_status()
         listed = response.json()["data"]

@@ -15,9 +15,9 @@ from typing import TypeVar
 import httpx
 import numpy as np
 
-from kvstrata.bench.chat_client import Answer, Door, PrefillTime, ask, fit
+from kvstrata.bench.chat_client import Answer, ChatServer, PrefillTime, ask, fit
 from kvstrata.bench.figures import Figure, lay_out
-from kvstrata.bench.workloads import Ask, Lane, Message, prompt_tokens, text, user
+from kvstrata.bench.workloads import Lane, LoadRequest, Message, prompt_tokens, text, user
 from kvstrata.errors import KvstrataError
 
 T = TypeVar("T")
@@ -45,10 +45,10 @@ CALIBRATION_TOKENS = (64, 256, 1024)
 
 
 @dataclass(frozen=True)
-class Asked:
+class SentRequest:
     """A request that was sent, and its answer."""
 
-    ask: Ask
+    ask: LoadRequest
     answer: Answer
     sent_tokens: int  # estimated by the client
 
@@ -88,25 +88,25 @@ class ServeFigures(Figure):
     prefill_time: PrefillTime | None
 
 
-class Client:
+class LoadClient:
     """Sender of a load's requests that keeps the chats' histories."""
 
-    def __init__(self, http: httpx.AsyncClient, door: Door, watch: Watch = UNWATCHED) -> None:
+    def __init__(self, http: httpx.AsyncClient, server: ChatServer, watch: Watch = UNWATCHED) -> None:
         self._http = http
-        self._door = door
+        self._door = server
         self._watch = watch
         self._histories: dict[str, list[Message]] = {}
-        self.asked: list[Asked] = []
+        self.sent: list[SentRequest] = []
 
-    async def send(self, asking: Ask, on_piece: Callable[[int], None] = lambda _: None) -> Asked:
+    async def send(self, asking: LoadRequest, on_piece: Callable[[int], None] = lambda _: None) -> SentRequest:
         history = self._histories.setdefault(asking.chat, [])
         history.extend(asking.messages)
-        sent = prompt_tokens(history)
+        num_tokens = prompt_tokens(history)
         answer = await ask(self._http, self._door, history, asking.reply_tokens, on_piece)
         history.append({"role": "assistant", "content": answer.text})
         self._watch.passed(None)
-        done = Asked(asking, answer, sent)
-        self.asked.append(done)
+        done = SentRequest(asking, answer, num_tokens)
+        self.sent.append(done)
         return done
 
     async def walk(self, lane: Lane, began_s: float) -> None:
@@ -115,7 +115,7 @@ class Client:
             await self.send(asking)
 
 
-async def run_lanes(client: Client, lanes: Sequence[Lane], clients: int) -> None:
+async def run_lanes(client: LoadClient, lanes: Sequence[Lane], clients: int) -> None:
     """Run lanes, at most `clients` at once. With 0 all run at once, each at its own times."""
     began_s = time.perf_counter()
     gate = asyncio.Semaphore(clients or len(lanes))
@@ -128,54 +128,69 @@ async def run_lanes(client: Client, lanes: Sequence[Lane], clients: int) -> None
 
 
 async def calibrate(
-    door: Door, key: str, lengths: Sequence[int] = CALIBRATION_TOKENS, repeats: int = 2, watch: Watch = UNWATCHED
+    server: ChatServer,
+    key: str,
+    lengths: Sequence[int] = CALIBRATION_TOKENS,
+    repeats: int = 2,
+    watch: Watch = UNWATCHED,
 ) -> PrefillTime:
     """Time unseen prompts, one at a time, and fit the prefill time. `key` makes the prompts unseen."""
     samples = []
-    async with door.open() as http:
-        await _unseen(http, door, f"{key} warm up", min(lengths))
+    async with server.open() as http:
+        await _unseen(http, server, f"{key} warm up", min(lengths))
         for number in range(repeats):
             for length in lengths:
-                samples.append(await _unseen(http, door, f"{key} {number} {length}", length))
+                samples.append(await _unseen(http, server, f"{key} {number} {length}", length))
                 watch.passed(None)
     return fit(samples)
 
 
-async def _unseen(http: httpx.AsyncClient, door: Door, key: str, num_tokens: int) -> tuple[int, float]:
+async def _unseen(http: httpx.AsyncClient, server: ChatServer, key: str, num_tokens: int) -> tuple[int, float]:
     messages = [user(text(key, num_tokens))]
-    answer = await ask(http, door, messages, 2)
+    answer = await ask(http, server, messages, 2)
     if answer.failure:
-        raise KvstrataError(f"{door.url} did not answer a prompt of {num_tokens} tokens: {answer.failure}")
-    told = answer.prompt_tokens
-    return (prompt_tokens(messages) if told is None else told), answer.first_token_s
+        raise KvstrataError(f"{server.url} did not answer a prompt of {num_tokens} tokens: {answer.failure}")
+    reported = answer.prompt_tokens
+    return (prompt_tokens(messages) if reported is None else reported), answer.first_token_s
 
 
 async def measure(
-    door: Door, name: str, lanes: Sequence[Lane], clients: int, known: PrefillTime | None, watch: Watch = UNWATCHED
+    server: ChatServer,
+    name: str,
+    lanes: Sequence[Lane],
+    clients: int,
+    known: PrefillTime | None,
+    watch: Watch = UNWATCHED,
 ) -> ServeFigures:
     began_s = time.perf_counter()
-    async with door.open() as http:
-        client = Client(http, door, watch.under(name))
+    async with server.open() as http:
+        client = LoadClient(http, server, watch.under(name))
         watch.under(name).say(f"{sum(map(len, lanes))} requests")
         await run_lanes(client, lanes, clients)
     took_s = time.perf_counter() - began_s
-    return summarize(door, name, client.asked, took_s=took_s, clients=clients, known=known)
+    return summarize(server, name, client.sent, took_s=took_s, clients=clients, known=known)
 
 
 def summarize(
-    door: Door, name: str, asked: Sequence[Asked], *, took_s: float, clients: int, known: PrefillTime | None
+    server: ChatServer,
+    name: str,
+    sent: Sequence[SentRequest],
+    *,
+    took_s: float,
+    clients: int,
+    known: PrefillTime | None,
 ) -> ServeFigures:
-    good = [each for each in asked if not each.answer.failure]
-    judged = alone(good, asked) if known else []
+    good = [each for each in sent if not each.answer.failure]
+    judged = alone(good, sent) if known else []
     reported = [each.answer.cached_tokens for each in good if each.answer.cached_tokens is not None]
     reply_tokens = sum(each.answer.num_pieces for each in good)
     return ServeFigures(
-        url=door.url,
-        model=door.model,
+        url=server.url,
+        model=server.model,
         load=name,
         clients=clients,
-        requests=len(asked),
-        failures=[each.answer.failure for each in asked if each.answer.failure],
+        requests=len(sent),
+        failures=[each.answer.failure for each in sent if each.answer.failure],
         seconds=took_s,
         prompt_tokens=sum(each.prompt_tokens for each in good),
         reply_tokens=reply_tokens,
@@ -198,7 +213,7 @@ def spread(values: Sequence[float]) -> Spread | None:
     return Spread(float(middle), float(high), max(values))
 
 
-def alone(good: Sequence[Asked], everyone: Sequence[Asked]) -> list[Asked]:
+def alone(good: Sequence[SentRequest], everyone: Sequence[SentRequest]) -> list[SentRequest]:
     """Return the requests during which no other one was served before their first token."""
     return [one for one in good if not any(_overlaps(one.answer, two.answer) for two in everyone if two is not one)]
 
@@ -207,8 +222,8 @@ def _overlaps(one: Answer, other: Answer) -> bool:
     return other.began_s < one.began_s + one.first_token_s and one.began_s < other.ended_s
 
 
-def inferred_cached(known: PrefillTime, asked: Asked) -> int:
-    return asked.prompt_tokens - known.computed_tokens(asked.prompt_tokens, asked.answer.first_token_s)
+def inferred_cached(known: PrefillTime, sent: SentRequest) -> int:
+    return sent.prompt_tokens - known.computed_tokens(sent.prompt_tokens, sent.answer.first_token_s)
 
 
 def table(rows: Sequence[ServeFigures]) -> str:

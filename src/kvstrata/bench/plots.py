@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvstrata.bench.replay import POLICIES, Row
+from kvstrata.bench.replay import POLICIES, ReplayRow
 from kvstrata.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _panel(axis: Any, panel: str, rows: Sequence[Quality]) -> None:
 POLICY_COLOURS = {"kvstrata": "#0b6e4f", "lru": "#b5651d", "optimal": "#888888"}
 
 
-def plot_replay(rows: Sequence[Row], path: Path) -> None:
+def plot_replay(rows: Sequence[ReplayRow], path: Path) -> None:
     pyplot = load_pyplot()
     traces = list(dict.fromkeys(row.trace for row in rows))
     bits = list(dict.fromkeys(row.bits for row in rows))
@@ -80,7 +80,7 @@ def plot_replay(rows: Sequence[Row], path: Path) -> None:
     save(figure, path)
 
 
-def _replay_panel(axis, rows: Sequence[Row]) -> None:
+def _replay_panel(axis, rows: Sequence[ReplayRow]) -> None:
     for policy in POLICIES:
         points = sorted((row.budget, row.hit_rate) for row in rows if row.policy == policy)
         style = "--" if policy == "optimal" else "-"

@@ -104,14 +104,14 @@ DECODE_BLOCK = 32
 
 
 @dataclass(frozen=True)
-class Subject:
+class QualitySubject:
     """The measured model and its layers."""
 
     loaded: LoadedModel
     layout: Layout
 
 
-def subject_of(loaded: LoadedModel) -> Subject:
+def subject_of(loaded: LoadedModel) -> QualitySubject:
     """Return the model with its layout. Refuse layers that cannot be encoded token by token, and models with none to
     encode."""
     layout = probe(loaded.module)
@@ -124,11 +124,11 @@ def subject_of(loaded: LoadedModel) -> Subject:
             f"This benchmark encodes full and window attention; this model has {has}. For what its cache takes in each "
             "precision use: kvstrata bench kv-cache --layers N --heads N --head-dim N"
         )
-    return Subject(loaded, layout)
+    return QualitySubject(loaded, layout)
 
 
 @dataclass(frozen=True)
-class Text:
+class SampleText:
     name: str
     ids: Sequence[int]
 
@@ -154,14 +154,14 @@ def windows_of(ids: Sequence[int], context: int, mode: str, count: int) -> list[
 
 
 @dataclass(frozen=True)
-class Run:
+class WindowRun:
     logprobs: np.ndarray  # float32 [positions, vocab]
     targets: np.ndarray  # [positions]: the tokens that really follow
     encoded_bytes: int
     encoded_values: int
 
 
-def run(subject: Subject, plan: PrecisionPlan, window: Window) -> Run:
+def run(subject: QualitySubject, plan: PrecisionPlan, window: Window) -> WindowRun:
     module, ids, context = subject.loaded.module, window.ids, window.context
     caches, encoding = _caches(subject, plan, DECODE_BLOCK if window.mode == "decode" else 1)
     logits = module(mx.array([ids[:context]]), cache=caches)
@@ -175,10 +175,12 @@ def run(subject: Subject, plan: PrecisionPlan, window: Window) -> Run:
         scored = np.concatenate([logprobs_of(module(mx.array([[id_]]), cache=caches)[0]) for id_ in fed])
         targets = ids[context + 1 : context + DECODE_TOKENS + 1]
     sides = [side for layer in encoding for side in (layer.k, layer.v)]
-    return Run(scored, np.array(targets), sum(s.encoded_bytes for s in sides), sum(s.encoded_values for s in sides))
+    return WindowRun(
+        scored, np.array(targets), sum(s.encoded_bytes for s in sides), sum(s.encoded_values for s in sides)
+    )
 
 
-def _caches(subject: Subject, plan: PrecisionPlan, block: int) -> tuple[list[Any], list[EncodingLayer]]:
+def _caches(subject: QualitySubject, plan: PrecisionPlan, block: int) -> tuple[list[Any], list[EncodingLayer]]:
     """Return the caches for the model, and the encoding layers among them."""
     codecs = iter(plan.pairs)
     encoding: list[EncodingLayer] = []
@@ -213,7 +215,7 @@ class Score:
     encoded_values: int
 
 
-def score(reference: Run, other: Run) -> Score:
+def score(reference: WindowRun, other: WindowRun) -> Score:
     return Score(
         kl=kl_of(reference.logprobs, other.logprobs),
         same=reference.logprobs.argmax(-1) == other.logprobs.argmax(-1),
@@ -224,7 +226,10 @@ def score(reference: Run, other: Run) -> Score:
 
 
 def kl_of(reference: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return the KL divergence at each position. Rounding could make it slightly negative, so it is clipped at 0."""
+    """Return the KL divergence at each position, from log-probabilities [positions, vocab].
+
+    Rounding could make it slightly negative, so it is clipped at 0.
+    """
     return np.maximum((np.exp(reference) * (reference - other)).sum(-1), 0.0)
 
 
@@ -259,7 +264,7 @@ class Quality(Figure):
 
 
 @dataclass(frozen=True)
-class Protocol:
+class QualityProtocol:
     pairs: tuple[Pair, ...] = PAIRS
     contexts: tuple[int, ...] = (512,)
     windows: int = 2
@@ -269,12 +274,12 @@ class Protocol:
         return num_texts * len(self.contexts) * len(self.modes) * (1 + len(self.pairs)) * self.windows
 
 
-FIRST_LOOK = Protocol()
+FIRST_LOOK = QualityProtocol()
 
 MORE_PAIRS: tuple[Pair, ...] = (("planes:4", "planes:2"), ("affine:2", "affine:2"), ("planes:2", "planes:2"))
 
 
-def full_protocol(loaded: LoadedModel, texts: Sequence[Text]) -> Protocol:
+def full_protocol(loaded: LoadedModel, texts: Sequence[SampleText]) -> QualityProtocol:
     """Return the full protocol: three contexts, the longest that model and texts allow among them, and up to six
     windows."""
     shortest = min(len(text.ids) for text in texts)
@@ -286,7 +291,9 @@ def full_protocol(loaded: LoadedModel, texts: Sequence[Text]) -> Protocol:
             f"{loaded.context_tokens}. Use a longer --text."
         )
     contexts = sorted({min(context, longest) for context in (512, 2048, longest)})
-    return Protocol((*PAIRS, *MORE_PAIRS), tuple(contexts), min(6, max(1, shortest // (longest + DECODE_TOKENS + 1))))
+    return QualityProtocol(
+        (*PAIRS, *MORE_PAIRS), tuple(contexts), min(6, max(1, shortest // (longest + DECODE_TOKENS + 1)))
+    )
 
 
 def parse_pairs(words: str) -> tuple[Pair, ...]:
@@ -300,7 +307,7 @@ def parse_pairs(words: str) -> tuple[Pair, ...]:
 
 
 def measure(
-    loaded: LoadedModel, texts: Sequence[Text], protocol: Protocol = FIRST_LOOK, watch: Watch = UNWATCHED
+    loaded: LoadedModel, texts: Sequence[SampleText], protocol: QualityProtocol = FIRST_LOOK, watch: Watch = UNWATCHED
 ) -> Iterator[Quality]:
     """Yield a row for each text, context, mode and pair as soon as it is measured; the first of each is full precision
     itself.
@@ -313,7 +320,7 @@ def measure(
     return _measured(subject, cases, plans, watch)
 
 
-def _cases(texts: Sequence[Text], protocol: Protocol) -> list[tuple[str, list[Window]]]:
+def _cases(texts: Sequence[SampleText], protocol: QualityProtocol) -> list[tuple[str, list[Window]]]:
     """Return the windows of each text, context and mode, with the text's name."""
     return [
         (text.name, windows_of(text.ids, context, mode, protocol.windows))
@@ -324,7 +331,10 @@ def _cases(texts: Sequence[Text], protocol: Protocol) -> list[tuple[str, list[Wi
 
 
 def _measured(
-    subject: Subject, cases: Sequence[tuple[str, list[Window]]], plans: Mapping[Pair, PrecisionPlan], watch: Watch
+    subject: QualitySubject,
+    cases: Sequence[tuple[str, list[Window]]],
+    plans: Mapping[Pair, PrecisionPlan],
+    watch: Watch,
 ) -> Iterator[Quality]:
     for text, windows in cases:
         title = f"{text}, {windows[0].mode}, context {windows[0].context}"
@@ -332,7 +342,7 @@ def _measured(
 
 
 def _rows(
-    subject: Subject, plans: Mapping[Pair, PrecisionPlan], windows: Sequence[Window], text: str, watch: Watch
+    subject: QualitySubject, plans: Mapping[Pair, PrecisionPlan], windows: Sequence[Window], text: str, watch: Watch
 ) -> Iterator[Quality]:
     watch.say("raw / raw")
     raw = raw_plan(subject.layout)

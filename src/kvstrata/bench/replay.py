@@ -3,7 +3,7 @@
 An id of the trace is one token of the tree and stands for a block of 512 tokens. Three policies serve the requests:
 
 - `kvstrata`: index, history and eviction as in the prefix cache, trims included.
-- `lru`: evicts the least recently used leaf (`LruTree`).
+- `lru`: evicts the least recently used leaf (`LruPolicy`).
 - `optimal`: knows the future. Belady's rule over blocks, with the choice not to keep a block at all: of the cached
   and the requested blocks, drop the one that is requested again last. Blocks have one size, so no policy can find more.
   If all requests count, it evicts leaves only: a prefix is always requested again at least as soon as its extension.
@@ -22,10 +22,9 @@ from typing import Literal, Protocol
 import numpy as np
 
 from kvstrata.bench.figures import Figure, Progress, lay_out, silent
-from kvstrata.bench.trace import BLOCK_TOKENS, Asked, Trace
+from kvstrata.bench.trace import BLOCK_TOKENS, ReplayRequest, ReplayTrace
 from kvstrata.errors import ConfigError
 from kvstrata.prefix_cache.eviction_order import EvictionOrder, LeafValue, RequestHistory, TimeQueue, UseRecords
-from kvstrata.prefix_cache.keys import Tokens
 from kvstrata.prefix_cache.radix_tree import Node, RadixTree
 from kvstrata.prefix_cache.worth import PrefillCost, Reuse
 
@@ -38,7 +37,7 @@ FULL_BITS = 16
 
 
 @dataclass(frozen=True)
-class Row(Figure):
+class ReplayRow(Figure):
     trace: str
     budget: float  # bytes, as a share of what all distinct blocks take at 16 bits
     policy: PolicyName
@@ -51,7 +50,7 @@ class Row(Figure):
 
 
 @dataclass(frozen=True)
-class Hits:
+class ReplayHits:
     """Requested and found blocks of each counted request."""
 
     found: tuple[int, ...]
@@ -76,7 +75,7 @@ class Difference:
     standard_error: float
 
 
-def difference(first: Hits, second: Hits) -> Difference:
+def difference(first: ReplayHits, second: ReplayHits) -> Difference:
     """Return how much higher the first hit rate is, with its standard error.
 
     Both served the same requests, so the error is that of the pairs: the deviation of each request's difference from
@@ -89,26 +88,30 @@ def difference(first: Hits, second: Hits) -> Difference:
     return Difference(float(rate), float(np.sqrt(squares) / max(1.0, asked.sum())))
 
 
-class Replayed(Protocol):
-    def serve(self, request: Asked) -> int:
+class ReplayPolicy(Protocol):
+    """Cache of blocks with an eviction policy."""
+
+    def serve(self, request: ReplayRequest) -> int:
         """Look up a request, insert it and evict to the limit. Return the number of blocks found."""
         ...
 
 
-class StrataStore:
+class KvstrataPolicy:
     """The prefix cache's index and eviction policy. A block counts as one byte, because all have the same precision.
     `evicted` is called with the ids of evicted blocks."""
 
     def __init__(self, num_blocks: int, evicted: Callable[[list[int]], object] = lambda _: None) -> None:
         self._num_blocks = num_blocks
         self._evicted = evicted
-        self.tree: RadixTree[Asked] = RadixTree()
+        self.tree: RadixTree[ReplayRequest] = RadixTree()
         reuse = Reuse()
         self._history = RequestHistory(reuse, lambda: num_blocks)
-        self._eviction: EvictionOrder[Node[Asked]] = EvictionOrder(reuse, PrefillCost(), quantum_tokens=BLOCK_TOKENS)
+        self._eviction: EvictionOrder[Node[ReplayRequest]] = EvictionOrder(
+            reuse, PrefillCost(), quantum_tokens=BLOCK_TOKENS
+        )
         self._uses = UseRecords()
 
-    def serve(self, request: Asked) -> int:
+    def serve(self, request: ReplayRequest) -> int:
         now_s = request.time_s
         inserted = self.tree.insert(ROOT, request.blocks, request)
         kind = self._history.record_request(ROOT, request.blocks, now_s)
@@ -132,7 +135,7 @@ class StrataStore:
                 if leaf.parent is not None:
                     self._offer(leaf.parent)
 
-    def _offer(self, node: Node[Asked]) -> None:
+    def _offer(self, node: Node[ReplayRequest]) -> None:
         if not node.is_leaf:
             self._eviction.discard(node)
             return
@@ -141,21 +144,53 @@ class StrataStore:
         self._eviction.add(node, LeafValue(nbytes, start, num_tokens, use.used_s, use.reuse_class))
 
 
-class LruStore:
+class LruPolicy:
+    """Eviction of the least recently used leaf."""
+
     def __init__(self, num_blocks: int) -> None:
-        self._tree = LruTree(num_blocks)
+        self._num_blocks = num_blocks
+        self._tree: RadixTree[None] = RadixTree()
+        self._leaves: TimeQueue[Node[None]] = TimeQueue()
+        self._used_s: dict[Node[None], float] = {}
 
-    def serve(self, request: Asked) -> int:
-        return self._tree.asked(ROOT, request.blocks, request.time_s)
+    def serve(self, request: ReplayRequest) -> int:
+        inserted = self._tree.insert(ROOT, request.blocks, None)
+        if inserted.halves:
+            upper, lower = inserted.halves
+            self._used_s[upper] = self._used_s[lower]
+        for node in inserted.path:
+            self._used_s[node] = request.time_s
+            self._leaves.discard(node)
+        for node in (*inserted.path[-1:], *inserted.halves):
+            self._offer(node)
+        while self._tree.num_tokens > self._num_blocks:
+            self._evict(self._tree.num_tokens - self._num_blocks)
+        return inserted.num_matched
+
+    def _evict(self, num_over: int) -> None:
+        leaf = self._leaves.oldest()
+        assert leaf is not None
+        if num_over < leaf.num_tokens:
+            self._tree.trim(leaf, leaf.end - num_over)
+            return
+        self._leaves.discard(leaf)
+        self._tree.remove(leaf)
+        del self._used_s[leaf]
+        if leaf.parent is not None:
+            self._offer(leaf.parent)
+
+    def _offer(self, node: Node[None]) -> None:
+        if node.is_leaf:
+            self._leaves.put(node, self._used_s[node], node.start)
 
 
-def serve_all(trace: Trace, store: Replayed, count_from: int = 0) -> Hits:
+def serve_all(trace: ReplayTrace, policy: ReplayPolicy, count_from: int = 0) -> ReplayHits:
     """Serve a trace. Requests before `count_from` warm the cache and do not count."""
-    found = [store.serve(request) for request in trace.requests]
-    return Hits(tuple(found[count_from:]), tuple(len(request.blocks) for request in trace.requests[count_from:]))
+    found = [policy.serve(request) for request in trace.requests]
+    return ReplayHits(tuple(found[count_from:]), tuple(len(request.blocks) for request in trace.requests[count_from:]))
 
 
-def serve_knowing_the_future(trace: Trace, num_blocks: int, count_from: int = 0) -> Hits:
+def serve_knowing_the_future(trace: ReplayTrace, num_blocks: int, count_from: int = 0) -> ReplayHits:
     """Serve a trace with the `optimal` policy. A hit before counting begins has no value, so such a block may go
     first."""
     asked_next = _asked_next(trace, count_from)
@@ -174,10 +209,10 @@ def serve_knowing_the_future(trace: Trace, num_blocks: int, count_from: int = 0)
             when, depth, block = heapq.heappop(farthest)
             if held.get(block) == (when, depth):
                 del held[block]
-    return Hits(tuple(found), tuple(asked))
+    return ReplayHits(tuple(found), tuple(asked))
 
 
-def _asked_next(trace: Trace, count_from: int) -> list[list[float]]:
+def _asked_next(trace: ReplayTrace, count_from: int) -> list[list[float]]:
     """Return, for each block of each request, the next counted request for it, or infinity if there is none."""
     following: dict[int, int] = {}
     found: list[list[float]] = []
@@ -190,20 +225,20 @@ def _asked_next(trace: Trace, count_from: int) -> list[list[float]]:
 
 
 def replay(
-    trace: Trace,
+    trace: ReplayTrace,
     budgets: Sequence[float],
     bits: Sequence[int] = (16, 8, 4),
     *,
     policies: Sequence[PolicyName] = POLICIES,
     held_out: bool = False,
     progress: Progress = silent,
-) -> list[Row]:
+) -> list[ReplayRow]:
     """Return a row for each budget (a share of all distinct blocks at 16 bits), precision and policy.
 
     With `held_out` the first half of the requests warms the cache and the second half counts.
     """
     count_from = len(trace.requests) // 2 if held_out else 0
-    hits: dict[tuple[PolicyName, int], Hits] = {}  # the same number of blocks need not be replayed twice
+    hits: dict[tuple[PolicyName, int], ReplayHits] = {}  # the same number of blocks need not be replayed twice
     rows = []
     for budget in budgets:
         for each in bits:
@@ -214,12 +249,12 @@ def replay(
                 if (policy, num_blocks) not in hits:
                     progress(f"{trace.name}: {policy}, {num_blocks} blocks")
                     hits[policy, num_blocks] = _hits(trace, policy, num_blocks, count_from)
-            found: dict[PolicyName, Hits] = {policy: hits[policy, num_blocks] for policy in policies}
+            found: dict[PolicyName, ReplayHits] = {policy: hits[policy, num_blocks] for policy in policies}
             rows += [_row(trace.name, budget, each, num_blocks, policy, found) for policy in policies]
     return rows
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[ReplayRow]) -> str:
     """Return a table with a line for each budget and precision and a column for each policy."""
     policies = list(dict.fromkeys(row.policy for row in rows))
     lines = [rows[at : at + len(policies)] for at in range(0, len(rows), len(policies))]
@@ -236,62 +271,23 @@ def table(rows: Sequence[Row]) -> str:
     )
 
 
-def _above_lru(line: Sequence[Row]) -> str:
+def _above_lru(line: Sequence[ReplayRow]) -> str:
     return "".join(f"{row.above_lru:+.4f} ±{row.above_lru_error:.4f}" for row in line if row.above_lru is not None)
 
 
 def _row(
-    trace: str, budget: float, bits: int, num_blocks: int, policy: PolicyName, found: Mapping[PolicyName, Hits]
-) -> Row:
+    trace: str, budget: float, bits: int, num_blocks: int, policy: PolicyName, found: Mapping[PolicyName, ReplayHits]
+) -> ReplayRow:
     hits = found[policy]
-    row = Row(trace, budget, policy, bits, hits.rate, num_blocks, len(hits.asked))
+    row = ReplayRow(trace, budget, policy, bits, hits.rate, num_blocks, len(hits.asked))
     if policy != "kvstrata" or "lru" not in found:
         return row
     above = difference(hits, found["lru"])
     return replace(row, above_lru=above.rate, above_lru_error=above.standard_error)
 
 
-def _hits(trace: Trace, policy: PolicyName, num_blocks: int, count_from: int) -> Hits:
+def _hits(trace: ReplayTrace, policy: PolicyName, num_blocks: int, count_from: int) -> ReplayHits:
     if policy == "optimal":
         return serve_knowing_the_future(trace, num_blocks, count_from)
-    store = StrataStore(num_blocks) if policy == "kvstrata" else LruStore(num_blocks)
-    return serve_all(trace, store, count_from)
-
-
-class LruTree:
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
-        self.tree: RadixTree[None] = RadixTree()
-        self._leaves: TimeQueue[Node[None]] = TimeQueue()
-        self._used_s: dict[Node[None], float] = {}
-
-    def asked(self, root_key: bytes, tokens: Tokens, now_s: float) -> int:
-        """Look up a prompt, insert it and evict to the limit. Return the number of tokens found."""
-        inserted = self.tree.insert(root_key, tokens, None)
-        if inserted.halves:
-            upper, lower = inserted.halves
-            self._used_s[upper] = self._used_s[lower]
-        for node in inserted.path:
-            self._used_s[node] = now_s
-            self._leaves.discard(node)
-        for node in (*inserted.path[-1:], *inserted.halves):
-            self._offer(node)
-        while self.tree.num_tokens > self.max_tokens:
-            self._evict(self.tree.num_tokens - self.max_tokens)
-        return inserted.num_matched
-
-    def _evict(self, num_over: int) -> None:
-        leaf = self._leaves.oldest()
-        assert leaf is not None
-        if num_over < leaf.num_tokens:
-            self.tree.trim(leaf, leaf.end - num_over)
-            return
-        self._leaves.discard(leaf)
-        self.tree.remove(leaf)
-        del self._used_s[leaf]
-        if leaf.parent is not None:
-            self._offer(leaf.parent)
-
-    def _offer(self, node: Node[None]) -> None:
-        if node.is_leaf:
-            self._leaves.put(node, self._used_s[node], node.start)
+    served = KvstrataPolicy(num_blocks) if policy == "kvstrata" else LruPolicy(num_blocks)
+    return serve_all(trace, served, count_from)

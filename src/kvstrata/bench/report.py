@@ -12,7 +12,7 @@ from typing import Any
 
 from kvstrata.bench.figures import MIB
 from kvstrata.bench.plots import load_pyplot, save
-from kvstrata.bench.scenarios import Lengths, Scenario, scenarios
+from kvstrata.bench.scenarios import PromptLengths, Scenario, scenarios
 
 OURS = "kvstrata"
 
@@ -39,7 +39,7 @@ def markdown(data: Data, plots: Sequence[str] = ()) -> str:
 
 
 def titles() -> list[Scenario]:
-    return scenarios(Lengths())
+    return scenarios(PromptLengths())
 
 
 def _about(data: Data) -> str:

@@ -14,9 +14,9 @@ from itertools import pairwise
 
 from kvstrata.bench.chat_client import Answer, PrefillTime
 from kvstrata.bench.figures import Figure
-from kvstrata.bench.load import Asked, Client
+from kvstrata.bench.load import LoadClient, SentRequest
 from kvstrata.bench.peers.base import KnownBy
-from kvstrata.bench.scenarios import Beside, Requested, Restart, Scenario, Together
+from kvstrata.bench.scenarios import ConcurrentRequests, Restart, Scenario, ScenarioRequest, StreamBesidePrompt
 
 SETTLE_S = 0.3  # time for a server to log and count its last response
 
@@ -46,14 +46,14 @@ class Outcome(Figure):
 
 
 @dataclass
-class Run:
+class ScenarioRun:
     """State of a running scenario; it is read even when the scenario is aborted."""
 
-    client: Client
+    client: LoadClient
     restart: Callable[[], None]
-    mark: Callable[[], None]  # called before the first request that counts
-    asked: list[tuple[Requested, Asked]] = field(default_factory=list)
-    together_s: list[tuple[float, list[Asked]]] = field(default_factory=list)
+    mark_log: Callable[[], None]  # called before the first request that counts
+    sent: list[tuple[ScenarioRequest, SentRequest]] = field(default_factory=list)
+    together_s: list[tuple[float, list[SentRequest]]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     slowest_gap_s: float | None = None
     is_marked: bool = False
@@ -62,7 +62,7 @@ class Run:
         for step in scenario.steps:
             if isinstance(step, Restart):
                 await asyncio.to_thread(self.restart)
-            elif isinstance(step, Beside):
+            elif isinstance(step, StreamBesidePrompt):
                 self._mark()
                 await self._beside(step)
             else:
@@ -74,21 +74,21 @@ class Run:
     def _mark(self) -> None:
         if not self.is_marked:
             self.is_marked = True
-            self.mark()
+            self.mark_log()
 
-    async def _together(self, step: Together) -> None:
+    async def _together(self, step: ConcurrentRequests) -> None:
         began_s = time.perf_counter()
         found = await asyncio.gather(*(self._send(request) for request in step.requests))
         if len(found) > 1:
             last_s = max(each.answer.began_s + each.answer.first_token_s for each in found)
             self.together_s.append((last_s - began_s, list(found)))
 
-    async def _send(self, request: Requested, on_piece: Callable[[int], None] = lambda _: None) -> Asked:
+    async def _send(self, request: ScenarioRequest, on_piece: Callable[[int], None] = lambda _: None) -> SentRequest:
         found = await self.client.send(request.ask, on_piece)
-        self.asked.append((request, found))
+        self.sent.append((request, found))
         return found
 
-    async def _beside(self, step: Beside) -> None:
+    async def _beside(self, step: StreamBesidePrompt) -> None:
         under_way = asyncio.Event()
 
         def heard(num_pieces: int) -> None:
@@ -117,30 +117,30 @@ def pause(stream: Answer, comes: Answer) -> tuple[float | None, str]:
     return max(gaps), ""
 
 
-def tokens_of(run: Run, known: PrefillTime | None) -> tuple[int, int | None, int | None]:
+def tokens_of(run: ScenarioRun, known: PrefillTime | None) -> tuple[int, int | None, int | None]:
     """Return, for the requests that count: prompt tokens, computed tokens as reported, and as inferred from time."""
-    counted = [asked for request, asked in run.asked if request.part != "setup" and not asked.answer.failure]
+    counted = [sent for request, sent in run.sent if request.part != "setup" and not sent.answer.failure]
     if not counted:
         return 0, None, None
-    total = sum(asked.prompt_tokens for asked in counted)
-    cached = [asked.answer.cached_tokens for asked in counted]
+    total = sum(sent.prompt_tokens for sent in counted)
+    cached = [sent.answer.cached_tokens for sent in counted]
     reported = None if None in cached else total - sum(each for each in cached if each is not None)
     return total, reported, _inferred(run, counted, known)
 
 
-def _inferred(run: Run, counted: list[Asked], known: PrefillTime | None) -> int | None:
+def _inferred(run: ScenarioRun, counted: list[SentRequest], known: PrefillTime | None) -> int | None:
     if known is None or run.slowest_gap_s is not None:
         return None  # a stream beside it took some of the time
-    together = {id(asked) for _, group in run.together_s for asked in group}
-    alone = [asked for asked in counted if id(asked) not in together]
-    found = sum(known.computed_tokens(asked.prompt_tokens, asked.answer.first_token_s) for asked in alone)
+    together = {id(sent) for _, group in run.together_s for sent in group}
+    alone = [sent for sent in counted if id(sent) not in together]
+    found = sum(known.computed_tokens(sent.prompt_tokens, sent.answer.first_token_s) for sent in alone)
     return found + sum(_of_group(known, took_s, group) for took_s, group in run.together_s)
 
 
-def _of_group(known: PrefillTime, took_s: float, group: list[Asked]) -> int:
+def _of_group(known: PrefillTime, took_s: float, group: list[SentRequest]) -> int:
     """Estimate the computed tokens of concurrent requests as if they ran one after the other until the last first
     token."""
-    total = sum(asked.prompt_tokens for asked in group)
+    total = sum(sent.prompt_tokens for sent in group)
     each_s = known.seconds(total // len(group), total // len(group)) - known.fixed_s
     token_s = each_s * len(group) / total
     return min(total, round(max(0.0, took_s - known.fixed_s) / token_s)) if token_s else total

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvstrata.bench.workloads import Ask, Message, Shape, agent, chat_asks, system, text, user
+from kvstrata.bench.workloads import LoadRequest, LoadShape, Message, agent, chat_asks, system, text, user
 
 Part = Literal["setup", "counted", "timed"]
 Metric = Literal["first token", "throughput", "pause"]
@@ -24,24 +24,24 @@ STORY = "Tell a very long story about a river and a town. Give it many chapters,
 
 
 @dataclass(frozen=True)
-class Requested:
-    ask: Ask
+class ScenarioRequest:
+    ask: LoadRequest
     part: Part = "timed"
 
 
 @dataclass(frozen=True)
-class Together:
+class ConcurrentRequests:
     """Requests sent at the same moment, usually one."""
 
-    requests: tuple[Requested, ...]
+    requests: tuple[ScenarioRequest, ...]
 
 
 @dataclass(frozen=True)
-class Beside:
+class StreamBesidePrompt:
     """A stream during which another request is sent, after some tokens of the stream."""
 
-    stream: Requested
-    comes: Requested
+    stream: ScenarioRequest
+    comes: ScenarioRequest
     after_tokens: int = 8
 
 
@@ -50,7 +50,7 @@ class Restart:
     """Restart of the server, ended as its user would end it."""
 
 
-Step = Together | Beside | Restart
+Step = ConcurrentRequests | StreamBesidePrompt | Restart
 
 
 @dataclass(frozen=True)
@@ -62,18 +62,18 @@ class Scenario:
     limit_tokens: int = 0  # capacity of the cache; 0: the server's default
 
     @property
-    def requests(self) -> list[Requested]:
-        found: list[Requested] = []
+    def requests(self) -> list[ScenarioRequest]:
+        found: list[ScenarioRequest] = []
         for step in self.steps:
-            if isinstance(step, Together):
+            if isinstance(step, ConcurrentRequests):
                 found += step.requests
-            elif isinstance(step, Beside):
+            elif isinstance(step, StreamBesidePrompt):
                 found += (step.stream, step.comes)
         return found
 
 
 @dataclass(frozen=True)
-class Lengths:
+class PromptLengths:
     """Lengths and texts of prompts. `share` scales lengths: 1/4 with --quick. `key` makes texts that no server has
     seen."""
 
@@ -88,7 +88,7 @@ class Lengths:
         return text(f"{self.key} {name}", self.of(num_tokens))
 
 
-def scenarios(lengths: Lengths) -> list[Scenario]:
+def scenarios(lengths: PromptLengths) -> list[Scenario]:
     return [
         repeated(lengths),
         chat(lengths),
@@ -102,74 +102,89 @@ def scenarios(lengths: Lengths) -> list[Scenario]:
     ]
 
 
-def repeated(lengths: Lengths) -> Scenario:
+def repeated(lengths: PromptLengths) -> Scenario:
     prompt = (user(lengths.text("1", 2000)),)
-    steps = _alone(Requested(Ask(f"1 {n}", prompt, 8), "timed" if n else "counted") for n in range(3))
+    steps = _alone(ScenarioRequest(LoadRequest(f"1 {n}", prompt, 8), "timed" if n else "counted") for n in range(3))
     return Scenario(1, "One prompt of 2,000 tokens, again, again", steps)
 
 
-def chat(lengths: Lengths) -> Scenario:
+def chat(lengths: PromptLengths) -> Scenario:
     turns = [lengths.text(f"2 turn {n}", 150) for n in range(8)]
     asks = chat_asks("2", lengths.text("2 system", 200), turns, 16)
     return Scenario(2, "An 8-turn chat", _alone(_first_counted(asks)))
 
 
-def alternating(lengths: Lengths) -> Scenario:
+def alternating(lengths: PromptLengths) -> Scenario:
     """Build two alternating chats, an unrelated prompt, a third chat with the same system prompt, and the first chat
     again."""
     common = lengths.text("3 system", 400)
     one, two, three = (
         chat_asks(f"3 {name}", common, [lengths.text(f"3 {name} {n}", 250) for n in range(4)], 16) for name in "abc"
     )
-    stranger = Requested(Ask("3 stranger", (user(lengths.text("3 stranger", 1000)),), 16), "counted")
+    stranger = ScenarioRequest(LoadRequest("3 stranger", (user(lengths.text("3 stranger", 1000)),), 16), "counted")
     in_turns = [ask for pair in zip(one[:3], two[:3], strict=True) for ask in pair]
-    rest = [Requested(three[0]), Requested(one[3])]
+    rest = [ScenarioRequest(three[0]), ScenarioRequest(one[3])]
     steps = _alone([*_first_counted(in_turns), stranger, *rest])
     return Scenario(
         3, "Two chats alternating over one 400-token system prompt, a third after an unrelated prompt", steps
     )
 
 
-def at_once(lengths: Lengths) -> Scenario:
+def at_once(lengths: PromptLengths) -> Scenario:
     common = system(lengths.text("4 system", 1500))
-    asks = [Ask(f"4 {n}", (common, user(lengths.text(f"4 {n}", 40))), 16) for n in range(8)]
-    return Scenario(4, "Eight requests at once over one 1,500-token prefix", (Together(tuple(map(Requested, asks))),))
-
-
-def restarted(lengths: Lengths) -> Scenario:
-    turns = [lengths.text(f"5 turn {n}", 700 if n < 2 else 50) for n in range(3)]
-    *before, after = chat_asks("5", lengths.text("5 system", 200), turns, 16)
-    stored = _alone(Requested(ask, "setup") for ask in before)
+    asks = [LoadRequest(f"4 {n}", (common, user(lengths.text(f"4 {n}", 40))), 16) for n in range(8)]
     return Scenario(
-        5, "Restart, then the follow-up of a stored conversation", (*stored, Restart(), *_alone([Requested(after)]))
+        4,
+        "Eight requests at once over one 1,500-token prefix",
+        (ConcurrentRequests(tuple(map(ScenarioRequest, asks))),),
     )
 
 
-def crowded(lengths: Lengths) -> Scenario:
+def restarted(lengths: PromptLengths) -> Scenario:
+    turns = [lengths.text(f"5 turn {n}", 700 if n < 2 else 50) for n in range(3)]
+    *before, after = chat_asks("5", lengths.text("5 system", 200), turns, 16)
+    stored = _alone(ScenarioRequest(ask, "setup") for ask in before)
+    return Scenario(
+        5,
+        "Restart, then the follow-up of a stored conversation",
+        (*stored, Restart(), *_alone([ScenarioRequest(after)])),
+    )
+
+
+def crowded(lengths: PromptLengths) -> Scenario:
     def opening(n: int) -> tuple[Message, ...]:
         return (user(lengths.text(f"6 {n}", CONVERSATION_TOKENS)),)
 
-    first = [Requested(Ask(f"6 {n}", opening(n), 8), "counted") for n in range(CONVERSATIONS)]
-    second = [Requested(Ask(f"6 {n}", (user(lengths.text(f"6 {n} more", 40)),), 8)) for n in range(CONVERSATIONS)]
+    first = [ScenarioRequest(LoadRequest(f"6 {n}", opening(n), 8), "counted") for n in range(CONVERSATIONS)]
+    second = [
+        ScenarioRequest(LoadRequest(f"6 {n}", (user(lengths.text(f"6 {n} more", 40)),), 8))
+        for n in range(CONVERSATIONS)
+    ]
     need = CONVERSATIONS * lengths.of(CONVERSATION_TOKENS + 60)
     title = "Sixteen conversations where memory has room for a quarter of them, two rounds"
     return Scenario(6, title, _alone([*first, *second]), limit_tokens=need // 4)
 
 
-def unrelated(lengths: Lengths) -> Scenario:
-    asks = [Ask(f"7 {n}", (user(lengths.text(f"7 {n}", 60)),), lengths.of(48)) for n in range(32)]
-    return Scenario(7, "32 short unrelated requests", (Together(tuple(map(Requested, asks))),), "throughput")
+def unrelated(lengths: PromptLengths) -> Scenario:
+    asks = [LoadRequest(f"7 {n}", (user(lengths.text(f"7 {n}", 60)),), lengths.of(48)) for n in range(32)]
+    return Scenario(
+        7, "32 short unrelated requests", (ConcurrentRequests(tuple(map(ScenarioRequest, asks))),), "throughput"
+    )
 
 
-def beside(lengths: Lengths) -> Scenario:
+def beside(lengths: PromptLengths) -> Scenario:
     """Build a stream about as long as a server needs to compute the prompt that arrives meanwhile."""
-    stream = Requested(Ask("8 stream", (user(f"{STORY} {lengths.text('8 stream', 20)}"),), lengths.of(400)), "counted")
-    comes = Requested(Ask("8 comes", (user(lengths.text("8 comes", 3000)),), 8))
-    return Scenario(8, "A stream that goes on while a 3,000-token prompt comes in", (Beside(stream, comes),), "pause")
+    stream = ScenarioRequest(
+        LoadRequest("8 stream", (user(f"{STORY} {lengths.text('8 stream', 20)}"),), lengths.of(400)), "counted"
+    )
+    comes = ScenarioRequest(LoadRequest("8 comes", (user(lengths.text("8 comes", 3000)),), 8))
+    return Scenario(
+        8, "A stream that goes on while a 3,000-token prompt comes in", (StreamBesidePrompt(stream, comes),), "pause"
+    )
 
 
-def tools(lengths: Lengths) -> Scenario:
-    shape = Shape(turns=12, system=lengths.of(900), turn=lengths.of(530), reply=lengths.of(32))
+def tools(lengths: PromptLengths) -> Scenario:
+    shape = LoadShape(turns=12, system=lengths.of(900), turn=lengths.of(530), reply=lengths.of(32))
     return Scenario(
         9,
         "An agent of 12 turns with tools, 1k growing to 7k tokens",
@@ -177,10 +192,10 @@ def tools(lengths: Lengths) -> Scenario:
     )
 
 
-def _alone(requests: Iterable[Requested]) -> tuple[Step, ...]:
-    return tuple(Together((request,)) for request in requests)
+def _alone(requests: Iterable[ScenarioRequest]) -> tuple[Step, ...]:
+    return tuple(ConcurrentRequests((request,)) for request in requests)
 
 
-def _first_counted(asks: Iterable[Ask]) -> list[Requested]:
+def _first_counted(asks: Iterable[LoadRequest]) -> list[ScenarioRequest]:
     """Count but do not time the first request: none of it can be cached, so its time says nothing about the cache."""
-    return [Requested(ask, "timed" if number else "counted") for number, ask in enumerate(asks)]
+    return [ScenarioRequest(ask, "timed" if number else "counted") for number, ask in enumerate(asks)]

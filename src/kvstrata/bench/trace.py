@@ -23,7 +23,7 @@ BLOCK_TOKENS = 512
 
 
 @dataclass(frozen=True)
-class Asked:
+class ReplayRequest:
     """A request of a trace."""
 
     time_s: float
@@ -37,9 +37,9 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Trace:
+class ReplayTrace:
     name: str
-    requests: tuple[Asked, ...]
+    requests: tuple[ReplayRequest, ...]
     num_distinct: int  # blocks, of all requests together
     numbers: tuple[TokenIds, ...]  # block numbers of each request: equal only for equal prefixes
 
@@ -48,7 +48,7 @@ class Trace:
         return sum(len(request.blocks) for request in self.requests)
 
 
-def load_trace(path: Path) -> Trace:
+def load_trace(path: Path) -> ReplayTrace:
     """Load JSON lines, possibly gzipped, sorted by time: `timestamp` in ms, `hash_ids`, optional `input_length` and
     `output_length`."""
     try:
@@ -59,13 +59,13 @@ def load_trace(path: Path) -> Trace:
     return trace_of(path.name.removesuffix(".gz").removesuffix(".jsonl"), requests)
 
 
-def trace_of(name: str, requests: Sequence[Asked]) -> Trace:
+def trace_of(name: str, requests: Sequence[ReplayRequest]) -> ReplayTrace:
     if not requests:
         raise ConfigError(f"The trace '{name}' has no requests")
     in_order = tuple(sorted(requests, key=lambda request: request.time_s))
     known: dict[int, int] = {}
     numbers = tuple(_numbers(request.blocks, known) for request in in_order)
-    return Trace(name, in_order, len(known), numbers)
+    return ReplayTrace(name, in_order, len(known), numbers)
 
 
 def _numbers(blocks: TokenIds, known: dict[int, int]) -> TokenIds:
@@ -78,18 +78,18 @@ def _numbers(blocks: TokenIds, known: dict[int, int]) -> TokenIds:
     return np.array(found, dtype=np.int32)
 
 
-def _request(line: str, number: int) -> Asked:
+def _request(line: str, number: int) -> ReplayRequest:
     try:
         value = json.loads(line)
         blocks = as_ids(value["hash_ids"])
         num_tokens = int(value.get("input_length", len(blocks) * BLOCK_TOKENS))
-        return Asked(float(value["timestamp"]) / 1000, blocks, num_tokens, int(value.get("output_length", 0)))
+        return ReplayRequest(float(value["timestamp"]) / 1000, blocks, num_tokens, int(value.get("output_length", 0)))
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         wanted = '{"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [ids]}'
         raise ConfigError(f"Line {number} of the trace is no request: {error}. Wanted: {wanted}") from None
 
 
-def sessions(trace: Trace) -> tuple[int, ...]:
+def sessions(trace: ReplayTrace) -> tuple[int, ...]:
     """Return the session number of each request; traces do not contain sessions.
 
     A request continues a session if it begins with all whole blocks of an earlier request of that session. These must
@@ -111,13 +111,13 @@ def sessions(trace: Trace) -> tuple[int, ...]:
     return tuple(found)
 
 
-def made_up(num_requests: int, seed: int = 0, requests_s: float = 3.0) -> Trace:
+def made_up(num_requests: int, seed: int = 0, requests_s: float = 3.0) -> ReplayTrace:
     """Return a synthetic trace: chats over a few system prompts that continue after a while or end, and one-off
     prompts."""
     return trace_of(f"made-up-{num_requests}", list(_made_up(num_requests, seed, requests_s)))
 
 
-def _made_up(num_requests: int, seed: int, requests_s: float) -> Iterator[Asked]:
+def _made_up(num_requests: int, seed: int, requests_s: float) -> Iterator[ReplayRequest]:
     rng = random.Random(seed)
     systems = [list(range(8 * which, 8 * which + rng.randint(1, 8))) for which in range(16)]
     next_id = 8 * len(systems)
@@ -134,4 +134,4 @@ def _made_up(num_requests: int, seed: int, requests_s: float) -> Iterator[Asked]
         next_id += num_new
         if rng.random() < 0.6 and len(blocks) < 400:
             heappush(waiting, (now + rng.lognormvariate(4.0, 1.0), blocks))
-        yield Asked(now, np.array(blocks, dtype=np.int32))
+        yield ReplayRequest(now, np.array(blocks, dtype=np.int32))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from kvstrata.bench.trace import Trace
+from kvstrata.bench.trace import ReplayTrace
 
 _LINES = (
     "the of and to in is that for it was on are as with his they at be this have from or had by but what some we can "
@@ -48,7 +48,7 @@ Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Ask:
+class LoadRequest:
     """A request: `messages` are added to the chat's history, and the whole history is sent."""
 
     chat: str
@@ -57,11 +57,11 @@ class Ask:
     at_s: float = 0.0  # earliest time, relative to the start of the lane
 
 
-Lane = tuple[Ask, ...]
+Lane = tuple[LoadRequest, ...]
 
 
 @dataclass(frozen=True)
-class Shape:
+class LoadShape:
     """Size of a load, in tokens."""
 
     chats: int = 4
@@ -84,40 +84,44 @@ def chat_asks(key: str, system_text: str, turns: Sequence[str], reply_tokens: in
     """Return the requests of a chat in order; the first one carries the system prompt."""
     opening = (system(system_text),) if system_text else ()
     return tuple(
-        Ask(key, (*(opening if number == 0 else ()), user(turn)), reply_tokens) for number, turn in enumerate(turns)
+        LoadRequest(key, (*(opening if number == 0 else ()), user(turn)), reply_tokens)
+        for number, turn in enumerate(turns)
     )
 
 
-def multi_turn(shape: Shape) -> list[Lane]:
+def multi_turn(shape: LoadShape) -> list[Lane]:
     """Return chats with a system prompt each."""
     return [_chat(shape, number, text(f"{shape.seed} system {number}", shape.system)) for number in range(shape.chats)]
 
 
-def shared_system(shape: Shape) -> list[Lane]:
+def shared_system(shape: LoadShape) -> list[Lane]:
     """Return chats with a common system prompt."""
     common = text(f"{shape.seed} system", shape.system)
     return [_chat(shape, number, common) for number in range(shape.chats)]
 
 
-def alternating(shape: Shape) -> list[Lane]:
+def alternating(shape: LoadShape) -> list[Lane]:
     """Return one lane that switches chats after each turn, with a common system prompt."""
     return [tuple(chain.from_iterable(zip(*shared_system(shape), strict=True)))]
 
 
-def agents(shape: Shape) -> list[Lane]:
+def agents(shape: LoadShape) -> list[Lane]:
     """Return agents with tools, whose contexts grow by tool results."""
     return [agent(f"{shape.seed} agent {number}", shape) for number in range(shape.chats)]
 
 
-def agent(key: str, shape: Shape) -> Lane:
+def agent(key: str, shape: LoadShape) -> Lane:
     """Return an agent's requests: a task, then a tool result in each turn. The client sends back the server's own
     replies.
 
     Tool results are user messages: not every server's template supports the role 'tool', and prompts must be the same.
     """
     opening = (system(_with_tools(text(f"{key} system", shape.system))), user(text(f"{key} task", shape.turn // 2)))
-    first = Ask(key, opening, shape.reply)
-    return (first, *(Ask(key, (_tool_result(key, turn, shape.turn),), shape.reply) for turn in range(1, shape.turns)))
+    first = LoadRequest(key, opening, shape.reply)
+    return (
+        first,
+        *(LoadRequest(key, (_tool_result(key, turn, shape.turn),), shape.reply) for turn in range(1, shape.turns)),
+    )
 
 
 def _tool_result(key: str, turn: int, num_tokens: int) -> Message:
@@ -136,12 +140,12 @@ def _with_tools(instructions: str) -> str:
     return f"You have these tools:\n{listed}\n{instructions}"
 
 
-def _chat(shape: Shape, number: int, system_text: str) -> Lane:
+def _chat(shape: LoadShape, number: int, system_text: str) -> Lane:
     turns = [text(f"{shape.seed} chat {number} turn {turn}", shape.turn) for turn in range(shape.turns)]
     return chat_asks(f"chat {number}", system_text, turns, shape.reply)
 
 
-LOADS: Mapping[str, Callable[[Shape], list[Lane]]] = {
+LOADS: Mapping[str, Callable[[LoadShape], list[Lane]]] = {
     "multi-turn": multi_turn,
     "shared-system": shared_system,
     "alternating": alternating,
@@ -149,18 +153,20 @@ LOADS: Mapping[str, Callable[[Shape], list[Lane]]] = {
 }
 
 
-def from_trace(trace: Trace, *, block_tokens: int, speed: float, max_requests: int, reply_tokens: int) -> list[Lane]:
+def from_trace(
+    trace: ReplayTrace, *, block_tokens: int, speed: float, max_requests: int, reply_tokens: int
+) -> list[Lane]:
     """Return each request of a trace as a chat of one turn at its time. A block's id determines its text."""
     return list(_timed(trace, block_tokens, speed, max_requests, reply_tokens))
 
 
-def _timed(trace: Trace, block_tokens: int, speed: float, max_requests: int, reply_tokens: int) -> Iterator[Lane]:
+def _timed(trace: ReplayTrace, block_tokens: int, speed: float, max_requests: int, reply_tokens: int) -> Iterator[Lane]:
     began_s = trace.requests[0].time_s
     for number, request in enumerate(trace.requests[:max_requests]):
         blocks = " ".join(text(f"block {block}", block_tokens) for block in request.blocks.tolist())
         reply = min(request.num_reply_tokens or reply_tokens, reply_tokens)
         at_s = (request.time_s - began_s) / speed
-        yield (Ask(f"request {number}", (user(blocks),), max(reply, 1), at_s),)
+        yield (LoadRequest(f"request {number}", (user(blocks),), max(reply, 1), at_s),)
 
 
 def prompt_tokens(messages: Sequence[Message]) -> int:

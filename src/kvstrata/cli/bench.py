@@ -16,16 +16,16 @@ from kvstrata.cli import bench_compare
 from kvstrata.cli.bench_options import Json, Model, numbers, say, show, watched, words
 
 if TYPE_CHECKING:
-    from kvstrata.bench.chat_client import Door
+    from kvstrata.bench.chat_client import ChatServer
     from kvstrata.bench.load import ServeFigures, Watch
-    from kvstrata.bench.quality import Quality, Text
-    from kvstrata.bench.replay import PolicyName, Row
-    from kvstrata.bench.trace import Trace
+    from kvstrata.bench.quality import Quality, SampleText
+    from kvstrata.bench.replay import PolicyName, ReplayRow
+    from kvstrata.bench.trace import ReplayTrace
     from kvstrata.bench.workloads import Lane
     from kvstrata.models.load import LoadedModel
 
 app = typer.Typer(
-    help="Measure this machine. Each figure stands beside its opponent's, measured in the same run.",
+    help="Measure this machine. Each figure stands beside that of an alternative, measured in the same run.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -47,7 +47,7 @@ def kv_cache(
     codecs: Annotated[str, typer.Option(help="Precisions, with commas between.")] = ",".join(KV_CACHE_CODECS),
     as_json: Json = False,
 ) -> None:
-    """What each precision takes, loses and costs on given shapes (synthetic keys with outlier channels)."""
+    """Measure memory, error and time of each precision on given shapes (synthetic keys with outlier channels)."""
     from kvstrata.bench.kv_cache import measure, table
 
     show(measure(layers, seq_len, heads, head_dim, words(codecs)), table, as_json=as_json)
@@ -60,27 +60,30 @@ def replay(
         typer.Argument(help="Request traces: .jsonl or .jsonl.gz with timestamp (ms) and hash_ids (512 tokens each)."),
     ] = None,
     budgets: Annotated[
-        str, typer.Option(help="Shares of all distinct blocks, or sizes such as 8GiB, with commas between.")
+        str,
+        typer.Option(help="Cache sizes: shares of all distinct blocks, or sizes such as 8GiB, with commas between."),
     ] = "1%,2%,5%,10%,20%",
-    bits: Annotated[str, typer.Option(help="Precisions that blocks are stored at, with commas between.")] = "16,8,4",
+    bits: Annotated[str, typer.Option(help="Bits of cached blocks, with commas between.")] = "16,8,4",
     token_bytes: Annotated[
         int,
         typer.Option(min=1, help="Bytes of a token at 16 bits, for budgets that are sizes (default: an 8 B model)."),
     ] = 131072,
     held_out: Annotated[
         bool,
-        typer.Option("--held-out", help="Count the second half of each trace only; the first one warms the store."),
+        typer.Option("--held-out", help="Count the second half of each trace only; the first half warms the cache."),
     ] = False,
-    made_up: Annotated[int, typer.Option(min=0, help="Also replay so many made-up requests.")] = 0,
-    policies: Annotated[str, typer.Option(help="Which of kvstrata, lru, optimal.")] = "kvstrata,lru,optimal",
+    made_up: Annotated[int, typer.Option(min=0, help="Also replay a synthetic trace of this number of requests.")] = 0,
+    policies: Annotated[
+        str, typer.Option(help="Eviction policies, with commas between: kvstrata, lru, optimal.")
+    ] = "kvstrata,lru,optimal",
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
-    """How much of a trace's prompts would be found: kvstrata's policy, LRU, and the optimum that knows the future."""
+    """Compute the hit rate of request traces: kvstrata's policy, LRU, and the optimum that knows the future."""
     from kvstrata.bench import replay as figure
     from kvstrata.bench import trace as traced
 
-    rows: list[Row] = []
+    rows: list[ReplayRow] = []
     precisions = numbers(bits, 1, figure.FULL_BITS)
     chosen: list[PolicyName] = [policy for policy in figure.POLICIES if policy in policies.split(",")]
     loaded = [traced.load_trace(path) for path in traces or []] + ([traced.made_up(made_up)] if made_up else [])
@@ -96,7 +99,7 @@ def replay(
     show(rows, figure.table, as_json=as_json)
 
 
-def _share(text: str, trace: Trace, token_bytes: int) -> float:
+def _share(text: str, trace: ReplayTrace, token_bytes: int) -> float:
     """Parse a budget as a share of the bytes that all distinct blocks take at 16 bits."""
     from kvstrata.bench.trace import BLOCK_TOKENS
     from kvstrata.sizes import Size
@@ -112,26 +115,28 @@ def quality(
     model: Model = None,
     text: Annotated[
         list[Path] | None,
-        typer.Option(exists=True, dir_okay=False, help="Text; give it again for more.", show_default="a short one"),
+        typer.Option(exists=True, dir_okay=False, help="Text file; may be repeated.", show_default="a short one"),
     ] = None,
     pairs: Annotated[
         str | None, typer.Option(help="Precisions of K and V, such as planes:8/planes:4,planes:4/planes:4.")
     ] = None,
-    modes: Annotated[str | None, typer.Option(help="Which of prefill, decode.", show_default="both")] = None,
-    context: Annotated[str | None, typer.Option(help="Tokens of a window, with commas between.")] = None,
+    modes: Annotated[
+        str | None, typer.Option(help="Modes, with commas between: prefill, decode.", show_default="both")
+    ] = None,
+    context: Annotated[str | None, typer.Option(help="Tokens of context, with commas between.")] = None,
     windows: Annotated[int | None, typer.Option(min=1, help="Windows of each text.", show_default="2")] = None,
     full: Annotated[bool, typer.Option("--full", help="More windows, precisions and contexts; takes an hour.")] = False,
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
-    """What each precision does to what the model says: KL to full precision, same first choice, perplexity."""
+    """Measure the quality loss of each precision: KL divergence to full precision, top-1 agreement, perplexity."""
     from kvstrata.bench import quality as figure
     from kvstrata.models.load import load
 
-    asked = _asked(pairs, modes, context, windows)
+    fields = _protocol_fields(pairs, modes, context, windows)
     loaded = load(model)
     texts = [_read(loaded, path) for path in text or [SAMPLE]]
-    protocol = replace(figure.full_protocol(loaded, texts) if full else figure.FIRST_LOOK, **asked)
+    protocol = replace(figure.full_protocol(loaded, texts) if full else figure.FIRST_LOOK, **fields)
     num_passes = protocol.num_passes(len(texts))
     rows = _shown(lambda watch: figure.measure(loaded, texts, protocol, watch), num_passes, as_json)
     if plot is not None:
@@ -156,29 +161,29 @@ def _shown(measure: Callable[[Watch], Iterator[Quality]], num_passes: int, as_js
     return rows
 
 
-def _asked(pairs: str | None, modes: str | None, context: str | None, windows: int | None) -> dict[str, Any]:
+def _protocol_fields(pairs: str | None, modes: str | None, context: str | None, windows: int | None) -> dict[str, Any]:
     """Return the given fields of a protocol. Bad values are refused before a model is loaded."""
     from kvstrata.bench.quality import MODES, parse_pairs
 
-    asked: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if pairs is not None:
-        asked["pairs"] = parse_pairs(pairs)
+        fields["pairs"] = parse_pairs(pairs)
     if modes is not None:
-        asked["modes"] = tuple(word.strip() for word in modes.split(","))
-        if not set(asked["modes"]) <= set(MODES):
+        fields["modes"] = tuple(word.strip() for word in modes.split(","))
+        if not set(fields["modes"]) <= set(MODES):
             raise typer.BadParameter(f"--modes '{modes}' is not of {', '.join(MODES)}")
     if context is not None:
-        asked["contexts"] = numbers(context, smallest=8)
+        fields["contexts"] = numbers(context, smallest=8)
     if windows is not None:
-        asked["windows"] = windows
-    return asked
+        fields["windows"] = windows
+    return fields
 
 
-def _read(loaded: LoadedModel, path: Path) -> Text:
-    from kvstrata.bench.quality import Text
+def _read(loaded: LoadedModel, path: Path) -> SampleText:
+    from kvstrata.bench.quality import SampleText
     from kvstrata.text.tokenizer import encode_prompt
 
-    return Text(path.stem, encode_prompt(loaded.tokenizer, path.read_text(encoding="utf-8")))
+    return SampleText(path.stem, encode_prompt(loaded.tokenizer, path.read_text(encoding="utf-8")))
 
 
 QUALITY_HEAD = (
@@ -200,58 +205,63 @@ CALIBRATION_REPEATS = 2
 @app.command()
 def serve(
     url: Annotated[str, typer.Argument(help="The server, such as http://127.0.0.1:8000.")],
-    load: Annotated[str, typer.Option(help="Which loads, with commas between.")] = LOADS,
+    load: Annotated[str, typer.Option(help="Loads, with commas between.")] = LOADS,
     trace: Annotated[
         Path | None,
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="Replay this instead: Mooncake's JSON lines (timestamp, output_length, hash_ids), maybe gzipped.",
+            help="Replay a trace instead: Mooncake's JSON lines (timestamp, output_length, hash_ids), may be gzipped.",
         ),
     ] = None,
     chats: Annotated[int, typer.Option(min=1, help="Chats of each load.")] = 4,
     turns: Annotated[int, typer.Option(min=1, help="Turns of each chat.")] = 6,
     system_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a system prompt.")] = 400,
     turn_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each turn.")] = 120,
-    reply_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of each reply.")] = 32,
-    clients: Annotated[int, typer.Option(min=1, help="Chats at once. Only 1 lets all cached tokens be inferred.")] = 1,
-    requests: Annotated[int, typer.Option(min=1, help="Most requests of a trace.")] = 100,
-    block_tokens: Annotated[int, typer.Option(min=1, help="Tokens that a block of the trace becomes.")] = 512,
-    speed: Annotated[float, typer.Option(min=0.001, help="How much faster than it was to replay a trace.")] = 1.0,
+    reply_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each reply, at most.")] = 32,
+    clients: Annotated[
+        int, typer.Option(min=1, help="Concurrent chats. Cached tokens of all requests can be inferred with 1 only.")
+    ] = 1,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of a trace, at most.")] = 100,
+    block_tokens: Annotated[int, typer.Option(min=1, help="Tokens of text for each block of the trace.")] = 512,
+    speed: Annotated[float, typer.Option(min=0.001, help="Speed-up of a trace.")] = 1.0,
     model: Annotated[
-        str | None, typer.Option(help="Its name on the server.", show_default="the first that the server lists")
+        str | None,
+        typer.Option(help="Name of the model on the server.", show_default="the first that the server lists"),
     ] = None,
     api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = "none",
     calibrate: Annotated[
-        bool, typer.Option(help="Time unseen prompts first, so that cached tokens can be told from time.")
+        bool, typer.Option(help="Time unseen prompts first, so that cached tokens can be inferred from times.")
     ] = True,
-    seed: Annotated[int, typer.Option(help="Other texts. A server that saw this seed before has them cached.")] = -1,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the texts; -1: a new one. A server that saw it before has the texts cached.")
+    ] = -1,
     as_json: Json = False,
 ) -> None:
-    """A load against any OpenAI-compatible server: time to first token, between tokens, and what was cached."""
-    from kvstrata.bench import workloads as asked
-    from kvstrata.bench.chat_client import Door
+    """Measure any OpenAI-compatible server under a load: TTFT, time between tokens, cached tokens."""
+    from kvstrata.bench import workloads
+    from kvstrata.bench.chat_client import ChatServer
     from kvstrata.bench.load import table
     from kvstrata.bench.trace import load_trace
 
     chosen = words(load)
-    if unknown := [name for name in chosen if name not in asked.LOADS]:
+    if unknown := [name for name in chosen if name not in workloads.LOADS]:
         raise typer.BadParameter(f"'{unknown[0]}' is none of {LOADS}", param_hint="--load")
     seed = seed if seed >= 0 else time.time_ns() % 1_000_000
     if trace is not None:
-        lanes = asked.from_trace(
+        lanes = workloads.from_trace(
             load_trace(trace), block_tokens=block_tokens, speed=speed, max_requests=requests, reply_tokens=reply_tokens
         )
         loads, clients = {trace.name: lanes}, 0
     else:
-        shape = asked.Shape(chats, turns, system_tokens, turn_tokens, reply_tokens, seed)
-        loads = {name: asked.LOADS[name](replace(shape, seed=seed + 10 * i)) for i, name in enumerate(chosen)}
-    door = Door(url.rstrip("/").removesuffix("/v1"), model or "", api_key)
-    found = asyncio.run(_measured(door, loads, clients, f"calibrate {seed}" if calibrate else ""))
+        shape = workloads.LoadShape(chats, turns, system_tokens, turn_tokens, reply_tokens, seed)
+        loads = {name: workloads.LOADS[name](replace(shape, seed=seed + 10 * i)) for i, name in enumerate(chosen)}
+    server = ChatServer(url.rstrip("/").removesuffix("/v1"), model or "", api_key)
+    found = asyncio.run(_measured(server, loads, clients, f"calibrate {seed}" if calibrate else ""))
     show(found, table, as_json=as_json)
 
 
-async def _measured(door: Door, loads: dict[str, list[Lane]], clients: int, key: str) -> list[ServeFigures]:
+async def _measured(server: ChatServer, loads: dict[str, list[Lane]], clients: int, key: str) -> list[ServeFigures]:
     """Measure the loads. `key` makes the calibration prompts unseen; if it is empty, no calibration runs."""
     import httpx
 
@@ -261,16 +271,16 @@ async def _measured(door: Door, loads: dict[str, list[Lane]], clients: int, key:
     from kvstrata.errors import KvstrataError
 
     try:
-        door = replace(door, model=door.model or await first_model(door))
+        server = replace(server, model=server.model or await first_model(server))
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
         raise KvstrataError(
-            f"No OpenAI-compatible server answers at {door.url}: {error}. Start one, or name another address"
+            f"No OpenAI-compatible server answers at {server.url}: {error}. Start one, or name another address"
         ) from None
     unseen = len(CALIBRATION_TOKENS) * CALIBRATION_REPEATS if key else 0
     with watched(unseen + sum(len(lane) for lanes in loads.values() for lane in lanes)) as watch:
         watch.say("unseen prompts")
-        known = await time_unseen(door, key, CALIBRATION_TOKENS, CALIBRATION_REPEATS, watch) if key else None
-        return [await measure(door, name, lanes, clients, known, watch) for name, lanes in loads.items()]
+        known = await time_unseen(server, key, CALIBRATION_TOKENS, CALIBRATION_REPEATS, watch) if key else None
+        return [await measure(server, name, lanes, clients, known, watch) for name, lanes in loads.items()]
 
 
 app.command()(bench_compare.compare)

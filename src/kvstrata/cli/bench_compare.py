@@ -16,8 +16,8 @@ from kvstrata.cli.bench_options import numbers, say, words
 from kvstrata.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvstrata.bench.compare import Plan, Side, SideFigure
-    from kvstrata.bench.peers.base import Model
+    from kvstrata.bench.compare import ComparisonPlan, Side, SideFigure
+    from kvstrata.bench.peers.base import ComparedModel
     from kvstrata.bench.scenario_run import Outcome
 
 AS_THEY_COME_S = (30.0, 600.0)  # total per such side: quick, full
@@ -34,12 +34,14 @@ def compare(
         "comparison"
     ),
     share: Annotated[
-        float, typer.Option(min=0, max=1, help="Lengths, as a share of the full ones; 0: 1, with --quick 0.25.")
+        float, typer.Option(min=0, max=1, help="Prompt lengths, as a share of the full ones; 0: 1, with --quick 0.25.")
     ] = 0.0,
-    quick: Annotated[bool, typer.Option("--quick", help="Quarter lengths, one round, one server for most.")] = False,
-    rounds: Annotated[int, typer.Option(min=0, help="How often; 0: 3, with --quick 1.")] = 0,
-    scenarios: Annotated[str, typer.Option(help="Which of the nine, with commas between.")] = "1,2,3,4,5,6,7,8,9",
-    peers: Annotated[str, typer.Option(help="Only servers whose names begin so, with commas between.")] = "",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Quarter lengths, one round, and one server for most scenarios.")
+    ] = False,
+    rounds: Annotated[int, typer.Option(min=0, help="Rounds; 0: 3, with --quick 1.")] = 0,
+    scenarios: Annotated[str, typer.Option(help="Numbers of scenarios, with commas between.")] = "1,2,3,4,5,6,7,8,9",
+    peers: Annotated[str, typer.Option(help="First letters of the servers to run, with commas between.")] = "",
     gguf: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="The model for llama.cpp, if MODEL is a folder.")
     ] = None,
@@ -48,18 +50,16 @@ def compare(
     ] = None,
     as_they_come: Annotated[
         bool | None,
-        typer.Option(help="On a CPU run MLX's peers without our BLAS too.", show_default="in a full run"),
+        typer.Option(help="On a CPU, also run the peers on MLX without our BLAS.", show_default="in a full run"),
     ] = None,
-    minutes: Annotated[
-        float, typer.Option(min=0, help="Longest that all may take; 0: 10 with --quick, else no limit.")
-    ] = 0.0,
-    note: Annotated[str, typer.Option(help="Put into the report, such as: busy machine.")] = "",
+    minutes: Annotated[float, typer.Option(min=0, help="Time limit in minutes; 0: 10 with --quick, else none.")] = 0.0,
+    note: Annotated[str, typer.Option(help="Note for the report, such as: busy machine.")] = "",
     report_of: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Only write the report of this results.json.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as one JSON value, too.")] = False,
 ) -> None:
-    """Ours and every peer that make peers has installed, on the same model and the same prompts, in one report."""
+    """Compare kvstrata with each peer that `make peers` has installed: same model, same prompts, one report."""
     if report_of is not None:
         data = json.loads(report_of.read_text())
     else:
@@ -77,10 +77,10 @@ def compare(
     typer.echo(f"The report is {out / 'README.md'}", err=True)
 
 
-def _plan(*, quick: bool, minutes: float) -> Plan:
-    from kvstrata.bench.compare import QUICK, Plan
+def _plan(*, quick: bool, minutes: float) -> ComparisonPlan:
+    from kvstrata.bench.compare import QUICK, ComparisonPlan
 
-    plan = QUICK if quick else Plan()
+    plan = QUICK if quick else ComparisonPlan()
     minutes = minutes or (QUICK_MINUTES if quick else 0.0)
     total_s = 60 * minutes * (1 - REPORT_SHARE) if minutes else None
     seed = str(time.time_ns() % 1_000_000)
@@ -93,7 +93,7 @@ def _on_cpu() -> bool:
     return device().backend == "cpu"
 
 
-def _subject(model: Path | None, gguf: Path | None) -> Model:
+def _subject(model: Path | None, gguf: Path | None) -> ComparedModel:
     from kvstrata.bench.peers.models import subject
 
     say("looking for the model, and writing it in float32 where peers need that")
@@ -120,7 +120,7 @@ def _sides(only: str, llama_server: Path | None, as_they_come_s: float) -> list[
     return [side for side in sides if side.name.startswith(prefixes)]
 
 
-def _measured(model: Model, sides: list[Side], plan: Plan, out: Path, note: str) -> dict[str, Any]:
+def _measured(model: ComparedModel, sides: list[Side], plan: ComparisonPlan, out: Path, note: str) -> dict[str, Any]:
     from kvstrata.bench.compare import compare as run
     from kvstrata.bench.compare import num_outcomes
     from kvstrata.cli.bench_options import watched
@@ -145,7 +145,7 @@ def _measured(model: Model, sides: list[Side], plan: Plan, out: Path, note: str)
     return data
 
 
-def _about(model: Model, plan: Plan, note: str) -> dict[str, Any]:
+def _about(model: ComparedModel, plan: ComparisonPlan, note: str) -> dict[str, Any]:
     from kvstrata.platform.device import device, usable_cores
 
     machine = device()

@@ -42,7 +42,7 @@ def usage(answer: Answer) -> RenderableType:
 
 
 def tiers(answer: Answer) -> RichTable:
-    title = "Stored" if answer["under"] == "all" else "Stored under this key"
+    title = "Cached" if answer["under"] == "all" else "Cached under this key"
     table = _table("tier", "precision", "bytes", "share", "tokens", "spans", title=title, right=2)
     for name, tier in answer["tiers"].items():
         table.add_row(name, "", size(tier["bytes"]), "", f"{tier['tokens']:,}", f"{tier['spans']:,}")
@@ -55,19 +55,19 @@ def tiers(answer: Answer) -> RichTable:
 
 
 def totals(answer: Answer) -> RichTable:
-    table = _plain_table()
+    table = plain_table()
     counters = answer["counters"]
     queried, hit = counters.get("queried_tokens", 0), counters.get("hit_tokens", 0)
-    table.add_row("new tokens are stored as", f"K {answer['target']['k']}, V {answer['target']['v']}")
+    table.add_row("new KV is cached as", f"K {answer['target']['k']}, V {answer['target']['v']}")
     table.add_row("running sequences", size(answer["running_bytes"]))
     if answer["pinned_bytes"]:
         quota = answer["pin_quota_bytes"]
         table.add_row("pinned", size(answer["pinned_bytes"]) + (f" of {size(quota)}" if quota is not None else ""))
     table.add_row("budget", f"{size(answer['budget_bytes'])}, {size(answer['headroom_bytes'])} of it free")
     table.add_row("allocated by MLX", size(answer["allocator_bytes"]))
-    table.add_row("found of what was asked for", f"{hit:,} of {queried:,} tokens ({share(hit, queried)})")
+    table.add_row("cached prompt tokens", f"{hit:,} of {queried:,} tokens ({share(hit, queried)})")
     if answer.get("remote"):
-        table.add_row("remote cache", _remote(answer["remote"]))
+        table.add_row("remote cache", remote_state(answer["remote"]))
     if counters.get("disk_allowed_bytes", 0) < counters.get("disk_limit_bytes", 0):
         allowed, limit = size(counters["disk_allowed_bytes"]), size(counters["disk_limit_bytes"])
         table.add_row("the disk's volume", f"has room for {allowed}, not for {limit}: free some, or use another folder")
@@ -77,7 +77,8 @@ def totals(answer: Answer) -> RichTable:
     return table
 
 
-def _remote(remote: Answer) -> str:
+def remote_state(remote: Answer) -> str:
+    """Describe whether the shared store is used, and the tokens read and written."""
     state = f"left alone: {remote['paused_because']}" if remote["paused_because"] else "works"
     return f"{remote['url']} {state}, {remote['read_tokens']:,} tokens read, {remote['written_tokens']:,} written"
 
@@ -116,7 +117,7 @@ def explanation(answer: Answer) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    table = _plain_table()
+    table = plain_table()
     cached, total = answer["cached_tokens"], answer["prompt_tokens"]
     table.add_row("cached", f"{cached:,} of {total:,} tokens ({share(cached, total)})")
     for tier, tokens in answer["by_tier"].items():
@@ -125,16 +126,16 @@ def explanation(answer: Answer) -> RenderableType:
     table.add_row("", answer["meaning"])
     if answer["ends_because"] != "complete":
         before = Text("…" if answer["at_token"] > 0 else "").append(_one_line(answer["before"]), style="green")
-        table.add_row("up to there", before)
-        table.add_row("the prompt goes on", Text(_one_line(answer["after"]), style="yellow"))
+        table.add_row("cached text ends with", before)
+        table.add_row("the prompt continues", Text(_one_line(answer["after"]), style="yellow"))
     for place, each in enumerate(answer["instead"]):
-        table.add_row("" if place else "stored goes on", Text(_one_line(each), style="cyan"))
+        table.add_row("" if place else "the cache continues", Text(_one_line(each), style="cyan"))
     if (num_more := answer["num_instead"] - len(answer["instead"])) > 0:
         table.add_row("", f"and {num_more:,} other ways")
     if answer["session"]:
         found = answer["session"]
         table.add_row("session", f"{found['id']} (by {found['recognised_by']})")
-        table.add_row("", parted(found["parted"]) or "It goes on from the session's last prompt.")
+        table.add_row("", parted(found["divergence"]) or "It continues the session's last prompt.")
     return Group(table)
 
 
@@ -159,22 +160,22 @@ def sessions(answer: Answer) -> RenderableType:
 
 
 def session(answer: Answer) -> RenderableType:
-    table = _plain_table()
+    table = plain_table()
     table.add_row("session", f"{answer['id']} (by {answer['recognised_by']})")
     table.add_row("created", _when(answer["created"]))
     table.add_row("last use", _when(answer["last_use"]))
     hits = f"{answer['cached_tokens']:,} of {answer['prompt_tokens']:,} tokens ({100 * answer['hit_rate']:.1f} %)"
     table.add_row("requests", f"{answer['requests']:,}")
-    table.add_row("found of what was sent", hits)
+    table.add_row("cached prompt tokens", hits)
     table.add_row("conversation", f"{answer['tokens']:,} tokens; {_tiers_of(answer)}")
     table.add_row("precision", _precision_of(answer))
     table.add_row("pinned", "yes" if answer["pinned"] else "no")
-    table.add_row("last parted", parted(answer["parted"]) or "never")
+    table.add_row("last parted", parted(answer["divergence"]) or "never")
     return table
 
 
 def parted(answer: Answer | None) -> str:
-    """Describe where prompts diverged as a sentence; empty if they did not."""
+    """Return a sentence about where prompts diverged, or an empty string."""
     if answer is None:
         return ""
     whose = "the last prompt" if answer["where"] == "prompt" else "the last reply"
@@ -210,7 +211,7 @@ def cleared(answer: Answer) -> RenderableType:
 
 
 def pinned(answer: Answer) -> RenderableType:
-    return f"Pinned: the first {answer['tokens']:,} of {answer['prompt_tokens']:,} tokens, all that is stored of them."
+    return f"Pinned: the first {answer['tokens']:,} of {answer['prompt_tokens']:,} tokens, all that are cached."
 
 
 def unpinned(answer: Answer) -> RenderableType:
@@ -218,7 +219,7 @@ def unpinned(answer: Answer) -> RenderableType:
 
 
 def changed(answer: Answer) -> RenderableType:
-    table = _plain_table()
+    table = plain_table()
     table.add_row("dry run, nothing was changed" if answer["dry_run"] else "target", _target(answer["target"]))
     for name, tier in answer["tiers"].items():
         table.add_row(f"{name}, {tier['spans']:,} spans", _freed(tier))
@@ -228,7 +229,7 @@ def changed(answer: Answer) -> RenderableType:
         table.add_row("", answer["note"])
     for left in answer["left_alone"]:
         things = f"{left['spans']:,} {'blocks' if left['tier'] == 'disk' else 'spans'}"
-        table.add_row(f"left alone, {left['tier']}", f"{things}, {size(left['bytes'])}: {left['reason']}")
+        table.add_row(f"not changed, {left['tier']}", f"{things}, {size(left['bytes'])}: {left['reason']}")
     return table
 
 
@@ -282,7 +283,8 @@ def _table(*columns: str, title: str, right: int, left_from: int | None = None) 
     return table
 
 
-def _plain_table() -> RichTable:
+def plain_table() -> RichTable:
+    """Make a table of names and values without lines."""
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from kvstrata.cli.remote import DEFAULT_URL, Key, Url
+from kvstrata.cli.http_client import DEFAULT_URL, Key, Url
 from kvstrata.errors import KvstrataError
 from kvstrata.printable import printable
 
@@ -71,7 +71,7 @@ def chat(
     temperature: Annotated[
         float,
         typer.Option(
-            help="How much is left to chance: 0 always takes the likeliest token, 2 is wild.",
+            help="Randomness of the answers: 0 always takes the likeliest token.",
             envvar="KVSTRATA_TEMPERATURE",
             metavar="number",
             min=0,
@@ -83,7 +83,7 @@ def chat(
 
     Prompts may also come from a pipe, one on each line: echo "Name a tree." | kvstrata chat
 
-    Answers go to stdout; thinking, and what each answer took, go to stderr.
+    Answers go to stdout; thinking, cached tokens and times go to stderr.
     """
     import httpx
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import platform
 import shutil
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvstrata.cli import cache_store
-from kvstrata.cli.remote import Key, connect
+from kvstrata.cli.cache_folder import RemoteUrl, measure_remote
+from kvstrata.cli.http_client import Key, connect
 from kvstrata.errors import ConfigError
 from kvstrata.platform.blas import Blas, blas
 from kvstrata.platform.device import Device, free_memory_bytes
@@ -35,6 +36,11 @@ PLANES_SHARE = 1.02
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 LOW_OPEN_FILES = 1024  # clients, blocks of the disk cache and files of the weights, with room for some hundred of each
 
+# 512x1024 @ 1024x1024 in float32 is about the work of one layer for a prefill chunk. Its speed through MLX and through
+# numpy tells whether the BLAS in use is a good one.
+ROWS, INNER, COLUMNS = 512, 1024, 1024
+PRODUCT_FLOP = 2 * ROWS * INNER * COLUMNS
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -44,7 +50,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Report:
+class MachineReport:
     device: Device
     blas: Blas
     mlx_gflops: float
@@ -69,25 +75,25 @@ def doctor(
     url: Annotated[
         str | None,
         typer.Option(
-            help="A running server: show what its memory limit consists of, and its kernels.",
+            help="A running server: show the parts of its memory limit, and its kernels.",
             metavar="url",
             show_default="none",
         ),
     ] = None,
     api_key: Key = None,
-    remote: cache_store.Remote = None,
+    remote: RemoteUrl = None,
     report_file: Annotated[
         Path | None,
         typer.Option(
             "--report",
-            help="Also try and time what the cache computes, for up to two minutes, and write it all to this file: "
-            "JSON that can be attached to an issue.",
+            help="Also check and time the cache's operations, for up to two minutes, and write everything to this "
+            "file: JSON that can be attached to an issue.",
             metavar="file",
             show_default="none",
         ),
     ] = None,
 ) -> None:
-    """Show back-end, device, BLAS, memory and disk; what is slow, why, and the next step."""
+    """Show back-end, device, BLAS, memory and disk; causes of slowness, each with the next step."""
     report = examine()
     token_bytes, prefill_tokens_s = TYPICAL_TOKEN_BYTES, 0.0
     if url is not None:
@@ -108,12 +114,12 @@ def doctor(
 
 def _remote(url: str, token_bytes: float, prefill_tokens_s: float) -> dict[str, float]:
     """Measure a remote store. `prefill_tokens_s` is that of a running server, or 0 if none is known."""
-    found = cache_store.measured(url)
+    found = measure_remote(url)
     even = {"token_bytes": token_bytes, "break_even_tokens_s": found.break_even(token_bytes)}
     return {**asdict(found), **even, "prefill_tokens_s": prefill_tokens_s}
 
 
-def _show(report: Report, findings: list[Finding], *, as_json: bool) -> None:
+def _show(report: MachineReport, findings: list[Finding], *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(_plain(report, findings), indent=2))
         return
@@ -129,7 +135,7 @@ def _show(report: Report, findings: list[Finding], *, as_json: bool) -> None:
         console.print("Nothing to mend.", style="bold green")
 
 
-def _write_report(file: Path, report: Report, findings: list[Finding]) -> list[Finding]:
+def _write_report(file: Path, report: MachineReport, findings: list[Finding]) -> list[Finding]:
     """Write the report and return findings for failed checks."""
     from kvstrata.cli.selftest import checks, kernels, timings
 
@@ -137,7 +143,7 @@ def _write_report(file: Path, report: Report, findings: list[Finding]) -> list[F
         file.write_text("")
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}. Give --report another file.") from error
-    typer.echo("Trying what the cache computes, up to two minutes ...", err=True)
+    typer.echo("Checking and timing the cache's operations, up to two minutes ...", err=True)
     tried = checks()
     failed = [
         Finding(
@@ -163,15 +169,14 @@ def _write_report(file: Path, report: Report, findings: list[Finding]) -> list[F
     return failed
 
 
-def examine() -> Report:
+def examine() -> MachineReport:
     from kvstrata.cli.selftest import typical_choices
-    from kvstrata.cli.speed import mlx_gflops, numpy_gflops
     from kvstrata.models.default_model import has_default_model
     from kvstrata.models.placement import describe_cpu_weights
     from kvstrata.platform.device import device
 
     here = device()
-    return Report(
+    return MachineReport(
         device=here,
         blas=blas(),
         mlx_gflops=mlx_gflops(),
@@ -188,12 +193,12 @@ def examine() -> Report:
     )
 
 
-def judge(report: Report) -> list[Finding]:
+def judge(report: MachineReport) -> list[Finding]:
     """Return the findings of a report. Pure."""
     return [*_judge_speed(report), *_judge_weights(report), *_judge_room(report), *_judge_model(report)]
 
 
-def _judge_speed(report: Report) -> list[Finding]:
+def _judge_speed(report: MachineReport) -> list[Finding]:
     if report.device.backend != "cpu":
         return []
     if report.mlx_gflops >= ENOUGH_OF_NUMPY * report.numpy_gflops:
@@ -214,14 +219,14 @@ def _judge_speed(report: Report) -> list[Finding]:
     ]
 
 
-def _judge_weights(report: Report) -> list[Finding]:
+def _judge_weights(report: MachineReport) -> list[Finding]:
     if not report.weights.startswith("become float32"):
         return []
     why = "numba is not installed: a model of 4 bits takes seven times its file, and decodes at half the speed"
     return [Finding("Weights become float32", why, "pip install 'kvstrata[cpu]'")]
 
 
-def _judge_room(report: Report) -> list[Finding]:
+def _judge_room(report: MachineReport) -> list[Finding]:
     findings = []
     if report.memory_available_bytes < LOW_MEMORY_BYTES:
         available, memory = report.memory_available_bytes, report.device.memory_bytes
@@ -240,20 +245,20 @@ def _judge_room(report: Report) -> list[Finding]:
     return findings
 
 
-def _judge_model(report: Report) -> list[Finding]:
+def _judge_model(report: MachineReport) -> list[Finding]:
     if report.default_model:
         return []
     return [Finding("The default model is not here", "it was never got, or its folder is damaged", "kvstrata pull")]
 
 
-def _plain(report: Report, findings: list[Finding]) -> dict[str, Any]:
+def _plain(report: MachineReport, findings: list[Finding]) -> dict[str, Any]:
     facts = asdict(report)
     facts["cache_folder"] = str(report.cache_folder)
     facts["blas"]["path"] = str(report.blas.path) if report.blas.path else None
     return {**facts, "findings": [asdict(finding) for finding in findings]}
 
 
-def _table(report: Report) -> Table:
+def _table(report: MachineReport) -> Table:
     from rich.table import Table
 
     library = " ".join(word for word in (report.blas.name, report.blas.version) if word)
@@ -314,6 +319,34 @@ def _shares(memory: dict[str, int]) -> str:
     }
     parts = ", ".join(f"{format_bytes(memory[name], 1)} {word}" for name, word in words.items())
     return f"{format_bytes(memory['limit_bytes'], 1)}: {parts}"
+
+
+def mlx_gflops(repeats: int = 5) -> float:
+    import mlx.core as mx
+
+    a, b = mx.random.normal((ROWS, INNER)), mx.random.normal((INNER, COLUMNS))
+    mx.eval(a, b)
+    return PRODUCT_FLOP / _best_s(lambda: mx.eval(a @ b), repeats) / 1e9
+
+
+def numpy_gflops(repeats: int = 5) -> float:
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    a = random.standard_normal((ROWS, INNER), dtype=np.float32)
+    b = random.standard_normal((INNER, COLUMNS), dtype=np.float32)
+    return PRODUCT_FLOP / _best_s(lambda: a @ b, repeats) / 1e9
+
+
+def _best_s(action: Callable[[], object], repeats: int) -> float:
+    """Return the shortest of several durations: threads that another library left spinning slow the first ones down."""
+    action()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def _disk_free(folder: Path) -> int:

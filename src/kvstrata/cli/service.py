@@ -63,14 +63,14 @@ def _root() -> None:
 
 @app.command(name="print", context_settings={"help_option_names": ["-h", "--help"]})
 def print_unit(
-    manager: Annotated[Manager, typer.Argument(help="What starts services here.")],
+    manager: Annotated[Manager, typer.Argument(help="Service manager of this machine.")],
     flags: Annotated[
         list[str] | None, typer.Argument(help="Model and flags of kvstrata serve, after --.", metavar="[-- FLAGS]")
     ] = None,
 ) -> None:
     """Print a unit with the chosen flags, as in: kvstrata service print systemd -- --port 9000 --disk-cache-dir ~/kv
 
-    What to do with it is told on stderr.
+    The next steps are printed on stderr.
     """
     unit = make_unit(flags or [])
     typer.echo(systemd(unit) if manager is Manager.systemd else launchd(unit), nl=False)

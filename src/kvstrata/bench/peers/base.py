@@ -30,7 +30,7 @@ KnownBy = Literal["reported", "log", "time"]
 
 
 @dataclass(frozen=True)
-class Model:
+class ComparedModel:
     """The compared model in the forms that the peers need."""
 
     name: str
@@ -44,10 +44,10 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Start:
+class ServerStart:
     """Parameters for starting a server."""
 
-    model: Model
+    model: ComparedModel
     port: int
     home: Path  # folder for the server's files, kept over a restart
     limit_tokens: int = 0  # capacity of the cache; 0: the server's default
@@ -70,20 +70,20 @@ class Peer(ABC):
         self._folder = folder
 
     @abstractmethod
-    def missing(self, model: Model) -> str:
+    def missing(self, model: ComparedModel) -> str:
         """Return why the peer cannot run and what to do, or an empty string if it can."""
 
     @abstractmethod
-    def command(self, start: Start) -> list[str]: ...
+    def command(self, start: ServerStart) -> list[str]: ...
 
     @abstractmethod
     def version(self) -> str: ...
 
-    def environment(self, start: Start) -> Mapping[str, str]:
+    def environment(self, start: ServerStart) -> Mapping[str, str]:
         """Return variables to add to the process's environment."""
         return preloaded(start.blas) if self.on_mlx else {}
 
-    def model_name(self, model: Model) -> str:
+    def model_name(self, model: ComparedModel) -> str:
         """Return the model's name in requests."""
         return model.name
 
@@ -141,7 +141,7 @@ def free_port() -> int:
         return taken.getsockname()[1]
 
 
-class Process:
+class ServerProcess:
     """A running server. Its output is appended to `log`."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:

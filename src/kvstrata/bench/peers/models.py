@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvstrata.bench.peers.base import Model
+from kvstrata.bench.peers.base import ComparedModel
 from kvstrata.errors import ConfigError, ModelError
 from kvstrata.models.folder import MARKER
 from kvstrata.platform.files import cache_root
 
 
-def subject(named: Path | None, gguf: Path | None, *, on_cpu: bool) -> Model:
+def subject(named: Path | None, gguf: Path | None, *, on_cpu: bool) -> ComparedModel:
     """Return the model of a comparison. `named` is a folder or a GGUF file; None means the default model."""
     folder, ours, file = _found(named, gguf)
     config = json.loads((folder / "config.json").read_text())
@@ -23,7 +23,7 @@ def subject(named: Path | None, gguf: Path | None, *, on_cpu: bool) -> Model:
     dense = dense_folder(folder) if on_cpu and "quantization" in config else folder
     context = int(config.get("max_position_embeddings", 8192))
     name = "SmolLM2-135M-Instruct" if ours is None else Path(ours).stem
-    return Model(name, ours, folder, dense, file, context, _token_values(config), 4 if on_cpu else 2)
+    return ComparedModel(name, ours, folder, dense, file, context, _token_values(config), 4 if on_cpu else 2)
 
 
 def _found(named: Path | None, gguf: Path | None) -> tuple[Path, str | None, Path | None]:

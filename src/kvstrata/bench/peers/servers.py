@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvstrata.bench.peers.base import FOLDER, ROOT, Model, Peer, Start, asked, package_version
+from kvstrata.bench.peers.base import FOLDER, ROOT, ComparedModel, Peer, ServerStart, asked, package_version
 from kvstrata.platform.device import usable_cores
 
 F16_BYTES = 2  # of a number of K or V
@@ -41,7 +41,7 @@ class LlamaServer(_LlamaCpp):
     def _python(self) -> Path:
         return self._folder / "llama-server" / "bin" / "python"
 
-    def missing(self, model: Model) -> str:
+    def missing(self, model: ComparedModel) -> str:
         if self._binary is not None and shutil.which(str(self._binary)) is None:
             return f"There is no program {self._binary}. Check --llama-server"
         if self._binary is None and not self._python.is_file():
@@ -54,7 +54,7 @@ class LlamaServer(_LlamaCpp):
         done = subprocess.run([str(self._binary), "--version"], capture_output=True, text=True, timeout=60, check=False)
         return " ".join((done.stdout + done.stderr).split("\n")[:1])
 
-    def command(self, start: Start) -> list[str]:
+    def command(self, start: ServerStart) -> list[str]:
         """Four slots over one pool of KV, as llama-server comes. A limit is the pool's size, without its RAM cache."""
         pool = start.limit_tokens
         if self._binary is None:
@@ -75,7 +75,7 @@ class LlamaCppPython(_LlamaCpp):
     def _python(self) -> Path:
         return self._folder / "llama-cpp" / "bin" / "python"
 
-    def missing(self, model: Model) -> str:
+    def missing(self, model: ComparedModel) -> str:
         if not next(self._python.parent.parent.glob("lib/python*/site-packages/llama_cpp"), None):
             return "llama-cpp-python is not installed. Next: make peers"
         return "" if model.gguf else NO_GGUF
@@ -83,7 +83,7 @@ class LlamaCppPython(_LlamaCpp):
     def version(self) -> str:
         return package_version(self._python, "llama-cpp-python")
 
-    def command(self, start: Start) -> list[str]:
+    def command(self, start: ServerStart) -> list[str]:
         """With its RAM cache, which it comes without: it holds one sequence otherwise."""
         size = start.limit_bytes(F16_BYTES) or 2 << 30
         return [
@@ -104,18 +104,18 @@ class MlxLm(Peer):
     def _python(self) -> Path:
         return self._folder / "mlx-lm" / "bin" / "python"
 
-    def missing(self, model: Model) -> str:  # noqa: ARG002
+    def missing(self, model: ComparedModel) -> str:  # noqa: ARG002
         return "" if self._python.is_file() else "mlx-lm is not installed. Next: make peers"
 
     def version(self) -> str:
         return package_version(self._python, "mlx-lm", "mlx")
 
-    def command(self, start: Start) -> list[str]:
+    def command(self, start: ServerStart) -> list[str]:
         limit = ["--prompt-cache-bytes", str(start.limit_bytes())] if start.limit_tokens else []
         address = ("--host", "127.0.0.1", "--port", str(start.port))
         return [str(self._python), "-m", "mlx_lm", "server", "--model", str(start.model.dense), *address, *limit]
 
-    def model_name(self, model: Model) -> str:
+    def model_name(self, model: ComparedModel) -> str:
         return str(model.dense)
 
     def held_bytes(self, url: str, log: str) -> int | None:  # noqa: ARG002
@@ -128,7 +128,7 @@ class Kvstrata(Peer):
     name = "kvstrata"
     compiles = True
 
-    def missing(self, model: Model) -> str:  # noqa: ARG002
+    def missing(self, model: ComparedModel) -> str:  # noqa: ARG002
         return ""
 
     def version(self) -> str:
@@ -136,7 +136,7 @@ class Kvstrata(Peer):
 
         return f"kvstrata {version('kvstrata')}, mlx {version('mlx')}, mlx-lm {version('mlx-lm')}"
 
-    def command(self, start: Start) -> list[str]:
+    def command(self, start: ServerStart) -> list[str]:
         served = [] if start.model.ours is None else [start.model.ours]
         limit = ["--dynamic-cache", "--hot-cache-size", str(start.limit_bytes())]
         return [
@@ -165,13 +165,13 @@ class VllmMlx(Peer):
     def _program(self) -> Path:
         return self._folder / "vllm-mlx" / "bin" / "vllm-mlx"
 
-    def missing(self, model: Model) -> str:  # noqa: ARG002
+    def missing(self, model: ComparedModel) -> str:  # noqa: ARG002
         return "" if self._program.is_file() else "vllm-mlx is not installed. Next: make peers"
 
     def version(self) -> str:
         return package_version(self._program.with_name("python"), "vllm-mlx", "mlx-lm", "mlx")
 
-    def command(self, start: Start) -> list[str]:
+    def command(self, start: ServerStart) -> list[str]:
         """With batching and its disk tier, as one would run it for agents."""
         megabytes = max(1, start.limit_bytes() >> 20)
         return [
@@ -183,11 +183,11 @@ class VllmMlx(Peer):
             *(("--cache-memory-mb", str(megabytes)) if start.limit_tokens else ()),
         ]
 
-    def environment(self, start: Start) -> Mapping[str, str]:
+    def environment(self, start: ServerStart) -> Mapping[str, str]:
         """It keeps caches under the user's home, which must not be this user's."""
         return {**super().environment(start), "HOME": str(start.home)}
 
-    def model_name(self, model: Model) -> str:
+    def model_name(self, model: ComparedModel) -> str:
         return str(model.dense)
 
     def held_bytes(self, url: str, log: str) -> int | None:  # noqa: ARG002

@@ -1,4 +1,7 @@
-"""HTTP client of a running server for commands: JSON both ways, every problem a one-line error."""
+"""HTTP client for commands that use a running server, and their options: --url, --api-key, --json.
+
+JSON both ways; every problem is a one-line error.
+"""
 
 from __future__ import annotations
 
@@ -53,13 +56,16 @@ AdminKey = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="The server's answer on stdout, and nothing else.")]
 
 
-class Remote:
+class RemoteServer:
+    """JSON requests to one server, and files to and from it."""
+
     def __init__(self, client: httpx.Client, url: str) -> None:
         self._client = client
         self.url = url
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        with self._trouble_told():
+        """Send a request with a JSON body and return the JSON response."""
+        with self._raise_advice():
             return self._answer(self._client.request(method, path, json=body))
 
     def send(self, path: str, content: Iterator[bytes]) -> Any:
@@ -69,20 +75,21 @@ class Remote:
 
         headers = {"content-type": "application/octet-stream"}
         timeout = httpx.Timeout(60.0, connect=10.0, read=None)
-        with self._trouble_told():
+        with self._raise_advice():
             return self._answer(self._client.post(path, content=content, headers=headers, timeout=timeout))
 
     @contextmanager
     def receive(self, path: str) -> Iterator[tuple[dict[str, str], Iterator[bytes]]]:
         """Download a file in pieces; yield the response's headers and the pieces."""
-        with self._trouble_told(), self._client.stream("GET", path) as response:
+        with self._raise_advice(), self._client.stream("GET", path) as response:
             if not response.is_success:
                 response.read()
                 self._answer(response)
             yield dict(response.headers), response.iter_bytes()
 
     @contextmanager
-    def _trouble_told(self) -> Iterator[None]:
+    def _raise_advice(self) -> Iterator[None]:
+        """Raise a KvstrataError with advice where the server cannot be reached."""
         import httpx
 
         try:
@@ -107,7 +114,8 @@ class Remote:
 
 
 @contextmanager
-def connect(url: str, api_key: str | None) -> Iterator[Remote]:
+def connect(url: str, api_key: str | None) -> Iterator[RemoteServer]:
+    """Open a client for the server at `url`. Sends nothing yet."""
     import httpx
 
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -117,4 +125,4 @@ def connect(url: str, api_key: str | None) -> Iterator[Remote]:
     except httpx.InvalidURL:
         raise KvstrataError(f"'{url}' is not an address. Write it like --url {DEFAULT_URL}") from None
     with client:
-        yield Remote(client, url)
+        yield RemoteServer(client, url)

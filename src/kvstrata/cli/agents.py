@@ -18,7 +18,7 @@ KEY_VARIABLE = "KVSTRATA_LAUNCH_KEY"
 
 
 @dataclass(frozen=True)
-class Server:
+class AgentServer:
     """The properties of the server that an agent needs."""
 
     url: str  # without /v1
@@ -33,7 +33,7 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Start:
+class AgentStart:
     """Command line, variables and files that start an agent. The user's own arguments follow `arguments`."""
 
     arguments: tuple[str, ...] = ()
@@ -44,18 +44,18 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Client:
+class Agent:
     title: str
     command: str
     install: str
-    start: Callable[[Server, Path], Start]  # the path: a temporary folder that has `files` while it runs
+    start: Callable[[AgentServer, Path], AgentStart]  # the path: a temporary folder that has `files` while it runs
 
 
-def claude(server: Server, _folder: Path) -> Start:
+def claude(server: AgentServer, _folder: Path) -> AgentStart:
     # All of its model roles (titles, subagents) get the one served model.
     kinds = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL")
     tiers = (f"ANTHROPIC_DEFAULT_{tier}_MODEL" for tier in ("HAIKU", "SONNET", "OPUS"))
-    return Start(
+    return AgentStart(
         variables={
             "ANTHROPIC_BASE_URL": server.url,
             **dict.fromkeys((*kinds, *tiers), server.model),
@@ -72,7 +72,7 @@ def claude(server: Server, _folder: Path) -> Start:
     )
 
 
-def codex(server: Server, _folder: Path) -> Start:
+def codex(server: AgentServer, _folder: Path) -> AgentStart:
     settings = {
         "model": toml_text(server.model),
         "model_provider": '"kvstrata"',
@@ -83,10 +83,10 @@ def codex(server: Server, _folder: Path) -> Start:
         "model_providers.kvstrata.wire_api": '"responses"',
         "analytics.enabled": "false",
     }
-    return Start(tuple(word for name, value in settings.items() for word in ("-c", f"{name}={value}")))
+    return AgentStart(tuple(word for name, value in settings.items() for word in ("-c", f"{name}={value}")))
 
 
-def opencode(server: Server, _folder: Path) -> Start:
+def opencode(server: AgentServer, _folder: Path) -> AgentStart:
     model = f"kvstrata/{server.model}"
     provider = {
         "npm": "@ai-sdk/openai-compatible",
@@ -98,10 +98,10 @@ def opencode(server: Server, _folder: Path) -> Start:
     config = json.dumps({"model": model, "small_model": model, "provider": {"kvstrata": provider}})
     # OpenCode expands {env:...} and {file:...}; a name must stay as it is.
     config = config.replace("{env:", "\\u007benv:").replace("{file:", "\\u007bfile:")
-    return Start(variables={"OPENCODE_CONFIG_CONTENT": config})
+    return AgentStart(variables={"OPENCODE_CONFIG_CONTENT": config})
 
 
-def pi(server: Server, folder: Path) -> Start:
+def pi(server: AgentServer, folder: Path) -> AgentStart:
     """Configure Pi by an extension, which adds to the user's settings; a settings folder would replace them."""
     model = {
         "id": server.model,
@@ -120,13 +120,13 @@ def pi(server: Server, folder: Path) -> Start:
         "models": [model],
     }
     extension = f'export default (pi) => pi.registerProvider("kvstrata", {json.dumps(provider, indent=2)});\n'
-    return Start(
+    return AgentStart(
         ("--extension", str(folder / "kvstrata.js"), "--provider", "kvstrata", "--model", server.model),
         files={"kvstrata.js": extension},
     )
 
 
-def aider(server: Server, folder: Path) -> Start:
+def aider(server: AgentServer, folder: Path) -> AgentStart:
     model = f"openai/{server.model}"
     limits = {
         "max_input_tokens": server.context_tokens,
@@ -137,7 +137,7 @@ def aider(server: Server, folder: Path) -> Start:
     # Aider names no longest reply: a model that repeats itself would go on until the context is full. Under this name
     # the rest of what aider knows of such a model stays.
     settings = [{"name": "aider/extra_params", "extra_params": {"max_tokens": server.output_tokens}}]
-    return Start(
+    return AgentStart(
         (
             *("--model", model, "--openai-api-base", f"{server.url}/v1"),
             *("--model-metadata-file", str(folder / "metadata.json")),
@@ -161,10 +161,10 @@ def _toml_character(character: str) -> str:
     return character if character.isprintable() else f"\\U{ord(character):08x}"
 
 
-CLIENTS: Mapping[str, Client] = {
-    "claude": Client("Claude Code", "claude", "npm install -g @anthropic-ai/claude-code", claude),
-    "codex": Client("Codex", "codex", "npm install -g @openai/codex", codex),
-    "opencode": Client("opencode", "opencode", "npm install -g opencode-ai", opencode),
-    "pi": Client("pi", "pi", "npm install -g @earendil-works/pi-coding-agent", pi),
-    "aider": Client("aider", "aider", "uv tool install --python 3.12 aider-chat", aider),
+AGENTS: Mapping[str, Agent] = {
+    "claude": Agent("Claude Code", "claude", "npm install -g @anthropic-ai/claude-code", claude),
+    "codex": Agent("Codex", "codex", "npm install -g @openai/codex", codex),
+    "opencode": Agent("opencode", "opencode", "npm install -g opencode-ai", opencode),
+    "pi": Agent("pi", "pi", "npm install -g @earendil-works/pi-coding-agent", pi),
+    "aider": Agent("aider", "aider", "uv tool install --python 3.12 aider-chat", aider),
 }
