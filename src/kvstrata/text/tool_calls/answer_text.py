@@ -189,6 +189,19 @@ def mark(reading: AnswerText, marks: tuple[str, ...]) -> Steps[str]:
     return ""
 
 
+def offered_name(reading: AnswerText, ends: str) -> Steps[str]:
+    """Take the name of an offered tool, up to one of the characters `ends`. Raises NoCall at the first wrong letter."""
+    name = ""
+    while (character := (yield from reading.look())) and character not in ends:
+        name += character
+        if not reading.offered.names.may_begin(name):
+            raise NoCall
+        reading.pos += 1
+    if name not in reading.offered.names:
+        raise NoCall
+    return name
+
+
 def until(reading: AnswerText, marks: tuple[str, ...], take: Callable[[str], None]) -> Steps[str]:
     """Hands on the text before the first of the marks, and takes that. Empty: the answer ended without one."""
     matcher = StopMatcher(marks)

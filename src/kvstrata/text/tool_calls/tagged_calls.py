@@ -14,7 +14,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvstrata.text.tool_calls.answer_text import SPACE, AnswerText, CallOver, NoCall, Steps, mark, space, until
+from kvstrata.text.tool_calls.answer_text import (
+    SPACE,
+    AnswerText,
+    CallOver,
+    NoCall,
+    Steps,
+    mark,
+    offered_name,
+    space,
+    until,
+)
 
 _STRINGS = frozenset(("string", "str", "text", "varchar", "char", "enum"))
 
@@ -223,7 +233,9 @@ def glm_tags(prefix: str, end: str) -> TagFormat:
 def scan_tagged_call(reading: AnswerText, dialect: TagFormat) -> Steps[None]:
     """At the name."""
     yield from space(reading)
-    name = yield from _name(reading)
+    name = yield from offered_name(reading, SPACE + "<>")
+    if (yield from reading.look()) == ">":
+        reading.pos += 1
     tag = yield from _tag(reading, (dialect.key[0], *dialect.ends))
     if not tag:
         raise NoCall
@@ -239,20 +251,6 @@ def scan_tagged_call(reading: AnswerText, dialect: TagFormat) -> Steps[None]:
     except NoCall:
         tag = ""
     yield from _end(reading, tag)
-
-
-def _name(reading: AnswerText) -> Steps[str]:
-    name = ""
-    while (character := (yield from reading.look())) and character not in SPACE + "<>":
-        name += character
-        if not reading.offered.names.may_begin(name):
-            raise NoCall
-        reading.pos += 1
-    if name not in reading.offered.names:
-        raise NoCall
-    if character == ">":
-        reading.pos += 1
-    return name
 
 
 def _tag(reading: AnswerText, tags: tuple[str, ...]) -> Steps[str]:
