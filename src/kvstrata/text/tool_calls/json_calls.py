@@ -27,7 +27,7 @@ from kvstrata.text.tool_calls.answer_text import (
     until,
 )
 
-MAX_DEPTH = 100  # what clients' parsers take, and far more than arguments have
+MAX_DEPTH = 100  # accepted by clients' parsers, and far more than real arguments have
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _SCALAR_RUN = re.compile(r"[0-9+\-.eEtrufalsn]+")
@@ -131,18 +131,18 @@ class JsonScanner:
 
 
 class JsonStringDecoder:
-    """The inside of one JSON string, a character at a time. Half a surrogate pair stays an escape."""
+    """Decoder of one JSON string's inside, a character at a time. Half a surrogate pair stays an escape."""
 
     def __init__(self) -> None:
-        self._escape = ""  # what has come of one
-        self._high = 0  # the first half of a pair
+        self._escape = ""  # characters of an incomplete escape
+        self._high = 0  # first half of a surrogate pair
 
     @property
     def in_escape(self) -> bool:
         return bool(self._escape)
 
     def add(self, character: str) -> str:
-        """Raises ValueError where it is no escape that JSON knows."""
+        """Return the text that a character completes. Raises ValueError for an invalid escape."""
         if not self._escape:
             if character == "\\":
                 self._escape = character
@@ -186,7 +186,7 @@ class _CallFields:
 
 
 def scan_json_calls(reading: AnswerText) -> Steps[None]:
-    """At `{` or `[`. Returns after the first call's arguments; others may follow."""
+    """Scan a call from `{` or `[` on. Returns after the first call's arguments; other calls may follow."""
     if (yield from reading.look()) == "[":
         reading.closers.append("]")
         reading.pos += 1
@@ -254,7 +254,7 @@ def _field(reading: AnswerText, key: str, fields: _CallFields) -> Steps[None]:
 
 
 def _is_schema(reading: AnswerText, name: str) -> Steps[bool]:
-    """Whether a model repeats what a tool is, instead of calling it: `{"type": "object", ...`."""
+    """Whether the model repeats a tool's definition instead of calling it: `{"type": "object", ...`."""
     if reading.offered.parameter(name, "type") is not None:
         return False
     begin = reading.place
@@ -289,7 +289,7 @@ def _arguments(reading: AnswerText, fields: _CallFields) -> Steps[str]:
 
 
 def _object_text(reading: AnswerText, give: Callable[[str], None], begin: Callable[[], None]) -> Steps[None]:
-    """An object, or a string that has one in it. `begin` is called when it is clear that it is one."""
+    """Scan an object, or a string that contains one. `begin` is called when the object has begun."""
     character = yield from reading.look()
     if character == "{":
         begin()
@@ -348,7 +348,7 @@ def _fail(reading: AnswerText, give: Callable[[str], None]) -> Steps[None]:
 
 
 def _word(reading: AnswerText, words: Words) -> Steps[str]:
-    """A string that is one of these. Fails at the first character that none of them has."""
+    """Take a string that is one of `words`. Raises NoCall at the first character that no word has there."""
     if (yield from reading.look()) != '"':
         raise NoCall
     reading.pos += 1
@@ -369,7 +369,7 @@ def _word(reading: AnswerText, words: Words) -> Steps[str]:
 
 
 def _simple(reading: AnswerText) -> Steps[str]:
-    """A short string, or a number, true, false or null. What it says if it is a string."""
+    """Take a short string, a number, true, false or null, and return the text of a string."""
     parts: list[str] = []
     is_string = (yield from reading.look()) == '"'
     if is_string:
@@ -388,7 +388,7 @@ def _simple(reading: AnswerText) -> Steps[str]:
         value = json.loads("".join(parts))
     except ValueError:
         raise NoCall from None
-    # An id goes out on wires and into templates.
+    # Ids are sent to clients and rendered by templates.
     return value if isinstance(value, str) and value.isascii() and value.isprintable() else ""
 
 
@@ -396,7 +396,7 @@ _ARGUMENTS_MARK, _ID = "[ARGS]", "[CALL_ID]"
 
 
 def scan_header_call(reading: AnswerText) -> Steps[None]:
-    """At the name."""
+    """Scan a call from its name on."""
     name = yield from offered_name(reading, SPACE + "[")
     yield from space(reading)
     found = yield from mark(reading, (_ARGUMENTS_MARK, _ID))
