@@ -6,7 +6,8 @@ import base64
 import binascii
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -29,8 +30,7 @@ from kvstrata.kv.mlx_prompt_files import (
     TOKENS,
     FileArray,
     FullLayerIn,
-    LayerFile,
-    Scalars,
+    PromptCacheFile,
     TensorNamed,
     TensorTable,
     cut_tensor,
@@ -43,7 +43,6 @@ from kvstrata.kv.mlx_prompt_files import (
     metadata_of,
     num_tokens_in,
     other_layer,
-    scalar_kinds,
     tensors_of,
     trees_of,
 )
@@ -72,10 +71,6 @@ FIRST_LAYER = {8: 0.1, 6: 0.2, 5: 0.25, 4: 0.35, 3: 0.4, 2: 0.45}
 
 # Lower bound of the distance between tokens, as a share of their norm: nearly equal tokens must not look far apart.
 SMALLEST_SHARE = 0.05
-
-MAX_TEXT = 256  # characters of a name
-
-INTEGERS: Mapping[str, str] = {"I32": "<i4", "I64": "<i8", "U32": "<u4", "U64": "<u8", "I16": "<i2", "U16": "<u2"}
 
 PROMPT_NEEDED = (
     "A prompt cache of mlx-lm does not say which tokens it holds. Give the prompt that it was made of: --prompt-file "
@@ -263,17 +258,15 @@ class PromptCacheReader:
     """Reads one prompt cache file. The constructor checks all but the arrays; it raises ConfigError or UnusableFile."""
 
     def __init__(self, table: TensorTable, layout: Layout) -> None:
-        self.table = table
         self._layout = layout
-        self._tensors = {name: FileArray(place.dtype, place.shape) for name, place in table.places.items()}
-        self._scalars = Scalars(scalar_kinds(table.metadata), self._read_number, self._read_text)
-        self._layers: list[LayerFile] = layers_in(layout, table.metadata, self._scalars)
-        self.num_tokens = num_tokens_in(list(zip(layout.flat(), self._layers, strict=True)), self._scalars)
+        self._file = PromptCacheFile(table)
+        self._layers = layers_in(layout, self._file)
+        self.num_tokens = num_tokens_in(self._layers, self._file)
 
     @property
     def recorded_ids(self) -> TokenIds | None:
         """Token ids that `export --mlx` recorded in the file; None: there are none. Anyone may have written them."""
-        text = self.table.metadata.get(f"0.{TOKENS}")
+        text = self._file.table.metadata.get(f"0.{TOKENS}")
         if text is None:
             return None
         try:
@@ -293,13 +286,14 @@ class PromptCacheReader:
             )
         segments: dict[int, tuple[SealedSegment, ...]] = {}
         states: list[LayerState] = []
-        for i, (spec, file) in enumerate(zip(self._layout.flat(), self._layers, strict=True)):
+        for i, (spec, layer) in enumerate(zip(self._layout.flat(), self._layers, strict=True)):
             if spec.kind == "full":
-                layer = full_layer(spec, file, self._tensors, self._scalars, num_tokens)
-                segments[i] = tuple(self._read_segments(run_task, layer, num_tokens))
+                full = full_layer(spec, layer, self._file, num_tokens)
+                segments[i] = tuple(self._read_segments(run_task, full, num_tokens))
                 states.append(None)
             else:
-                states.append(run_task(lambda _, i=i, file=file: self._read_state(i, file, num_tokens)))
+                read = partial(other_layer, spec, layer, self._file, num_tokens)
+                states.append(run_task(lambda _, read=read: _in_one_step(read)))
         span = Span(self._layout, 0, num_tokens, dict(segments))
         if needs_checkpoints(self._layout):
             span.checkpoints[num_tokens] = Checkpoint(num_tokens, tuple(states))
@@ -307,15 +301,10 @@ class PromptCacheReader:
         return span
 
     def _read_segments(self, run_task: RunTask, layer: FullLayerIn, num_tokens: int) -> Iterator[SealedSegment]:
-        octets = {path: self._read_bytes(path) for side in layer.sides for path in side}
+        octets = {path: self._file.read(path) for side in layer.sides for path in side}
         for start, end in layer.segment_ranges(num_tokens):
-            k, v = ([cut_tensor(octets[p], self._tensors[p], start, end) for p in side] for side in layer.sides)
+            k, v = ([cut_tensor(octets[p], self._file.tensor(p), start, end) for p in side] for side in layer.sides)
             yield run_task(lambda _, k=k, v=v, start=start: _in_one_step(lambda: make_segment(layer, k, v, start)))
-
-    def _read_state(self, index: int, file: LayerFile, num_tokens: int) -> Steps[LayerState]:
-        yield
-        spec = self._layout.flat()[index]
-        return other_layer(spec, file, self._tensors, self._scalars, self._read_bytes, num_tokens=num_tokens)
 
     def _verify(self, core: EngineCore, ids: TokenIds, span: Span) -> Steps[None]:
         check_segments(self._layout, {layer: span.sealed(layer)[0] for layer in span.layers})
@@ -324,22 +313,6 @@ class PromptCacheReader:
             assert example is not None
             check_checkpoint(self._layout, span.checkpoints[span.end], span.end, example)
         yield from verify_span(core.runner, ids, span)
-
-    def _read_bytes(self, path: str) -> np.ndarray:
-        return np.frombuffer(self.table.read(path), np.uint8)
-
-    def _read_number(self, path: str) -> int:
-        tensor = self._tensors.get(path)
-        if tensor is None or tensor.dtype not in INTEGERS or tensor.shape not in ((), (1,)):
-            raise UnusableFile(f"The prompt cache has no number at {path[:40]}. {CHANGED}")
-        return int(np.frombuffer(self.table.read(path), INTEGERS[tensor.dtype])[0])
-
-    def _read_text(self, path: str) -> str:
-        tensor = self._tensors.get(path)
-        if tensor is None or tensor.dtype not in INTEGERS or len(tensor.shape) != 1 or tensor.shape[0] > MAX_TEXT:
-            raise UnusableFile(f"The prompt cache has no name at {path[:40]}. {CHANGED}")
-        numbers = np.frombuffer(self.table.read(path), INTEGERS[tensor.dtype]).tolist()
-        return "".join(chr(number) for number in numbers if 0 < number < 128)
 
 
 def example_checkpoint(core: EngineCore) -> Steps[Checkpoint | None]:

@@ -26,7 +26,7 @@ from kvstrata.kv.work_sizes import join_segments
 QuantizedArrays = tuple[mx.array, mx.array, mx.array]  # packed values, scales, biases
 
 # Exact types: a subclass may keep its state elsewhere.
-_CACHES: dict[str, tuple[type, ...]] = {
+CACHE_CLASSES: dict[str, tuple[type, ...]] = {
     "full": (KVCache, QuantizedKVCache),
     "window": (RotatingKVCache,),
     "chunked": (ChunkedKVCache,),
@@ -75,7 +75,7 @@ def to_mlx_lm(layout: Layout, ranges: Sequence[SpanRange], checkpoint: Checkpoin
 
 def adopt_layer(spec: LayerSpec, cache: Any, num_tokens: int, index: int) -> LayerState:
     """Return the content of one layer. Raises MismatchedArrays."""
-    if type(cache) not in _CACHES.get(spec.kind, ()):
+    if type(cache) not in CACHE_CLASSES.get(spec.kind, ()):
         raise MismatchedArrays(f"Layer {index} is of kind {spec.kind}: no {type(cache).__name__} can be adopted there.")
     if spec.kind == "recurrent":
         return _from_arrays(spec, cache, index)

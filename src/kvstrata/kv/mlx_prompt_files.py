@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, BinaryIO
@@ -21,7 +21,7 @@ from kvstrata.codecs.raw import RawCodec
 from kvstrata.errors import UnusableFile
 from kvstrata.kv.checkpoints import Checkpoint, LayerState, states_at
 from kvstrata.kv.layout import LayerSpec, Layout
-from kvstrata.kv.mlx_caches import adopt_layer, common_affine, to_mlx_cache
+from kvstrata.kv.mlx_caches import CACHE_CLASSES, adopt_layer, common_affine, to_mlx_cache
 from kvstrata.kv.packing import DTYPES, array_of
 from kvstrata.kv.span import SpanRange, compact_segment
 from kvstrata.kv.work_sizes import slices, work_sizes_of
@@ -135,23 +135,20 @@ def _unusable(why: str) -> UnusableFile:
 # Name of the tokens beside mlx-lm's own metadata: base64 of int32, little-endian.
 TOKENS = "kvstrata_tokens"
 
-KINDS: Mapping[str, tuple[str, ...]] = {
-    "full": ("KVCache", "QuantizedKVCache"),
-    "window": ("RotatingKVCache",),
-    "chunked": ("ChunkedKVCache",),
-    "recurrent": ("ArraysCache",),
-}
-
 COMPOSITE = "CacheList"
 
 OTHER_VERSION = "It was written by another version of mlx-lm, or by another program"
 
 MAX_SCALARS = 1 << 16
 
+MAX_TEXT = 256  # characters of a name
+
+INTEGERS: Mapping[str, str] = {"I32": "<i4", "I64": "<i8", "U32": "<u4", "U64": "<u8", "I16": "<i2", "U16": "<u2"}
+
 
 @dataclass(frozen=True)
 class FileArray:
-    """A tensor of a file."""
+    """The place of a tensor in the state of a cache that is about to be written."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -195,24 +192,47 @@ def _kind(leaf: Leaf) -> str:
     return "string" if isinstance(leaf, str) else "scalar"
 
 
-@dataclass(frozen=True)
-class Scalars:
-    """Tensors of a file that stand for None, a text or a number, by path. `number` and `text` read a tensor."""
+class PromptCacheFile:
+    """Tensors of a prompt cache file; some of them stand for None, a text or a number."""
 
-    kinds: Mapping[str, str]
-    number: Callable[[str], int]
-    text: Callable[[str], str]
+    def __init__(self, table: TensorTable) -> None:
+        self.table = table
+        self._kinds = _scalar_kinds(table.metadata)
 
-    def int_at(self, path: str) -> int:
-        if self.kinds.get(path) != "scalar":
-            raise MismatchedArrays(f"{OTHER_VERSION}: there is no number at {path[:40]}.")
-        return self.number(path)
+    def tensor(self, path: str) -> FileTensor:
+        """Return dtype, shape and place of a tensor. Raises MismatchedArrays."""
+        found = self.table.places.get(path)
+        if found is None:
+            raise MismatchedArrays(f"The file has no tensor {path[:40]}.")
+        return found
+
+    def read(self, path: str) -> np.ndarray:
+        """Return the bytes of a tensor: uint8."""
+        return np.frombuffer(self.table.read(path), np.uint8)
 
     def is_none(self, path: str) -> bool:
-        return self.kinds.get(path) == "none"
+        return self._kinds.get(path) == "none"
+
+    def number(self, path: str) -> int:
+        """Return a number. Raises MismatchedArrays or UnusableFile."""
+        if self._kinds.get(path) != "scalar":
+            raise MismatchedArrays(f"{OTHER_VERSION}: there is no number at {path[:40]}.")
+        tensor = self.table.places.get(path)
+        if tensor is None or tensor.dtype not in INTEGERS or tensor.shape not in ((), (1,)):
+            raise UnusableFile(f"The prompt cache has no number at {path[:40]}. {CHANGED}")
+        return int(self.read(path).view(INTEGERS[tensor.dtype])[0])
+
+    def text(self, path: str) -> str:
+        """Return a name. Raises UnusableFile."""
+        tensor = self.table.places.get(path)
+        if tensor is None or tensor.dtype not in INTEGERS or len(tensor.shape) != 1 or tensor.shape[0] > MAX_TEXT:
+            raise UnusableFile(f"The prompt cache has no name at {path[:40]}. {CHANGED}")
+        numbers = self.read(path).view(INTEGERS[tensor.dtype]).tolist()
+        return "".join(chr(number) for number in numbers if 0 < number < 128)
 
 
-def scalar_kinds(metadata: Mapping[str, str]) -> dict[str, str]:
+def _scalar_kinds(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return the kind of each tensor that is no array, by path."""
     kinds: dict[str, str] = {}
     for number in range(1, MAX_SCALARS):
         path, kind = metadata.get(f"2.{number}.0"), metadata.get(f"2.{number}.1")
@@ -222,8 +242,9 @@ def scalar_kinds(metadata: Mapping[str, str]) -> dict[str, str]:
     return kinds
 
 
-def layers_in(layout: Layout, metadata: Mapping[str, str], scalars: Scalars) -> list[LayerFile]:
+def layers_in(layout: Layout, file: PromptCacheFile) -> list[LayerFile]:
     """Return the layers of a file by flat layer. Raises MismatchedArrays where the file is not of this model."""
+    metadata = file.table.metadata
     num_layers = sum(1 for i in range(len(layout.layers) + 1) if f"1.{i}" in metadata)
     if num_layers != len(layout.layers):
         words = "no layers that can be read" if not num_layers else f"{num_layers} layers or more"
@@ -237,18 +258,16 @@ def layers_in(layout: Layout, metadata: Mapping[str, str], scalars: Scalars) -> 
             raise MismatchedArrays(f"Layer {i} consists of several caches here, and of one in the file.")
         else:
             for j, child in enumerate(spec.children):
-                found.append(_layer(child, scalars.text(f"{i}.{j}.1"), f"{i}.{j}.0"))
+                found.append(_layer(child, file.text(f"{i}.{j}.1"), f"{i}.{j}.0"))
     return found
 
 
 def _layer(spec: LayerSpec, name: str, path: str) -> LayerFile:
-    allowed = KINDS.get(spec.kind, ())
+    allowed = [each.__name__ for each in CACHE_CLASSES.get(spec.kind, ())]
     if name not in allowed:
         raise MismatchedArrays(f"Layer {path} is of kind {spec.kind}: no {name[:40]!r} can be taken there.")
     return LayerFile(name, path)
 
-
-Read = Callable[[str], np.ndarray]  # the bytes of a tensor, uint8
 
 FLOAT_NAMES = ("F32", "F16", "BF16")
 
@@ -261,41 +280,40 @@ class FullLayerIn:
     sides: tuple[tuple[str, ...], tuple[str, ...]]
     codec: AffineCodec | None  # None: raw
 
-    @property
-    def segment_ranges(self) -> Callable[[int], list[tuple[int, int]]]:
-        return lambda num_tokens: list(slices(0, num_tokens, work_sizes_of(self.spec).segment_tokens))
+    def segment_ranges(self, num_tokens: int) -> Iterator[tuple[int, int]]:
+        """Yield the tokens [start, end) of each segment that the layer is cut into."""
+        return slices(0, num_tokens, work_sizes_of(self.spec).segment_tokens)
 
 
-def num_tokens_in(layers: list[tuple[LayerSpec, LayerFile]], scalars: Scalars) -> int | None:
+def num_tokens_in(layers: Sequence[LayerFile], file: PromptCacheFile) -> int | None:
     """Return the number of tokens that layers state; None: no layer does. Raises MismatchedArrays if layers differ."""
-    places = {"KVCache": 2, "QuantizedKVCache": 2, "RotatingKVCache": 2, "ChunkedKVCache": 2}
-    stated = {scalars.int_at(f"{file.path}.{places[file.cache]}") for _, file in layers if file.cache in places}
+    # The state of a cache is keys, values and the number of tokens; an ArraysCache does not have the number.
+    stated = {file.number(f"{layer.path}.2") for layer in layers if layer.cache != "ArraysCache"}
     if len(stated) > 1 or any(number < 1 for number in stated):
         raise MismatchedArrays(f"The layers of the file hold different numbers of tokens: {sorted(stated)[:4]}.")
     return next(iter(stated), None)
 
 
-def full_layer(
-    spec: LayerSpec, file: LayerFile, tensors: Mapping[str, FileArray], scalars: Scalars, num_tokens: int
-) -> FullLayerIn:
-    if file.cache == "KVCache":
+def full_layer(spec: LayerSpec, layer: LayerFile, file: PromptCacheFile, num_tokens: int) -> FullLayerIn:
+    """Return a full-attention layer, whose tensors were checked. Raises MismatchedArrays."""
+    if layer.cache == "KVCache":
         for side, dim in ((0, spec.k_dim), (1, spec.v_dim)):
-            _require(spec, tensors, f"{file.path}.{side}", dim, (DTYPES[spec.dtype],), num_tokens)
-        return FullLayerIn(spec, ((f"{file.path}.0",), (f"{file.path}.1",)), None)
-    codec = AffineCodec(scalars.int_at(f"{file.path}.4"), scalars.int_at(f"{file.path}.3"))
+            _require(spec, file, f"{layer.path}.{side}", dim, (DTYPES[spec.dtype],), num_tokens)
+        return FullLayerIn(spec, ((f"{layer.path}.0",), (f"{layer.path}.1",)), None)
+    codec = AffineCodec(file.number(f"{layer.path}.4"), file.number(f"{layer.path}.3"))
     for side, dim in ((0, spec.k_dim), (1, spec.v_dim)):
         codec.check(dim)
-        _require(spec, tensors, f"{file.path}.{side}.0", dim * codec.bits // 32, ("U32",), num_tokens)
+        _require(spec, file, f"{layer.path}.{side}.0", dim * codec.bits // 32, ("U32",), num_tokens)
         for plane in (1, 2):
-            _require(spec, tensors, f"{file.path}.{side}.{plane}", dim // codec.group, FLOAT_NAMES, num_tokens)
-    k, v = (tuple(f"{file.path}.{side}.{plane}" for plane in range(3)) for side in (0, 1))
+            _require(spec, file, f"{layer.path}.{side}.{plane}", dim // codec.group, FLOAT_NAMES, num_tokens)
+    k, v = (tuple(f"{layer.path}.{side}.{plane}" for plane in range(3)) for side in (0, 1))
     return FullLayerIn(spec, (k, v), codec)
 
 
 def _require(
-    spec: LayerSpec, tensors: Mapping[str, FileArray], path: str, width: int, dtypes: tuple[str, ...], num_tokens: int
+    spec: LayerSpec, file: PromptCacheFile, path: str, width: int, dtypes: tuple[str, ...], num_tokens: int
 ) -> None:
-    found = tensors.get(path)
+    found = file.table.places.get(path)
     if found is None or found.dtype not in dtypes:
         held = "nothing" if found is None else found.dtype
         raise MismatchedArrays(
@@ -308,7 +326,7 @@ def _require(
         raise MismatchedArrays(f"Tensor {path} of the file is {list(shape)}, not {list(wanted)}: another model's.")
 
 
-def cut_tensor(octets: np.ndarray, tensor: FileArray, start: int, end: int) -> BlockTensor:
+def cut_tensor(octets: np.ndarray, tensor: FileTensor, start: int, end: int) -> BlockTensor:
     """Copy tokens [start, end) of a tensor [1, kv_heads, tokens, width]."""
     rows = octets.reshape(tensor.shape[1], tensor.shape[2], -1)[:, start:end]
     return BlockTensor(
@@ -328,26 +346,22 @@ def _encoded(layer: FullLayerIn, arrays: list[BlockTensor], position: int) -> En
     return layer.codec.adopt(made[0], made[1], made[2], position)
 
 
-def other_layer(
-    spec: LayerSpec, file: LayerFile, tensors: Mapping[str, FileArray], scalars: Scalars, read: Read, *, num_tokens: int
-) -> LayerState:
+def other_layer(spec: LayerSpec, layer: LayerFile, file: PromptCacheFile, num_tokens: int) -> LayerState:
     """Read a window, chunk or recurrent state at the end of the tokens. Runs on the thread that owns MLX."""
 
     def array(path: str) -> Any:
-        tensor = tensors.get(path)
-        if tensor is None:
-            raise MismatchedArrays(f"The file has no tensor {path[:40]}.")
-        return array_of(BlockTensor(tensor.dtype, tensor.shape, read(path)))
+        tensor = file.tensor(path)
+        return array_of(BlockTensor(tensor.dtype, tensor.shape, file.read(path)))
 
-    at = file.path
+    at = layer.path
     cache: Any
     if spec.kind == "recurrent":
         cache = ArraysCache(spec.num_arrays)
         paths = [f"{at}.0.{i}" for i in range(spec.num_arrays)]
-        cache.cache = [None if scalars.is_none(path) else array(path) for path in paths]
+        cache.cache = [None if file.is_none(path) else array(path) for path in paths]
         return adopt_layer(spec, cache, num_tokens, 0)
-    numbers = [scalars.int_at(f"{at}.{i}") for i in range(2, 6 if spec.kind == "window" else 5)]
-    k, v = (None if scalars.is_none(f"{at}.{side}") else array(f"{at}.{side}") for side in (0, 1))
+    numbers = [file.number(f"{at}.{i}") for i in range(2, 6 if spec.kind == "window" else 5)]
+    k, v = (None if file.is_none(f"{at}.{side}") else array(f"{at}.{side}") for side in (0, 1))
     if k is None or v is None or any(side.ndim != 4 or side.shape[1] != spec.kv_heads for side in (k, v)):
         raise MismatchedArrays(f"Layer {at} of the file has no tokens of this model's heads.")
     if spec.kind == "window":
@@ -412,11 +426,11 @@ def trees_of(layout: Layout, layers: Sequence[LayerOut]) -> tuple[list[str], lis
 def tensors_of(layer: LayerOut) -> Generator[None, None, list[Octets]]:
     """Copy the tensors of a layer, in the order of its tree."""
     if layer.state is not None:
-        arrays = [array for array in _leaves(layer.state.state) if isinstance(array, mx.array)]
+        arrays = [array for _, array in flattened(layer.state.state) if isinstance(array, mx.array)]
         states = [np.empty(array.nbytes, np.uint8) for array in arrays]
         copy_to_host(arrays, states)
         return states
-    shapes = [leaf.shape for leaf in _leaves(layer.tree) if isinstance(leaf, FileArray)]
+    shapes = [leaf.shape for _, leaf in flattened(layer.tree) if isinstance(leaf, FileArray)]
     made: list[np.ndarray] = []
     at = 0
     for segment in _sliced(layer):
@@ -484,9 +498,3 @@ def _without_contents(tree: Tree) -> Tree:
     if isinstance(tree, mx.array):
         return FileArray(DTYPES[tree.dtype], tuple(tree.shape))
     return tree
-
-
-def _leaves(tree: Tree) -> list[Any]:
-    if isinstance(tree, list | tuple):
-        return [leaf for child in tree for leaf in _leaves(child)]
-    return [tree]

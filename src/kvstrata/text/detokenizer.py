@@ -1,7 +1,8 @@
-"""Token ids to text, one at a time, never half a character. The pieces join to the text of all ids at once.
+"""Incremental detokenizer: token ids to text, never half a character.
 
-Special tokens are hidden, with two exceptions: those that mark tool calls and thinking, and all inside a tool call,
-because mlx-lm's parsers look for special tokens there (Mistral's [ARGS], Gemma's quotes, Kimi's argument marks).
+The pieces join to the text of all ids decoded at once. Special tokens are hidden, with two exceptions: tokens that mark
+tool calls and thinking, and every special token between a call's start and end tokens, because mlx-lm's parsers look
+for special tokens there (Mistral's [ARGS], Gemma's quotes, Kimi's argument marks).
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _HARMONY = frozenset(("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 
 _REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 8
-# Each waiting token is decoded again with the next one. A character has at most 4 bytes, so only a run of broken bytes
-# or of real U+FFFD gets here.
+# Each waiting token is decoded again with the next one. A character has at most 4 bytes, so only a run of invalid bytes
+# or of real U+FFFD reaches this bound.
 _MAX_WAITING = 64
 
 
@@ -40,7 +41,10 @@ class SpecialTokens:
 
 
 def special_tokens(tokenizer: TokenizerWrapper) -> SpecialTokens:
-    """Takes a while (some 1 us for each added token, and renders the template): once for a model, not for a reply."""
+    """Classify the special tokens of a model.
+
+    Call it once for a model, not for a reply: it takes about 1 us for each added token, and renders the template.
+    """
     names = special_names(tokenizer)
     marks = _marks(tokenizer)
     shown = {id for id, name in names.items() if any(name in mark for mark in marks)}
@@ -56,15 +60,18 @@ def special_tokens(tokenizer: TokenizerWrapper) -> SpecialTokens:
 
 
 def special_names(tokenizer: TokenizerWrapper) -> dict[int, str]:
-    """All of them, by id."""
+    """Return the text of every special token, by id."""
     hf = hf_tokenizer(tokenizer)
     names = {id: token.content for id, token in hf.added_tokens_decoder.items() if token.special}
     return names | dict(zip(hf.all_special_ids, hf.all_special_tokens, strict=True))
 
 
 def control_names(tokenizer: TokenizerWrapper, samples: Iterable[str]) -> frozenset[str]:
-    """Tokens that only a template may write: special ones, and those around the turns of `samples`, rendered chats,
-    which some tokenizers add without calling them special."""
+    """Return the tokens that only a template may write.
+
+    These are the special tokens, and the added tokens around the turns of `samples` (rendered chats), which some
+    tokenizers do not declare as special.
+    """
     added = {token.content for token in hf_tokenizer(tokenizer).added_tokens_decoder.values()}
     chats = "\n".join(samples)
     around_turns = {name for name in added if name in chats} - reply_marks(tokenizer)
@@ -72,8 +79,10 @@ def control_names(tokenizer: TokenizerWrapper, samples: Iterable[str]) -> frozen
 
 
 def reply_marks(tokenizer: TokenizerWrapper) -> frozenset[str]:
-    """The tokens around thinking and calls, which a reply shows as text and clients send back in it. Harmony's are not
-    among them: turns are written with them too."""
+    """Return the tokens around thinking and calls, which a reply shows as text and clients send back in it.
+
+    Harmony's tokens are not among them, because they also frame turns.
+    """
     ending = {token_text(tokenizer, id) for id in getattr(tokenizer, "eos_token_ids", ()) or ()}
     return frozenset(mark.strip() for mark in _call_and_thinking_marks(tokenizer) if mark) - _HARMONY - ending
 
@@ -118,16 +127,16 @@ class Detokenizer:
         self._special = special or special_tokens(tokenizer)
         self._in_call = False
         self._decode, self._open = _ways_to_decode(tokenizer)
-        self._clean = self._context(prompt_tail)  # ids whose text is complete: what follows is decoded after them
-        self._waiting: list[int] = []  # ids whose text is not
+        self._clean = self._context(prompt_tail)  # ids whose text is complete: later ids are decoded after them
+        self._waiting: list[int] = []  # ids whose text is incomplete
         self._step = self._open(self._clean)
 
     def add(self, token_id: int) -> str:
-        """Return the text that has become complete, perhaps none."""
+        """Return the text that this token completes; it may be empty."""
         return self._feed(token_id) if self._shows(token_id) else ""
 
     def finish(self) -> str:
-        """The rest. A character that was cut off shows as U+FFFD: the cut is seen, nothing is silently lost."""
+        """Return the remaining text. An incomplete character becomes U+FFFD, so that the cut is visible."""
         text = self._after_clean(self._waiting)
         self._waiting = []
         return text
@@ -161,7 +170,7 @@ class Detokenizer:
         return whole[len(before) :] if whole.startswith(before) else self._decode(ids)
 
     def _num_complete(self) -> int:
-        """How many of the waiting ids end with a whole character; all of them where no such place exists."""
+        """Return the number of waiting ids up to the last complete character; all of them if there is none."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         num_complete = 0
         for num_ids, id in enumerate(self._waiting, start=1):
@@ -171,7 +180,7 @@ class Detokenizer:
         return num_complete or len(self._waiting)
 
     def _restart(self, num_shown: int) -> str:
-        """Show some of what waits, and let the rest wait in a new stream."""
+        """Return the text of the first `num_shown` waiting ids, and decode the other ones in a new stream."""
         shown, kept = self._waiting[:num_shown], self._waiting[num_shown:]
         text = self._after_clean(shown)
         if not text.endswith(_REPLACEMENT):
@@ -182,7 +191,7 @@ class Detokenizer:
 
 
 def _ways_to_decode(tokenizer: TokenizerWrapper) -> tuple[Decode, Callable[[list[int]], Step]]:
-    """Decode many ids at once; and open a stream, given the ids before it."""
+    """Return a function that decodes many ids at once, and one that opens a stream after given ids."""
     fast = fast_tokenizer(tokenizer)
     if fast is None:
         decode = partial(decode_slowly, tokenizer)
@@ -195,7 +204,7 @@ def _rust_stream(fast: Tokenizer, ids: list[int]) -> Step:
 
 
 class _WindowStream:
-    """Decode the last complete ids and those after them, as DecodeStream does, for tokenizers without a Rust one."""
+    """A decode stream like tokenizers' DecodeStream, for tokenizers without a Rust implementation."""
 
     def __init__(self, decode: Decode, ids: list[int]) -> None:
         self._decode = decode

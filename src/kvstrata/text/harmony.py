@@ -3,8 +3,8 @@
     <|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello!<|return|>
     <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>
 
-Goes by token ids: a reply that only talks about these marks is not cut by them. The text between two marks comes in
-pieces of any length. A message's text is never lost: what is neither thought nor a call is text.
+The parser reads token ids, so a reply that only mentions these marks is not cut by them. The text between two marks
+arrives in pieces of any length. No text of a message is lost: all that is neither thinking nor a call is text.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 _REQUIRED = frozenset(("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"))
 
-FINAL = "<|channel|>final<|message|>"  # what an answer begins with
+FINAL = "<|channel|>final<|message|>"  # the beginning of an answer
 
-_OPENING_TOKENS = 64  # how near to a prompt's end the message begins that the reply goes on with
+_OPENING_TOKENS = 64  # most tokens of the message at the end of a prompt that the reply continues
 
 _FUNCTION = re.compile(r"\bto=functions\.([^\s<]+)")
 
@@ -56,7 +56,10 @@ class HarmonyTokens:
 
 
 def harmony_tokens(tokenizer: TokenizerWrapper) -> HarmonyTokens | None:
-    """None where replies have another form. Looks through all added tokens: once for a model."""
+    """Return Harmony's tokens; None: the model's replies have another form.
+
+    Call it once for a model: it looks through all added tokens.
+    """
     added = hf_tokenizer(tokenizer).added_tokens_decoder
     names = {id: token.content for id, token in added.items() if token.special}
     if not set(names.values()) >= _REQUIRED:
@@ -73,14 +76,14 @@ class HarmonyParser:
         self._names = marks.names
         self._offered = offered
         self._events: list[ReplyEvent] = []
-        self._header: str | None = None  # None: not inside one
+        self._header: str | None = None  # None: not inside a header
         self._is_thought = False
         self._call: _HarmonyCall | None = None
         self._answer = self._new_answer()
         self._open(tokenizer, prompt[-_OPENING_TOKENS:])
 
     def add(self, text: str, ids: Sequence[int] = (), /) -> list[ReplyEvent]:
-        """`text` has no marks: each comes among the ids of a piece that has no text behind it."""
+        """Parse the next piece. `text` has no marks: a mark arrives as an id of a piece whose text ends there."""
         self._text(text)
         for id in ids:
             if id in self._names:
@@ -88,7 +91,7 @@ class HarmonyParser:
         return self._take()
 
     def finish(self, *, cut_off: bool = False) -> list[ReplyEvent]:
-        """The rest. A call that ran out of tokens is not ended."""
+        """Return the remaining events. A call that was cut off by the length limit is not ended."""
         self._end_message(cut_off=cut_off)
         return self._take()
 
@@ -100,7 +103,7 @@ class HarmonyParser:
         return ToolCallScanner(self._offered) if self._offered.tools else None
 
     def _open(self, tokenizer: TokenizerWrapper, tail: Sequence[int]) -> None:
-        """Templates begin the reply's first message, most of them with its role only."""
+        """Read the beginning of the reply's first message, which the template wrote; most write its role only."""
         names = [self._names.get(id) for id in tail]
         if "<|start|>" not in names:
             return
@@ -122,7 +125,7 @@ class HarmonyParser:
             self._say(text)
 
     def _say(self, text: str) -> None:
-        """A message may hold calls in other forms, as any answer."""
+        """Add text of the answer, which may contain calls in other forms."""
         self._events += self._answer.add(text) if self._answer else [ReplyText(text)]
 
     def _mark(self, mark: str) -> None:
@@ -145,7 +148,7 @@ class HarmonyParser:
         self._header = None
 
     def _end_message(self, *, cut_off: bool = False) -> None:
-        """And what follows up to the next header is text."""
+        """End the current message. The text up to the next header belongs to the answer."""
         call, header = self._call, self._header
         self._call, self._header, self._is_thought = None, None, False
         if call:
@@ -158,13 +161,13 @@ class HarmonyParser:
 
 
 class _HarmonyCall:
-    """The message of one call: its arguments are handed on as they come, without the space around them."""
+    """Parser of a message that is a call: streams the arguments without the white space around them."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._scanner = JsonScanner()
         self._state: Literal["space", "arguments", "text"] = "space"
-        self._space: list[str] = []  # before or between; the end's is nobody's
+        self._space: list[str] = []  # white space that is given only if text follows it
 
     def add(self, text: str) -> list[ReplyEvent]:
         body = text.rstrip()
@@ -194,7 +197,7 @@ class _HarmonyCall:
         return events
 
     def _scanned(self, text: str) -> str:
-        """As JSON, as long as it is."""
+        """Return the text, with control characters in strings escaped as far as it is valid JSON."""
         if self._scanner.failed or self._scanner.done:
             return text
         end, shown = self._scanner.add(text)
@@ -202,7 +205,10 @@ class _HarmonyCall:
 
 
 def _said_without_a_channel(header: str) -> str:
-    """A header that never came to its message is dropped, unless it is what a model says that knows no headers."""
+    """Return the text of a header without a message.
+
+    It is empty unless the header has neither a channel nor a function: such text comes from a model without headers.
+    """
     if "<|channel|>" in header or _FUNCTION.search(header):
         return ""
     return header.removeprefix("<|start|>").removeprefix("assistant").replace("<|constrain|>", "")

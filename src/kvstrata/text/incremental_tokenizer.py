@@ -23,9 +23,9 @@ from kvstrata.text.tokenizer import encode_rendered, encode_rendered_all, fast_t
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-MOST_BYTES = 16 << 20  # that are remembered
+MOST_BYTES = 16 << 20  # of all cached pieces
 
-ENTRY_BYTES = 400  # of a piece beside its ids: its key, and what Python needs for both
+ENTRY_BYTES = 400  # of a cached piece beside its ids: its key, and the overhead of Python's objects
 
 LEAST_CHARS = 32  # tokenizing a shorter piece takes no longer than looking it up
 
@@ -33,8 +33,11 @@ DIGEST_BYTES = 16
 
 
 class IncrementalTokenizer:
-    """`samples`: texts as the template writes them. Pieces begin at the special tokens that these have, and where
-    `escapes` cut: what is between two cuts is tokenized as a text of its own."""
+    """Tokenizer of rendered texts that caches the ids of their pieces.
+
+    `samples`: texts as the template writes them. Pieces begin at the special tokens of these texts and where `escapes`
+    cut; the text between two cuts is tokenized as a text of its own.
+    """
 
     def __init__(
         self, tokenizer: TokenizerWrapper, samples: Sequence[str], escapes: SpecialTokenEscapes | None = None
@@ -75,7 +78,7 @@ def _cut(text: str, marks: re.Pattern[str]) -> list[str]:
 
 
 class _RememberedPieces:
-    """Ids of pieces, those that were asked for last."""
+    """LRU cache of the ids of pieces."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -107,11 +110,11 @@ def _digest(salt: str, text: str) -> bytes:
 
 
 def _marks(tokenizer: TokenizerWrapper, samples: Sequence[str]) -> re.Pattern[str] | None:
-    """Match the special tokens in these texts that the tokenizer finds at any place. None: there are none."""
+    """Return a pattern of the special tokens in these texts that the tokenizer finds at any place; None: none are."""
     fast = fast_tokenizer(tokenizer)
     if fast is None or fast.encode_special_tokens:
         return None
-    # Others are looked for later, in what is left between these.
+    # The tokenizer looks for other added tokens later, in the text between these.
     exact = [token for token in fast.get_added_tokens_decoder().values() if not token.normalized]
     if any(token.single_word for token in exact):
         return None
@@ -119,7 +122,7 @@ def _marks(tokenizer: TokenizerWrapper, samples: Sequence[str]) -> re.Pattern[st
     marks = [
         token.content
         for token in exact
-        # One that takes the spaces before it would begin earlier than it is found.
+        # A token that strips the spaces before it would begin earlier than its match.
         if token.special and not token.lstrip and any(token.content in sample for sample in samples)
     ]
     alone = [mark for mark in marks if not any(_hides(name, mark) for name in names)]

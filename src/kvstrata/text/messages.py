@@ -17,25 +17,25 @@ Message = dict[str, Any]
 
 ShapeArguments = Callable[[Any], Any]
 
-# What templates call the model's thoughts. The first is what clients send.
+# Names of the model's thinking in templates. Clients send the first.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 _SHORT_ID = 9  # characters, letters and digits only
 
 
 def arguments_as_object(arguments: Any) -> Any:
-    """Most templates walk over the arguments or write them with `tojson`."""
+    """Return the arguments of a call as an object: most templates iterate over them or write them with `tojson`."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:
         parsed = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
-        return arguments  # what a model once wrote must not end its chat: the template may still show it
+        return arguments  # invalid JSON of an earlier reply must not end its chat: the template may still show it
     return parsed if isinstance(parsed, dict) else arguments
 
 
 def arguments_as_text(arguments: Any) -> str:
-    """Some templates (DeepSeek's) join them to the text around them."""
+    """Return the arguments of a call as text: some templates (DeepSeek's) join them to the text around them."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
 
 
@@ -44,20 +44,20 @@ class MessageShape:
     """Differences between the messages that a template reads and those of OpenAI."""
 
     arguments: ShapeArguments = arguments_as_object
-    short_ids: bool = False  # it refuses ids of calls that are not nine letters or digits (Mistral's)
-    reasoning_key: str = "reasoning_content"  # where it looks for what the model thought
-    reasoning_or_content: bool = False  # it refuses both beside a call (gpt-oss's)
+    short_ids: bool = False  # the template refuses call ids that are not nine letters or digits (Mistral's)
+    reasoning_key: str = "reasoning_content"  # the key that the template reads thinking from
+    reasoning_or_content: bool = False  # the template refuses both beside a call (gpt-oss's)
 
 
 def normalize_messages(messages: Sequence[Message], shape: MessageShape) -> list[Message]:
-    """New messages: text content, known roles, what the shape asks for. Raises InvalidRequest."""
+    """Return new messages with text content and known roles, in the template's shape. Raises InvalidRequest."""
     if not messages:
         raise InvalidRequest("messages is empty: send at least one message.", param="messages")
     return [_normalise_one(message, place, shape) for place, message in enumerate(messages)]
 
 
 def _normalise_one(message: Message, place: int, shape: MessageShape) -> Message:
-    # Templates ask whether a key is there, so one that says null must not be, nor a list of calls that has none.
+    # Templates test whether a key exists, so a null value and an empty list of calls are removed.
     out = {key: value for key, value in message.items() if value is not None and (key != "tool_calls" or value)}
     out["role"] = _role(message, place)
     out["content"] = _text(message.get("content"), place)
@@ -76,7 +76,7 @@ def _normalise_one(message: Message, place: int, shape: MessageShape) -> Message
 
 
 def _short_id(id: Any) -> Any:
-    """The same for the call and its result, wherever the id comes from."""
+    """Return a short id that is the same for a call and its result, whichever client made the id."""
     if not isinstance(id, str) or (len(id) == _SHORT_ID and id.isascii() and id.isalnum()):
         return id
     return hashlib.sha256(id.encode("utf-8", "replace")).hexdigest()[:_SHORT_ID]
@@ -101,7 +101,7 @@ def _text(content: Any, place: int) -> str:
 
 def _part_text(part: Any, place: int) -> str:
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    # A refusal is what the model once said; its text stands under the name of its kind, as that of a text does.
+    # A refusal is earlier output of the model; its text is under the key of its type, as in a text part.
     if kind not in ("text", "refusal"):
         raise _wrong(place, f"has a content part of type {kind!r}, but only text is supported: remove it")
     if not isinstance(part.get(kind), str):

@@ -1,10 +1,10 @@
-"""Replies of our own that a client sends back, put into the prompt as they were sampled.
+"""Replay of sampled replies: a reply that a client sends back enters the prompt with the ids that were sampled.
 
-A template writes a turn anew: it may space calls in another way, and tokenizing it may cut it into other tokens. So the
-chat is rendered once more with marks in the place of such turns. The text between the marks is tokenized, and the
-sampled ids go where the marks are. What the template does not show (earlier thinking, as a rule) stays away.
+A template renders a turn anew: it may space calls in another way, and tokenizing it may yield other tokens. So the chat
+is rendered once more with marks in the place of such turns. The text between the marks is tokenized, and the sampled
+ids replace the marks. Parts that the template does not show (usually earlier thinking) are left out.
 
-Knows templates only by what they write. Wherever something is not as expected, the template's own text stands.
+Nothing is assumed of a template but its output. Wherever that is not as expected, the template's own text is used.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from kvstrata.text.tokenizer import decode_ids
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-Piece = str | tuple[int, ...]  # text that is still to be tokenized, or ids as they were sampled
+Piece = str | tuple[int, ...]  # text that is not tokenized yet, or sampled ids
 Render = Callable[[list[Message]], str]
 
-# As `_marked` makes them. Looked for all at once: a chat may have thousands.
+# Marks that `_marked` makes. One search finds all of them: a chat may have thousands.
 MARK = re.compile(r"kvs[0-9a-f]{16}[tca][0-9]+(?:n[0-9]+)?x")
 
-# Between the start of a turn and its first mark a template writes tags and a tool's name. More than this would be
-# something else, which must not be lost.
+# Between the start of a turn and its first mark a template writes tags and a tool's name. Longer text is something
+# else, which must not be lost.
 MAX_LEAD_CHARS = 400
-# A neighbour's text that is shorter may as well be a word of the template's.
+# A shorter text of a neighbour may also be a word of the template.
 MIN_NEIGHBOUR_CHARS = 4
-# At placing marks: each leaves those turns out that did not fit the time before.
+# Attempts to place marks: each leaves out the turns that the attempt before could not place.
 MAX_ATTEMPTS = 3
 # Ids at the start of a reply that are compared with what the template writes before its thinking.
 LEAD_IDS = 16
@@ -43,9 +43,11 @@ LEAD_IDS = 16
 
 @dataclass(frozen=True)
 class TurnFrame:
-    """Texts that a template writes around the assistant's turns. `header`: before each turn; empty: it is not known.
-    `endings`: the texts of tokens that end a reply. `added`: tokens that no neighbour changes. `unescape`: turns
-    rendered text into that of the messages (special_escapes.py)."""
+    """Texts that a template writes around the assistant's turns.
+
+    `header`: before each turn; empty: it is not known. `endings`: the texts of tokens that end a reply. `added`: tokens
+    that no neighbour changes. `unescape`: turns rendered text into text of the messages (special_escapes.py).
+    """
 
     header: str
     endings: tuple[str, ...]
@@ -57,9 +59,9 @@ class TurnFrame:
 class _Turn:
     place: int  # among the messages
     reply: SampledReply
-    before: str = ""  # how the message before it ends, and the one after it begins
-    after: str = ""
-    thought: str = ""  # the marks; empty: there is none
+    before: str = ""  # end of the message before it
+    after: str = ""  # beginning of the message after it
+    thought: str = ""  # mark in the place of its thinking; empty: there is none
     content: str = ""
     calls: list[str] = field(default_factory=list)
     is_same_thought: bool = False
@@ -83,7 +85,7 @@ def splice_replies(
     frame: TurnFrame,
     tokenizer: TokenizerWrapper,
 ) -> list[Piece]:
-    """The prompt, in order. `replies`: for each message the one that it is, if it is one of ours."""
+    """Return the prompt in order. `replies`: for each message the sampled reply that it repeats, if there is one."""
     plain = render(list(messages))
     wanted = [place for place, reply in enumerate(replies) if reply is not None]
     for _ in range(MAX_ATTEMPTS if wanted else 0):
@@ -93,7 +95,7 @@ def splice_replies(
         if len(regions) == len(wanted):
             pieces = _cut(text, list(regions.values()))
             return pieces if _tiles(pieces, plain) else [plain]
-        # Those that did not fit stay as the template writes them.
+        # Turns that could not be replaced stay as the template writes them.
         wanted = list(regions)
     return [plain]
 
@@ -101,7 +103,7 @@ def splice_replies(
 def _marked(
     messages: Sequence[Message], replies: Sequence[SampledReply | None], wanted: Sequence[int]
 ) -> tuple[list[_Turn], list[Message]]:
-    """Marks are letters and digits that no client can guess."""
+    """Replace the texts of wanted turns by marks, which are letters and digits that no client can guess."""
     word = f"kvs{secrets.token_hex(8)}"
     out = list(messages)
     turns = []
@@ -135,7 +137,7 @@ def _neighbours(messages: Sequence[Message], place: int) -> tuple[str, str]:
 
 
 def _regions(text: str, turns: Sequence[_Turn], frame: TurnFrame, tokenizer: TokenizerWrapper) -> dict[int, _Region]:
-    """By place, of those turns that can be replaced."""
+    """Return the regions of the turns that can be replaced, by place."""
     regions: dict[int, _Region] = {}
     places: dict[str, list[int]] = defaultdict(list)
     for found in MARK.finditer(text):
@@ -159,7 +161,7 @@ def _region(
     floor: int,
     tokenizer: TokenizerWrapper,
 ) -> _Region:
-    """`places`: of all marks in the text."""
+    """Return the region of a turn. `places`: positions of each mark in the text. Raises Misplaced."""
     reply = turn.reply
     shown = [at for mark in (turn.content, *turn.calls) if mark and (at := _only(places, mark)) >= 0]
     if not shown or min(shown) < floor:
@@ -191,7 +193,7 @@ def _end(text: str, turn: _Turn, last: int, frame: TurnFrame) -> int:
     if not turn.calls:
         end = last + len(turn.content)
         if not text.startswith(frame.added, end):
-            raise Misplaced  # what follows might be tokenized otherwise without what comes before
+            raise Misplaced  # the text after it might be tokenized otherwise without the text before
         return end
     furthest = last + MAX_LEAD_CHARS
     found = [at for ending in frame.endings if (at := text.find(ending, last, furthest + len(ending))) >= 0]
@@ -214,8 +216,11 @@ def _behind_header(text: str, mark_at: int, turn: _Turn, frame: TurnFrame, floor
 
 
 def _refuse_neighbour(message: str, replaced: str) -> None:
-    """Refuse a region that reaches into another turn: where a template writes a turn without a header or an ending, the
-    next one found belongs to another turn, and the text between would be lost."""
+    """Refuse a region that reaches into another turn.
+
+    Where a template writes a turn without a header or an ending, the next one in the text belongs to another turn, and
+    the text between would be lost.
+    """
     if len(message.strip()) >= MIN_NEIGHBOUR_CHARS and message.strip() in replaced:
         raise Misplaced
 

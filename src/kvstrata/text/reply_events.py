@@ -42,27 +42,27 @@ class ToolCallArguments:
 
 @dataclass(frozen=True)
 class ToolCallEnd:
-    """The call that was begun is over."""
+    """End of the call that was begun."""
 
 
 ReplyEvent = ReplyText | ReplyThinking | ToolCallStart | ToolCallArguments | ToolCallEnd
 
 
 class ReplyParser(Protocol):
-    """Takes one reply apart. One for each reply."""
+    """Parser of one reply; every reply has a parser of its own."""
 
     def add(self, text: str, ids: Sequence[int] = (), /) -> list[ReplyEvent]:
-        """`ids`: the tokens that the piece completes, for those forms that text does not tell."""
+        """Parse the next piece. `ids`: the tokens that it completes, for formats that text alone does not show."""
         ...
 
     def finish(self, *, cut_off: bool = False) -> list[ReplyEvent]:
         """Return the events that were held back. `cut_off`: the reply ended by its length or a stop string, so an open
-        call is only a part of one."""
+        call is incomplete."""
         ...
 
 
 def join_events(events: Iterable[ReplyEvent]) -> list[ReplyEvent]:
-    """Neighbours of one kind become one event, empty ones go."""
+    """Join neighbouring events of the same kind, and drop empty events."""
     out: list[ReplyEvent] = []
     pieces: list[str] = []
     for event in events:

@@ -54,8 +54,10 @@ class ReplyFormat:
     def parser(
         self, prompt: Sequence[int], tools: Sequence[dict[str, Any]], *, answers_at_once: bool = False
     ) -> ReplyParser:
-        """`tools` in OpenAI's form. Without tools no calls are looked for; thinking still is. `answers_at_once`: a
-        grammar leaves no room for the thinking that the prompt opens.
+        """Return a parser for one reply.
+
+        `tools`: in OpenAI's form; without tools only thinking is parsed. `answers_at_once`: a grammar leaves no room
+        for the thinking that the prompt opens.
         """
         offered = OfferedTools(tools)
         if self._harmony is not None:
@@ -77,15 +79,16 @@ class ReplyFormat:
         return self._anatomy.sampled(ids, visible, opened=self.opens_thinking(prompt))
 
     def trimmed(self, sampled: SampledReply, visible: ReplyContent) -> SampledReply | None:
-        """The same reply as clients have it that take white space from the ends of a text; None: they have it whole, or
-        its ids cannot be told apart there."""
+        """Return the reply without the white space around its text, as some clients keep it.
+
+        None: the text has none, or no token boundary separates it.
+        """
         return self._anatomy.trimmed(sampled, visible.content)
 
     def proven(
         self, claimed: SampledReply, visible: ReplyContent, tools: Sequence[dict[str, Any]]
     ) -> SampledReply | None:
-        """A reply of which others say that it is `visible`, with its parts where they are; None: it says something
-        else."""
+        """Return a reply with the places of its parts; None: its ids do not say `visible`, which others claim."""
         said = content_of_reply(self._read_anew(claimed, tools))
         whole = self._anatomy.sampled(claimed.ids, said, opened=claimed.opened)
         if said.digest == visible.digest:
@@ -110,7 +113,7 @@ class ReplyFormat:
         return [*events, *channels.finish()]
 
     def before_answer(self, prompt: Sequence[int], *, is_call: bool) -> tuple[int, ...]:
-        """The tokens that a reply has to write before its answer can begin. `is_call`: the answer is a call."""
+        """Return the tokens that a reply must contain before its answer can begin. `is_call`: the answer is a call."""
         if self.has_channels:
             return () if is_call else self._final_ids
         return self.think_end_ids if self.opens_thinking(prompt) else ()
@@ -142,7 +145,7 @@ class ReplyFormat:
 
 
 class PlainParser:
-    """A reply that is text: thinking first, then the answer, with calls where tools were offered."""
+    """Parser of replies that are plain text: thinking first, then the answer, with calls where tools were offered."""
 
     def __init__(
         self,
@@ -170,7 +173,7 @@ class PlainParser:
         return self._without_markers(part.text) if isinstance(part, ReplyText) else [part]
 
     def _without_markers(self, text: str) -> list[ReplyEvent]:
-        """Marks that frame the answer as a whole (Kimi K3's) are no text."""
+        """Remove marks that frame the whole answer (Kimi K3's)."""
         if not self._markers:
             return self._said(text)
         events: list[ReplyEvent] = []

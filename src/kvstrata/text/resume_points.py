@@ -24,7 +24,7 @@ _CUT_TOKENS = 8
 
 
 def next_chats(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> list[list[Message]]:
-    """This chat with a reply behind it and what may follow that: a user's message, a tool's result."""
+    """Return this chat with a reply and its possible continuations: a user's message, a tool's result."""
     thinks = any(message.get("reasoning_content") for message in messages)
     reply: Message = {"role": "assistant", "content": "A"} | ({"reasoning_content": "A"} if thinks else {})
     chats = [[*messages, reply, {"role": "user", "content": "A"}]]

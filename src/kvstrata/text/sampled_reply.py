@@ -37,12 +37,12 @@ _LINE_BREAKS = b"\r\n"
 class CallContent:
     id: str
     name: str
-    arguments: str  # canonical JSON; as it came where it is none
+    arguments: str  # canonical JSON; invalid JSON as it was written
 
 
 @dataclass(frozen=True)
 class ReplyContent:
-    """`content` is empty where there is nothing but space: some APIs have no way to send that."""
+    """Content of a reply. `content` is empty where it would be white space only, which some APIs cannot send."""
 
     content: str
     calls: tuple[CallContent, ...] = ()
@@ -112,7 +112,7 @@ def _canonical(arguments: str) -> str:
 
 
 def _numbers(value: Any) -> Any:
-    """1.0 and 1 are one number in JSON, and JavaScript writes the shorter."""
+    """Return an equal value with whole floats as integers: 1.0 and 1 are equal in JSON, and JavaScript writes 1."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
     if isinstance(value, list):
@@ -162,8 +162,10 @@ class ReplyAnalyzer:
         return SampledReply(tuple(ids), visible_from, text_from, opened, visible.thought_digest)
 
     def trimmed(self, sampled: SampledReply, content: str) -> SampledReply | None:
-        """The same reply without the white space around its text `content`, as some clients send it back. None: there
-        is none, a token holds more than white space there, or it stands between the thinking and the text."""
+        """Return the reply without the white space around its text `content`, as some clients send it back.
+
+        None: there is none, a token holds more than white space there, or it is between the thinking and the text.
+        """
         begin, end = sampled.text_from, len(sampled.ids)
         wanted = content.strip()
         if begin is None or not wanted or wanted == content:
@@ -189,7 +191,7 @@ class ReplyAnalyzer:
 
 
 def _thinking_end(raw: bytes, tags: ThinkingTags, *, is_open: bool) -> int | None:
-    """As `ThinkingParser` parts a reply. None: thinking never ended."""
+    """Divide a reply as `ThinkingParser` does. None: thinking never ended."""
     start, end = tags.start.encode(), tags.end.encode()
     place = 0
     while True:
@@ -218,8 +220,8 @@ def _skip(raw: bytes, place: int, letters: bytes) -> int:
 def _harmony_parts(
     tokenizer: TokenizerWrapper, marks: HarmonyTokens, ids: Sequence[int]
 ) -> tuple[int | None, int | None]:
-    """Return where the first message that is no analysis begins after its role, and where its text begins if it is the
-    last one."""
+    """Return where the first message that is not analysis begins after its role, and where its text begins if it is
+    the last message."""
     role = encode_rendered(tokenizer, "assistant")
     visible_from = text_from = None
     begin = 0  # of a message, behind its role

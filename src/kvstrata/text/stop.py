@@ -1,7 +1,7 @@
 """Stop strings in a text that arrives in pieces.
 
-Knows characters only: no tokens, no models. The stop string that is complete first wins, the longest of those that
-end at the same character; so the result does not depend on how the text was cut into pieces.
+The matcher works on characters, not on tokens. The stop string that is complete first wins, and the longest one where
+several end at the same character; so the result does not depend on how the text was cut into pieces.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Stopped:
 
     text: str  # safe to show
     stop: str = ""  # the stop string that was found; empty: none yet
-    rest: str = ""  # what followed the stop string in this piece
+    rest: str = ""  # text after the stop string in this piece
 
     @property
     def stopped(self) -> bool:
@@ -23,7 +23,7 @@ class Stopped:
 
 
 class StopMatcher:
-    """Holds back the longest end of the text that a stop string could still begin with, and no more."""
+    """Matcher that holds back the longest end of the text that a stop string could begin with, and no more."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._progress = [_Progress(stop) for stop in dict.fromkeys(stops) if stop]
@@ -40,7 +40,7 @@ class StopMatcher:
         if self._stop:
             return Stopped("", self._stop, text)
         if not self._held and self._firsts.isdisjoint(text):
-            return Stopped(text)  # nothing begins here: the common case, and most of the time saved
+            return Stopped(text)  # the common case: no stop string begins here
         for end, character in enumerate(text, start=1):
             complete = [progress.stop for progress in self._progress if progress.advance(character)]
             if complete:
@@ -67,7 +67,7 @@ class StopMatcher:
 
 
 class _Progress:
-    """How much of one stop string the text ends with (Knuth, Morris, Pratt: linear, whatever the text)."""
+    """Length of the beginning of a stop string that the text ends with (Knuth-Morris-Pratt, linear in the text)."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
@@ -85,7 +85,7 @@ class _Progress:
 
 
 def _fallbacks(stop: str) -> list[int]:
-    """For each length: the longest proper start of `stop` that is also the end of its first `length` characters."""
+    """Return, for each length, the longest proper prefix of `stop` that its first `length` characters end with."""
     table = [0, 0]
     matched = 0
     for character in stop[1:]:

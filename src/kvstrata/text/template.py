@@ -44,16 +44,16 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 Tools = list[dict[str, Any]]
-# Raises where so many characters are too many, before they are tokenized.
+# Raises if a text has too many characters, before it is tokenized.
 CheckChars = Callable[[int], None]
 
-# What apply_chat_template takes for itself; a client may set the template's variables only.
+# Parameters of apply_chat_template itself; a client may set the template's variables only.
 _RESERVED = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
 
 
 @dataclass(frozen=True)
 class TemplatePrompt:
-    """Token ids up to where the reply begins, and how many of them are replies as they were sampled."""
+    """Token ids up to the beginning of the reply, and the number of them that are sampled ids of earlier replies."""
 
     ids: tuple[int, ...]
     replayed_turns: int = 0
@@ -70,7 +70,8 @@ class ChatTemplate:
         self, tokenizer: TokenizerWrapper, *, system_in_place: bool = True, allow_special_tokens: bool = False
     ) -> None:
         self._tokenizer = tokenizer
-        # A tokenizer saved with truncation or padding loses them at its first use; that must not happen in two threads.
+        # A tokenizer saved with truncation or padding drops these settings at its first use, which must not happen in
+        # two threads.
         encode_rendered(tokenizer, "")
         self.exists: bool = bool(tokenizer.has_chat_template)
         written = samples(self._with_generation_prompt) if self.exists else []
@@ -89,7 +90,7 @@ class ChatTemplate:
         self._added = tuple(token.content for token in hf_tokenizer(tokenizer).added_tokens_decoder.values())
 
     def for_salt(self, salt: str) -> ChatTemplate:
-        """The same template, which remembers apart what it tokenizes."""
+        """Return the same template with a token cache of its own."""
         salted = copy(self)
         salted._encode = partial(self._encoder, salt=salt)
         salted._positions = self._positions.with_encode(salted._encode)
@@ -103,7 +104,7 @@ class ChatTemplate:
         template_kwargs: dict[str, Any] | None = None,
         check_chars: CheckChars | None = None,
     ) -> tuple[int, ...]:
-        """Token ids up to where the reply begins. Raises InvalidRequest."""
+        """Return the token ids up to the beginning of the reply. Raises InvalidRequest."""
         self._refuse(template_kwargs)
         text = self._escaped_text(self._chat(messages, tools), self._shown_tools(tools), template_kwargs, reply=True)
         if check_chars is not None:
@@ -120,8 +121,10 @@ class ChatTemplate:
         template_kwargs: dict[str, Any] | None = None,
         check_chars: CheckChars | None = None,
     ) -> TemplatePrompt:
-        """As `render`, but with replies of our own as they were sampled. `replies`: one for each message, None where it
-        is none of ours. `ending_ids`: the tokens that end a reply."""
+        """Render as `render` does, but with the sampled ids of earlier replies.
+
+        `replies`: for each message the sampled reply that it repeats, or None. `ending_ids`: tokens that end a reply.
+        """
         self._refuse(template_kwargs)
 
         def text_of(chat: list[Message]) -> str:
@@ -137,14 +140,14 @@ class ChatTemplate:
         return TemplatePrompt(tuple(chain.from_iterable(ids)), len(sampled), sum(map(len, sampled)))
 
     def shown_with(self, template_kwargs: dict[str, Any]) -> str:
-        """A short chat under these variables; empty: the template refuses them."""
+        """Return a short chat rendered with these variables; empty: the template refuses them."""
         try:
             return self._text([{"role": "user", "content": "U"}], None, template_kwargs, reply=True)
         except InvalidRequest:
             return ""
 
     def probe_call(self) -> tuple[str, str]:
-        """A prompt, and the same chat with a call behind it (template_probe.py)."""
+        """Return a prompt, and the same chat with a call after it (template_probe.py)."""
         return probe_call(self._with_generation_prompt, self._shape)
 
     def resume_points(
@@ -182,7 +185,7 @@ class ChatTemplate:
         template_kwargs: dict[str, Any] | None,
         prompt: tuple[int, ...],
     ) -> int:
-        """Return where the system and tools block ends in a rendered prompt. 0: it is not known."""
+        """Return the end of the system and tools block in a rendered prompt; 0: it is not known."""
         text_of = partial(self._escaped_text, tools=self._shown_tools(tools), template_kwargs=template_kwargs)
         text = text_of(self._chat(messages, tools), reply=True)
         return self._system_end(self._openings(messages, tools), text, prompt, text_of)
@@ -217,7 +220,7 @@ class ChatTemplate:
                 )
 
     def _openings(self, messages: list[Message], tools: Tools | None) -> list[list[Message]]:
-        """Two chats that share this one's system messages and tools, and nothing else."""
+        """Return two chats that share only the system messages and tools of this chat."""
         is_system = [message.get("role") in ("system", "developer") for message in messages]
         num_system = is_system.index(False) if False in is_system else len(messages)
         users = [{"role": "user", "content": content} for content in ("A", "0")]
@@ -229,7 +232,7 @@ class ChatTemplate:
     def _escaped_text(
         self, messages: list[Message], tools: Tools | None, template_kwargs: dict[str, Any] | None, *, reply: bool
     ) -> str:
-        """A client's chat: special tokens inside it carry marks, where the encoder cuts."""
+        """Render a client's chat, with escapes in its special tokens, where the encoder cuts."""
         try:
             escapes = self._escapes
             chat, variables = escapes.escape_messages(messages), escapes.escape(template_kwargs)
@@ -258,7 +261,7 @@ class ChatTemplate:
     def _system_end(
         self, openings: list[list[Message]], text: str, ids: tuple[int, ...], text_of: Callable[..., str]
     ) -> int:
-        """How many ids every chat with this system message and these tools begins with."""
+        """Return the number of ids that all chats with this system message and these tools begin with."""
         try:
             others = [text_of(opening, reply=False) for opening in openings]
         except InvalidRequest:
@@ -297,8 +300,10 @@ class ChatTemplate:
     def _rewritten(
         self, chat: list[Message], before: str, text: str, ids: tuple[int, ...], text_of: Callable[..., str]
     ) -> int:
-        """How many ids this prompt shares with that of a chat that goes on, where a turn of it is rewritten then; 0:
-        none is, and what both share ends where the reply begins."""
+        """Return the number of ids that this prompt shares with the prompt of a longer chat that rewrites a turn.
+
+        0: no turn is rewritten, so both share all ids up to the beginning of the reply.
+        """
         try:
             other = text_of(chat, reply=False)
         except InvalidRequest:

@@ -29,7 +29,7 @@ Render = Callable[[list[Message], list[dict[str, Any]] | None], str]
 
 PROBE_NAME = "kvstrata_probe_tool"
 
-_KEY = "kvstrata_probe_key"  # of the arguments only: tools may be written in another way
+_KEY = "kvstrata_probe_key"  # in arguments only: templates may write tools in another way
 
 PROBE_ARGUMENTS = {_KEY: "v"}
 
@@ -70,7 +70,7 @@ _LATE_ID = re.compile(r',\s*"id":\s*"' + PROBE_ID + '"')
 
 
 def samples(render: Render) -> list[str]:
-    """Chats as the template writes them, some of odd texts; without those that it refuses."""
+    """Return rendered chats, some with odd texts; chats that the template refuses are left out."""
     made = []
     for text in _TEXTS:
         system, asked, said = ({"role": role, "content": text} for role in ("system", "user", "assistant"))
@@ -119,13 +119,13 @@ def reply_header(text_of: Callable[..., str]) -> str:
 
 
 def probe_call(render: Render, shape: MessageShape) -> tuple[str, str]:
-    """A prompt, and the same chat with a call behind it. Either is empty where the template refuses it."""
+    """Return a prompt, and the same chat with a call after it. Either is empty where the template refuses it."""
     chat = _call_chat(shape.arguments(PROBE_ARGUMENTS))
     return _rendered(render, [_USER], [_TOOL]), _rendered(render, chat, [_TOOL])
 
 
 def wanted_shape(render: Render) -> MessageShape:
-    """For a template that shows tools."""
+    """Return the message shape of a template that shows tools."""
     arguments = _wanted_arguments(render)
     sample = arguments(PROBE_ARGUMENTS)
 
@@ -143,7 +143,8 @@ def wanted_shape(render: Render) -> MessageShape:
 
 
 def _wanted_arguments(render: Render) -> ShapeArguments:
-    """Objects, unless the template fails on them or writes them as Python would, and does better with text."""
+    """Choose the form of arguments: objects, unless the template fails on them or writes them as Python objects, and
+    accepts text."""
     with_object = _rendered(render, _call_chat(PROBE_ARGUMENTS), [_TOOL])
     if with_object and f"'{_KEY}'" not in with_object:
         return arguments_as_object
@@ -169,7 +170,7 @@ class SystemTurns:
     """Places where a template accepts system messages and shows them."""
 
     first: bool
-    second: bool  # one right after the first
+    second: bool  # directly after the first system message
     later: bool  # between two turns
 
 
@@ -185,14 +186,14 @@ def system_turns(render: Render) -> SystemTurns:
 
 
 def _stands(text: str, *words: str) -> bool:
-    """Whether all of them are there, in this order."""
+    """Whether the text contains all of them in this order."""
     places = [text.rfind(word) for word in words]
     return places[0] >= 0 and places == sorted(places)
 
 
 @dataclass(frozen=True)
 class CallText:
-    """`before` has PROBE_NAME in the place of the name."""
+    """Text that a template writes around a call's arguments. `before` has PROBE_NAME in the place of the name."""
 
     before: str
     after: str
@@ -203,7 +204,7 @@ class CallText:
 
     @property
     def start(self) -> str:
-        """The mark that the call begins with; empty: it has none."""
+        """The mark at the beginning of the call; empty: it has none."""
         found = _MARK.match(self.before) or _WORD.match(self.before)
         return found[1] if found else ""
 
@@ -214,7 +215,10 @@ class CallText:
 
 
 def find_call_text(template: ChatTemplate, start: str, end: str) -> CallText | None:
-    """`start`, `end`: the marks that mlx-lm knows. None where the template shows no call, or not as JSON."""
+    """Return the text around a call; None: the template shows no call, or not as JSON.
+
+    `start`, `end`: the marks that mlx-lm knows.
+    """
     prompt, text = template.probe_call()
     place, length = _arguments(text)
     if not length:

@@ -1,8 +1,8 @@
 """Thinking: its tags, the parser of a reply, and the template variable that switches thinking.
 
-The parser goes by text: a model that talks about `<think>` writes the same token as one that thinks. The place decides:
-thinking begins where the reply begins, or in the prompt. A variable that changes nothing is never set, because it would
-tell two equal prompts apart.
+The parser reads text: a model that mentions `<think>` writes the same token as a model that thinks. The position
+decides: thinking begins at the beginning of the reply, or in the prompt. A variable without effect is never set,
+because it would give equal prompts different keys.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from kvstrata.text.template import ChatTemplate
 
-_OPENING_TOKENS = 32  # how near to a prompt's end a template opens the thinking of the reply
+_OPENING_TOKENS = 32  # at the end of a prompt, where a template may open the thinking of the reply
 
 _LINE_BREAKS = "\r\n"
 
@@ -38,9 +38,9 @@ _OTHER_WORDS = (("START", "END"), ("start", "end"), ("BEGIN", "END"), ("begin", 
 _SWITCHES = ("enable_thinking", "thinking")
 _EFFORT = "reasoning_effort"
 _EFFORTS = ("none", "minimal", "low", "medium", "high")
-_HIGHER = ("xhigh", "max")  # what some clients have above high
+_HIGHER = ("xhigh", "max")  # levels of some clients above high
 _UNKNOWN = "kvstrata-probe"
-_USUAL = ("low", "medium", "high")  # what models know whose template takes any word
+_USUAL = ("low", "medium", "high")  # assumed where a template takes any word
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ThinkingTags:
 
 
 def thinking_tags(tokenizer: TokenizerWrapper) -> ThinkingTags | None:
-    """None where the model has none. Renders with the template: once for a model.
+    """Return the thinking tags; None: the model has none. Call it once for a model: it renders the template.
 
     What the template writes around reasoning in the history comes first, then pairs of tags in its source, then what
     mlx-lm knows by the vocabulary alone.
@@ -69,20 +69,20 @@ def thinking_tags(tokenizer: TokenizerWrapper) -> ThinkingTags | None:
 
 
 def opens_thinking(tokenizer: TokenizerWrapper, tags: ThinkingTags, prompt: Sequence[int]) -> bool:
-    """Whether the prompt ends inside thinking. Something behind the tag means that somebody talks about it."""
+    """Whether the prompt ends inside thinking. Text behind the tag means that a message mentions the tag."""
     tail = b"".join(token_bytes(tokenizer, id) for id in prompt[-_OPENING_TOKENS:]).decode("utf-8", "replace")
     return tail.rstrip().endswith(tags.start)
 
 
 def end_ids(tokenizer: TokenizerWrapper, tags: ThinkingTags) -> tuple[int, ...]:
-    """The tokens of the closing tag; none, where they depend on the text around it."""
+    """Return the tokens of the closing tag; none, where they depend on the text around it."""
     ids = encode_rendered(tokenizer, tags.end)
     added = hf_tokenizer(tokenizer).added_tokens_decoder
     return ids if ids and ids[0] in added and ids[-1] in added else ()
 
 
 class ThinkingParser:
-    """Parts one reply. `is_open`: the prompt ends inside thinking.
+    """Parser that divides one reply into thinking and answer. `is_open`: the prompt ends inside thinking.
 
     Line breaks behind the opening tag and around the closing one belong to neither side.
     """
@@ -140,7 +140,7 @@ class ThinkingParser:
 
 
 class _Thought:
-    """Hands on what is thought, but for the line breaks at its end."""
+    """Writer of thinking events, which leaves out the line breaks at the end."""
 
     def __init__(self, reading: AnswerText) -> None:
         self._reading = reading
@@ -191,14 +191,14 @@ def _source(tokenizer: TokenizerWrapper) -> str:
 
 
 class ThinkingSwitch:
-    """Made once for a model."""
+    """Template variables that switch thinking. Make it once for a model."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._switches = tuple(name for name in _SWITCHES if _differs(template, name, (True, False)))
         self._efforts = _known_efforts(template)
 
     def switch(self, effort: str | None, enabled: bool | None) -> dict[str, Any]:
-        """Template variables that have an effect. `effort`: none, minimal, low, medium or high. None: not asked for."""
+        """Return the template variables that have an effect. `effort`: none, minimal, low, medium or high."""
         effort = "high" if effort in _HIGHER else effort
         if enabled is False or (enabled is None and effort == "none"):
             variables: dict[str, Any] = dict.fromkeys(self._switches, False)
@@ -219,7 +219,7 @@ def _differs(template: ChatTemplate, name: str, values: tuple[Any, Any]) -> bool
 
 
 def _known_efforts(template: ChatTemplate) -> tuple[str, ...]:
-    """The words that the template knows; none, if it does not ask for one."""
+    """Return the effort words that the template knows; none, if it does not use any."""
     texts = {effort: template.shown_with({_EFFORT: effort}) for effort in (*_EFFORTS, _UNKNOWN)}
     takes_any = _UNKNOWN in texts.pop(_UNKNOWN)
     known = tuple(effort for effort in (_USUAL if takes_any else _EFFORTS) if texts[effort])

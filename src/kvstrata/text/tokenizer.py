@@ -42,12 +42,12 @@ def fast_tokenizer(tokenizer: TokenizerWrapper | PreTrainedTokenizerBase) -> Tok
 
 
 def decode_slowly(tokenizer: TokenizerWrapper | PreTrainedTokenizerBase, ids: list[int]) -> str:
-    """By the HF class. Never 'cleans up' spaces: that changes text which was already shown."""
+    """Decode by the HF class, without its 'clean up' of spaces, which changes text that was already shown."""
     return str(hf_tokenizer(tokenizer).decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def encode_prompt(tokenizer: TokenizerWrapper, text: str) -> tuple[int, ...]:
-    """The prompt of a plain completion, begun as the tokenizer begins a text (BOS), and never ended by it."""
+    """Tokenize the prompt of a plain completion: with the tokenizer's beginning (BOS), without its end."""
     require_unicode(text, param="prompt")
     hf = hf_tokenizer(tokenizer)
     begun = bool(hf.bos_token) and text.startswith(str(hf.bos_token))
@@ -57,17 +57,17 @@ def encode_prompt(tokenizer: TokenizerWrapper, text: str) -> tuple[int, ...]:
 
 
 def encode_rendered(tokenizer: TokenizerWrapper, text: str) -> tuple[int, ...]:
-    """Text that already has its special tokens written out, as chat templates do."""
+    """Tokenize text that contains its special tokens already, as chat templates write it."""
     return _encode(tokenizer, text, with_special=False)
 
 
 def encode_rendered_all(tokenizer: TokenizerWrapper, texts: Sequence[str]) -> list[Sequence[int]]:
-    """Likewise of several, each by itself."""
+    """Tokenize several such texts, each by itself."""
     return _encode_all(tokenizer, texts, with_special=False)
 
 
 def require_unicode(text: str, *, param: str) -> None:
-    """JSON can carry half a surrogate pair; no tokenizer can."""
+    """Replace unpaired surrogates, which JSON can carry and no tokenizer can."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as fault:
@@ -77,7 +77,7 @@ def require_unicode(text: str, *, param: str) -> None:
 
 
 def longest_token_chars(tokenizer: TokenizerWrapper) -> int:
-    """No token stands for more characters of a text: so a text has at least its length over this in tokens."""
+    """Return the most characters that a token stands for: a bound on the number of tokens of a text."""
     return max(map(len, hf_tokenizer(tokenizer).get_vocab()), default=1)
 
 
@@ -87,13 +87,13 @@ def token_text(tokenizer: TokenizerWrapper, id: int) -> str:
 
 
 def token_bytes(tokenizer: TokenizerWrapper, id: int) -> bytes:
-    """The bytes that a token adds to a text. Ids past the vocabulary (padded logits) add none."""
+    """Return the bytes that a token adds to a text. Ids past the vocabulary (padded logits) add none."""
     return tokens_bytes(tokenizer, (id,))[0]
 
 
 def tokens_bytes(tokenizer: TokenizerWrapper, ids: Iterable[int]) -> list[bytes]:
-    """Likewise of each of many. Asking for one at a time takes ten times as long: a tokenizer is slow to say of which
-    kind it is."""
+    """Return the bytes of each of many tokens: ten times as fast as one at a time, because a tokenizer determines its
+    kind slowly."""
     fast = fast_tokenizer(tokenizer)
     if fast is None:
         return [decode_slowly(tokenizer, [id]).encode("utf-8") for id in ids]
@@ -102,12 +102,12 @@ def tokens_bytes(tokenizer: TokenizerWrapper, ids: Iterable[int]) -> list[bytes]
 
 
 def ids_text(tokenizer: TokenizerWrapper, ids: Iterable[int]) -> str:
-    """A run of tokens out of a longer text, as it stands there: no decoder tidies its ends."""
+    """Decode a run of tokens exactly as it appears in a longer text: no decoder changes its ends."""
     return b"".join(tokens_bytes(tokenizer, ids)).decode("utf-8", "replace")
 
 
 def decode_ids(tokenizer: TokenizerWrapper, ids: list[int]) -> str:
-    """The text of ids, special tokens written out."""
+    """Return the text of ids, with special tokens."""
     fast = fast_tokenizer(tokenizer)
     return decode_slowly(tokenizer, ids) if fast is None else fast.decode(ids, skip_special_tokens=False)
 
@@ -135,7 +135,7 @@ def _names_byte_level(spec: dict[str, Any]) -> bool:
 
 def _byte_level_bytes(token: str) -> bytes:
     alphabet = _byte_alphabet()
-    # Added tokens are plain text, not letters of the alphabet; the decoder tells them apart in the same way.
+    # Added tokens are plain text, not letters of the byte alphabet; the decoder distinguishes them in the same way.
     if all(letter in alphabet for letter in token):
         return bytes(alphabet[letter] for letter in token)
     return token.encode("utf-8")

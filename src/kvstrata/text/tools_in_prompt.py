@@ -31,7 +31,7 @@ def described_call_text() -> CallText:
 
 
 def tools_to_text(messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> list[Message]:
-    """Normalised messages in, messages that any template shows out."""
+    """Convert normalized messages to messages that any template shows."""
     names: dict[str, str] = {}  # of calls, by id
     chat: list[Message] = []
     for message in messages:
@@ -83,8 +83,7 @@ def _result(message: Message, names: dict[str, str]) -> str:
 
 
 def _joined_users(chat: list[Message]) -> list[Message]:
-    """Results of calls in one turn, and what the user says beside them, are one turn: many templates want turns to
-    alternate."""
+    """Join the results of calls and the user's text beside them to one turn: many templates want turns to alternate."""
     turns: list[tuple[Message, list[str]]] = []  # with the texts that become its content
     was_result = False
     for message in chat:
@@ -130,7 +129,7 @@ def _marked(chat: list[Message]) -> list[Message]:
 
 
 def _add_behind(out: list[Message], waiting: list[str]) -> None:
-    """No turn of the user follows: to the turn before it, if that is not the model's own."""
+    """Append system messages that no user turn follows to the last turn, or as a turn if that is the assistant's."""
     if out and out[-1]["role"] in ("user", "tool"):
         out[-1] = out[-1] | {"content": "\n\n".join([out[-1]["content"], *waiting])}
     else:

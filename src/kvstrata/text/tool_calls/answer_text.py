@@ -1,8 +1,8 @@
 """An answer while it arrives: its text, the text held back, its events, and the tools that the request offers.
 
-Readers of call formats are generators. They yield where they need more text, raise `NoCall` if the text is no call
-after all (held text is then released), and `CallOver` if a call that has begun cannot be completed. The places where
-pieces end do not matter to them.
+Scanners of call formats are generators. They yield where they need more text, raise `NoCall` if the text turns out not
+to be a call (held text is then released), and `CallOver` if a call that has begun cannot be completed. The ends of the
+pieces have no influence on them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SPACE = " \t\n\r"
 
 
 class Words:
-    """Some words. Says at once what none of them begins with, however many there are."""
+    """Sorted words: tells in logarithmic time whether a word begins with a given text."""
 
     def __init__(self, words: Iterable[str]) -> None:
         self._sorted = sorted(set(words))
@@ -45,7 +45,7 @@ class OfferedTools:
         self.names = Words(self._functions)
 
     def parameter(self, name: str, key: str) -> dict[str, Any] | None:
-        """The schema of one parameter; None: the tool does not name it."""
+        """Return the schema of one parameter; None: the tool does not name it."""
         parameters = self._functions[name].get("parameters")
         properties = parameters.get("properties") if isinstance(parameters, dict) else None
         schema = properties.get(key) if isinstance(properties, dict) else None
@@ -62,7 +62,7 @@ class NoCall(Exception):
 
 
 class CallOver(Exception):
-    """The call ended before it was whole; all that belongs to it has been given."""
+    """The call ended before it was complete; events for all of its text exist."""
 
 
 class AnswerText:
@@ -74,10 +74,10 @@ class AnswerText:
         self.ended = False
         self.cut_off = False
         self.line_start = True  # nothing but space since the last line break
-        self.in_marks = False  # marks of calls are open, in which a name alone is a call
-        self.ends: tuple[str, ...] = ()  # what a broken call ends at
-        self.closers: list[str] = []  # what closes the objects and lists around the call, the innermost last
-        self._base = 0  # how many characters came before `text`
+        self.in_marks = False  # between call marks, where a name without arguments is a call
+        self.ends: tuple[str, ...] = ()  # marks that end a malformed call
+        self.closers: list[str] = []  # closing brackets of the objects and lists around the call, the innermost last
+        self._base = 0  # number of characters before `text`
         self._held: list[str] | None = None
         self._held_from = 0
         self._ids: set[str] = set()
@@ -90,7 +90,7 @@ class AnswerText:
         self.text, self.pos = text, 0
 
     def look(self) -> Steps[str]:
-        """The next character; empty: the answer is over."""
+        """Return the next character without taking it; empty: the answer is over."""
         while self.pos == len(self.text):
             if self.ended:
                 return ""
@@ -102,7 +102,7 @@ class AnswerText:
         return self._base + self.pos
 
     def back(self, place: int) -> None:
-        """To a place in what is held."""
+        """Go back to a place in the held text."""
         if place < self._base:
             before = "".join(self._held or ())
             self.text, self._base = before + self.text, self._base - len(before)
@@ -141,7 +141,7 @@ class AnswerText:
             self.events.append(ToolCallArguments(text))
 
     def end_call(self) -> None:
-        """And holds back what follows, which may belong to the call's form."""
+        """End the call, and hold back the text after it, which may belong to the call's format."""
         self.events.append(ToolCallEnd())
         self.hold()
 
@@ -151,7 +151,7 @@ class AnswerText:
         self.end_call()
 
     def break_off(self) -> Steps[None]:
-        """Gives the rest of a broken call as it was written. Always raises CallOver."""
+        """Give the rest of a malformed call as it was written. Always raises CallOver."""
         self.arguments(self.drop())
         found = yield from until(self, self.ends, self.arguments)
         if found or not self.cut_off:
@@ -160,14 +160,14 @@ class AnswerText:
 
 
 def space(reading: AnswerText, characters: str = SPACE) -> Steps[str]:
-    """Takes it, and looks at what follows."""
+    """Skip white space, and return the next character without taking it."""
     while (character := (yield from reading.look())) and character in characters:
         reading.pos += 1
     return character
 
 
 def expect(reading: AnswerText, character: str) -> Steps[str]:
-    """Space, the character, space."""
+    """Take a character and the white space around it, and return the next one. Raises NoCall for another character."""
     if (yield from space(reading)) != character:
         raise NoCall
     reading.pos += 1
@@ -175,7 +175,7 @@ def expect(reading: AnswerText, character: str) -> Steps[str]:
 
 
 def mark(reading: AnswerText, marks: tuple[str, ...]) -> Steps[str]:
-    """Takes the one of these that comes next. Empty: none of them does, and how much was taken is left open."""
+    """Take the mark that comes next, and return it; empty: none does, and an unknown part of the text was taken."""
     num_taken = 0
     alive = marks
     while alive:
@@ -189,8 +189,21 @@ def mark(reading: AnswerText, marks: tuple[str, ...]) -> Steps[str]:
     return ""
 
 
+def offered_name(reading: AnswerText, ends: str) -> Steps[str]:
+    """Take the name of an offered tool, up to one of the characters `ends`. Raises NoCall at the first wrong letter."""
+    name = ""
+    while (character := (yield from reading.look())) and character not in ends:
+        name += character
+        if not reading.offered.names.may_begin(name):
+            raise NoCall
+        reading.pos += 1
+    if name not in reading.offered.names:
+        raise NoCall
+    return name
+
+
 def until(reading: AnswerText, marks: tuple[str, ...], take: Callable[[str], None]) -> Steps[str]:
-    """Hands on the text before the first of the marks, and takes that. Empty: the answer ended without one."""
+    """Give the text before the first mark to `take`, and return that mark; empty: the answer ended without one."""
     matcher = StopMatcher(marks)
     while (yield from reading.look()):
         stride = reading.text[reading.pos : reading.pos + _STRIDE]

@@ -14,15 +14,30 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvstrata.text.tool_calls.answer_text import SPACE, AnswerText, NoCall, Steps, Words, expect, mark, space, until
+from kvstrata.text.tool_calls.answer_text import (
+    SPACE,
+    AnswerText,
+    NoCall,
+    Steps,
+    Words,
+    expect,
+    mark,
+    offered_name,
+    space,
+    until,
+)
 
-MAX_DEPTH = 100  # what clients' parsers take, and far more than arguments have
+MAX_DEPTH = 100  # accepted by clients' parsers, and far more than real arguments have
 
-_DIGITS = "0123456789"
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+_SCALAR_RUN = re.compile(r"[0-9+\-.eEtrufalsn]+")
+_SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
+_ESCAPE_START = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{0,4})?')
+_UNICODE_ESCAPE = len("\\u0000")
 
-_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
-
-_LITERALS = {"t": "rue", "f": "alse", "n": "ull"}
+# Characters that may come next in JSON, beside space.
+_FIRST_KEY, _KEY = '"}', '"'
+_VALUE = '"{[-0123456789tfn'
 
 _ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 
@@ -44,166 +59,90 @@ class JsonScanner:
     def __init__(self) -> None:
         self.done = False
         self.failed = False
-        self._stack: list[str] = []
-        self._then: Callable[[str], bool] = self._after_value  # where a string goes on
-        self._literal = ""
-        self._num_hex = 0
-        self._state: Callable[[str], bool] = self._root
+        self._closers: list[str] = []  # of the open objects and lists, the innermost last
+        self._allowed = "{"  # characters that may come next, beside space
+        self._in_string = False
+        self._escape = ""  # the begun escape of a string
+        self._scalar: list[str] = []  # pieces of the begun number, true, false or null
 
     def add(self, text: str, start: int = 0) -> tuple[int, str]:
-        """Return where it stopped (after the object, or at the wrong character), and the JSON that it accepted."""
+        """Return where it stopped (after the object, or where it failed), and the JSON that it accepted."""
         pieces: list[str] = []
         place = begin = start
         while place < len(text) and not self.done:
-            if self._state == self._string and (match := _PLAIN.match(text, place)) and match.end() > place:
-                place = match.end()
+            is_in_text = self._in_string and not self._escape
+            if is_in_text and (run := _PLAIN.match(text, place)):
+                place = run.end()
+                continue
+            if self._scalar and (run := _SCALAR_RUN.match(text, place)):
+                self._scalar.append(run[0])
+                place = run.end()
                 continue
             character = text[place]
-            if self._state == self._string and character < " ":
+            if is_in_text and character < " ":
                 pieces += (text[begin:place], json.dumps(character)[1:-1])
                 begin = place + 1
-            elif not self._state(character):
+            elif not (self._in_quotes(character) if self._in_string else self._outside(character)):
                 self.failed = True
                 break
             place += 1
         pieces.append(text[begin:place])
         return place, "".join(pieces)
 
-    def _root(self, character: str) -> bool:
-        return character == "{" and self._open(character)
-
-    def _open(self, character: str) -> bool:
-        self._stack.append(character)
-        self._state = self._first_key if character == "{" else self._first_item
-        return len(self._stack) <= MAX_DEPTH
-
-    def _close(self, character: str) -> bool:
-        if self._stack.pop() != {"}": "{", "]": "["}[character]:
-            return False
-        self._state = self._after_value
-        self.done = not self._stack
+    def _in_quotes(self, character: str) -> bool:
+        """Take a quote, a backslash or a character of an escape."""
+        if self._escape or character == "\\":
+            self._escape += character
+            is_valid = _ESCAPE_START.fullmatch(self._escape) is not None
+            if len(self._escape) == (_UNICODE_ESCAPE if self._escape[1:2] == "u" else 2):
+                self._escape = ""
+            return is_valid
+        self._in_string = False
+        self._allowed = ":" if self._allowed in (_KEY, _FIRST_KEY) else "," + self._closers[-1]
         return True
 
-    def _value(self, character: str) -> bool:
-        if character == '"':
-            self._state, self._then = self._string, self._after_value
-        elif character in "{[":
-            return self._open(character)
-        elif character in _LITERALS:
-            self._state, self._literal = self._in_literal, _LITERALS[character]
-        elif character == "-":
-            self._state = self._minus
-        elif character in _DIGITS:
-            self._state = self._zero if character == "0" else self._integer
+    def _outside(self, character: str) -> bool:
+        """Take a character outside strings; the first one after a scalar completes it."""
+        if self._scalar:
+            if not _SCALAR.fullmatch("".join(self._scalar)):
+                return False
+            self._scalar, self._allowed = [], "," + self._closers[-1]
+        if character in SPACE:
+            return bool(self._closers)
+        if character not in self._allowed:
+            return False
+        if character in "{[":
+            self._closers.append("}" if character == "{" else "]")
+            self._allowed = _FIRST_KEY if character == "{" else _VALUE + "]"
+            return len(self._closers) <= MAX_DEPTH
+        if character in "}]":
+            self._closers.pop()
+            self.done = not self._closers
+            self._allowed = "" if self.done else "," + self._closers[-1]
+        elif character == ",":
+            self._allowed = _KEY if self._closers[-1] == "}" else _VALUE
+        elif character == ":":
+            self._allowed = _VALUE
+        elif character == '"':
+            self._in_string = True
         else:
-            return character in SPACE
+            self._scalar.append(character)
         return True
-
-    def _first_item(self, character: str) -> bool:
-        return self._close(character) if character == "]" else self._value(character)
-
-    def _first_key(self, character: str) -> bool:
-        return self._close(character) if character == "}" else self._key(character)
-
-    def _key(self, character: str) -> bool:
-        if character == '"':
-            self._state, self._then = self._string, self._colon
-            return True
-        return character in SPACE
-
-    def _colon(self, character: str) -> bool:
-        if character == ":":
-            self._state = self._value
-            return True
-        return character in SPACE
-
-    def _after_value(self, character: str) -> bool:
-        if character == ",":
-            self._state = self._key if self._stack[-1] == "{" else self._value
-            return True
-        return self._close(character) if character in "}]" else character in SPACE
-
-    def _string(self, character: str) -> bool:
-        if character == '"':
-            self._state = self._then
-        elif character == "\\":
-            self._state = self._escape
-        return True
-
-    def _escape(self, character: str) -> bool:
-        if character == "u":
-            self._state, self._num_hex = self._hex, 4
-            return True
-        self._state = self._string
-        return character in _ESCAPES
-
-    def _hex(self, character: str) -> bool:
-        self._num_hex -= 1
-        if not self._num_hex:
-            self._state = self._string
-        return character in "0123456789abcdefABCDEF"
-
-    def _in_literal(self, character: str) -> bool:
-        if not self._literal.startswith(character):
-            return False
-        self._literal = self._literal[1:]
-        if not self._literal:
-            self._state = self._after_value
-        return True
-
-    def _minus(self, character: str) -> bool:
-        self._state = self._zero if character == "0" else self._integer
-        return character in _DIGITS
-
-    def _zero(self, character: str) -> bool:
-        if character == ".":
-            self._state = self._point
-            return True
-        return self._fraction(character) if character not in _DIGITS else False
-
-    def _integer(self, character: str) -> bool:
-        return character in _DIGITS or self._zero(character)
-
-    def _point(self, character: str) -> bool:
-        self._state = self._fraction
-        return character in _DIGITS
-
-    def _fraction(self, character: str) -> bool:
-        if character in "eE":
-            self._state = self._exponent
-            return True
-        return self._exponent_digits(character)
-
-    def _exponent(self, character: str) -> bool:
-        if character in "+-":
-            self._state = self._exponent_sign
-            return True
-        return self._exponent_sign(character)
-
-    def _exponent_sign(self, character: str) -> bool:
-        self._state = self._exponent_digits
-        return character in _DIGITS
-
-    def _exponent_digits(self, character: str) -> bool:
-        if character in _DIGITS:
-            return True
-        self._state = self._after_value
-        return self._after_value(character)
 
 
 class JsonStringDecoder:
-    """The inside of one JSON string, a character at a time. Half a surrogate pair stays an escape."""
+    """Decoder of one JSON string's inside, a character at a time. Half a surrogate pair stays an escape."""
 
     def __init__(self) -> None:
-        self._escape = ""  # what has come of one
-        self._high = 0  # the first half of a pair
+        self._escape = ""  # characters of an incomplete escape
+        self._high = 0  # first half of a surrogate pair
 
     @property
     def in_escape(self) -> bool:
         return bool(self._escape)
 
     def add(self, character: str) -> str:
-        """Raises ValueError where it is no escape that JSON knows."""
+        """Return the text that a character completes. Raises ValueError for an invalid escape."""
         if not self._escape:
             if character == "\\":
                 self._escape = character
@@ -247,7 +186,7 @@ class _CallFields:
 
 
 def scan_json_calls(reading: AnswerText) -> Steps[None]:
-    """At `{` or `[`. Returns after the first call's arguments; others may follow."""
+    """Scan a call from `{` or `[` on. Returns after the first call's arguments; other calls may follow."""
     if (yield from reading.look()) == "[":
         reading.closers.append("]")
         reading.pos += 1
@@ -315,7 +254,7 @@ def _field(reading: AnswerText, key: str, fields: _CallFields) -> Steps[None]:
 
 
 def _is_schema(reading: AnswerText, name: str) -> Steps[bool]:
-    """Whether a model repeats what a tool is, instead of calling it: `{"type": "object", ...`."""
+    """Whether the model repeats a tool's definition instead of calling it: `{"type": "object", ...`."""
     if reading.offered.parameter(name, "type") is not None:
         return False
     begin = reading.place
@@ -350,7 +289,7 @@ def _arguments(reading: AnswerText, fields: _CallFields) -> Steps[str]:
 
 
 def _object_text(reading: AnswerText, give: Callable[[str], None], begin: Callable[[], None]) -> Steps[None]:
-    """An object, or a string that has one in it. `begin` is called when it is clear that it is one."""
+    """Scan an object, or a string that contains one. `begin` is called when the object has begun."""
     character = yield from reading.look()
     if character == "{":
         begin()
@@ -409,7 +348,7 @@ def _fail(reading: AnswerText, give: Callable[[str], None]) -> Steps[None]:
 
 
 def _word(reading: AnswerText, words: Words) -> Steps[str]:
-    """A string that is one of these. Fails at the first character that none of them has."""
+    """Take a string that is one of `words`. Raises NoCall at the first character that no word has there."""
     if (yield from reading.look()) != '"':
         raise NoCall
     reading.pos += 1
@@ -430,7 +369,7 @@ def _word(reading: AnswerText, words: Words) -> Steps[str]:
 
 
 def _simple(reading: AnswerText) -> Steps[str]:
-    """A short string, or a number, true, false or null. What it says if it is a string."""
+    """Take a short string, a number, true, false or null, and return the text of a string."""
     parts: list[str] = []
     is_string = (yield from reading.look()) == '"'
     if is_string:
@@ -449,7 +388,7 @@ def _simple(reading: AnswerText) -> Steps[str]:
         value = json.loads("".join(parts))
     except ValueError:
         raise NoCall from None
-    # An id goes out on wires and into templates.
+    # Ids are sent to clients and rendered by templates.
     return value if isinstance(value, str) and value.isascii() and value.isprintable() else ""
 
 
@@ -457,15 +396,8 @@ _ARGUMENTS_MARK, _ID = "[ARGS]", "[CALL_ID]"
 
 
 def scan_header_call(reading: AnswerText) -> Steps[None]:
-    """At the name."""
-    name = ""
-    while (character := (yield from reading.look())) and character not in SPACE + "[":
-        name += character
-        if not reading.offered.names.may_begin(name):
-            raise NoCall
-        reading.pos += 1
-    if name not in reading.offered.names:
-        raise NoCall
+    """Scan a call from its name on."""
+    name = yield from offered_name(reading, SPACE + "[")
     yield from space(reading)
     found = yield from mark(reading, (_ARGUMENTS_MARK, _ID))
     id = "" if found != _ID else (yield from _header_id(reading))

@@ -1,4 +1,4 @@
-"""Calls that mlx-lm's parsers read, given whole, and the format of calls that a model's tokenizer names."""
+"""Calls that only mlx-lm's parsers read, which arrive complete, and the call format that a model's tokenizer names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _NativeCall:
 
 
 def scan_native_calls(reading: AnswerText, start: str, end: str, parse: Parse) -> Steps[None]:
-    """Behind the start mark; some of what is between the marks may have been read, and is held."""
+    """Scan calls from the start mark on; text that was read behind the mark is held."""
     before, start, read = reading.drop().partition(start)
     body = [read]
     reading.hold()
@@ -42,11 +42,11 @@ def scan_native_calls(reading: AnswerText, start: str, end: str, parse: Parse) -
 
 
 def _parsed(parse: Parse, body: str, offered: OfferedTools) -> list[_NativeCall]:
-    """No calls, if any of them is malformed or calls what was not offered."""
+    """Return the calls; none, if one of them is malformed or calls a tool that was not offered."""
     try:
         parsed = parse(body, offered.tools)
         calls = [_call(one) for one in (parsed if isinstance(parsed, list) else [parsed])]
-    except Exception:  # noqa: BLE001 mlx-lm's parsers meet whatever a model wrote, and fail in every way there is
+    except Exception:  # noqa: BLE001 mlx-lm's parsers raise anything on malformed calls
         return []
     return calls if all(call.name in offered.names for call in calls) else []
 
@@ -65,7 +65,7 @@ def _call(parsed: dict[str, Any]) -> _NativeCall:
 
 @dataclass(frozen=True)
 class NativeCallFormat:
-    """How the model's template writes calls. `start` empty: without marks."""
+    """Format in which the model's template writes calls. `start` empty: without marks."""
 
     start: str = ""
     end: str = ""
@@ -75,7 +75,7 @@ class NativeCallFormat:
 
 
 def native_call_format(tokenizer: TokenizerWrapper, written: CallText | None = None) -> NativeCallFormat:
-    """By mlx-lm's parser for the model, or else by the marks that the template writes around JSON."""
+    """Return the format of mlx-lm's parser for the model, or of the marks that the template writes around JSON."""
     start, end, parse = tokenizer.tool_call_start or "", tokenizer.tool_call_end or "", tokenizer.tool_parser
     if not start or parse is None:
         return NativeCallFormat(written.start, written.end) if written else NativeCallFormat()

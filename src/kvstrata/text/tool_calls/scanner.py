@@ -42,9 +42,9 @@ class ToolCallScanner:
         self._closing = tuple(dict.fromkeys(((self._native.end,) if self._native.end else ()) + _CLOSING))
         firsts = "".join(re.escape(one[0]) for one in self._own)
         self._in_line = re.compile(f"[^\n`{firsts}]+")
-        self._open_fence = 0  # how many ticks began a fence that is text
-        self._fence_line = False  # nothing but that fence's first line has come
-        self._call_fence = 0  # how many ticks began a fence that has calls
+        self._open_fence = 0  # number of ticks of an open fence that is text
+        self._fence_line = False  # only the first line of that fence has arrived
+        self._call_fence = 0  # number of ticks of an open fence that contains calls
         self._steps = self._answer()
         next(self._steps)
 
@@ -122,7 +122,7 @@ class ToolCallScanner:
         reading.pos = end
 
     def _call(self, *, anywhere: bool) -> Steps[None]:
-        """`anywhere`: a call in any form may stand here."""
+        """Scan one call. `anywhere`: a call in any format may begin here."""
         reading = self._reading
         begin = reading.place
         character = yield from reading.look()
@@ -165,7 +165,7 @@ class ToolCallScanner:
         return (yield from scan_json_calls(reading))
 
     def _tagged(self, found: str, dialect: TagFormat) -> Steps[None]:
-        """mlx-lm's parsers of these forms know some more that GLM writes."""
+        """Scan a tagged call. mlx-lm's parser reads variants of the format that `scan_tagged_call` does not."""
         reading, native = self._reading, self._native
         try:
             if (yield from space(reading)) in ("{", "["):
@@ -227,7 +227,7 @@ class ToolCallScanner:
         return found
 
     def _around_calls(self) -> Steps[None]:
-        """Space, signs between calls, closing marks. All of it is held, or belongs to the form and is dropped."""
+        """Skip white space, separators and closing marks after a call: hold or drop them as part of the format."""
         reading = self._reading
         while character := (yield from reading.look()):
             begin = reading.place
@@ -243,7 +243,7 @@ class ToolCallScanner:
                 self._call_fence = 0
             elif any(one[0] == character for one in self._closing):
                 if not (yield from mark(reading, self._closing)):
-                    if (yield from reading.look()):  # half a mark at the end of a reply is no text
+                    if (yield from reading.look()):  # half a mark at the end of a reply is dropped
                         reading.back(begin)
                     return
                 reading.in_marks, reading.ends, reading.closers = False, (), []

@@ -14,7 +14,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvstrata.text.tool_calls.answer_text import SPACE, AnswerText, CallOver, NoCall, Steps, mark, space, until
+from kvstrata.text.tool_calls.answer_text import (
+    SPACE,
+    AnswerText,
+    CallOver,
+    NoCall,
+    Steps,
+    mark,
+    offered_name,
+    space,
+    until,
+)
 
 _STRINGS = frozenset(("string", "str", "text", "varchar", "char", "enum"))
 
@@ -30,7 +40,7 @@ FUNCTION = "<function="
 
 
 class ValueWriter(Protocol):
-    """Takes a value's text in pieces and gives its JSON."""
+    """Writer of a parameter's JSON, from text that arrives in pieces."""
 
     def add(self, text: str) -> None: ...
 
@@ -38,13 +48,13 @@ class ValueWriter(Protocol):
 
 
 class StringWriter:
-    """A string, handed on as it comes."""
+    """Writer of a string, which streams."""
 
     def __init__(self, give: Callable[[str], None], *, strip: str) -> None:
         self._give = give
         self._strip = strip
         self._has_begun = False
-        self._pending: list[str] = []  # may be the end, which is stripped
+        self._pending: list[str] = []  # white space that is stripped if the value ends here
 
     def add(self, text: str) -> None:
         if not self._has_begun:
@@ -63,7 +73,7 @@ class StringWriter:
 
 
 class LineStringWriter:
-    """A string between two line breaks, which are not part of it, handed on as it comes. `null` alone is null."""
+    """Writer of a string between two line breaks that are not part of it; it streams. `null` alone is null."""
 
     def __init__(self, give: Callable[[str], None]) -> None:
         self._give = give
@@ -96,7 +106,7 @@ class LineStringWriter:
 
 
 class OtherWriter:
-    """Any other value: its type is known when all of it is."""
+    """Writer of any other value, whose type is known at its end."""
 
     def __init__(self, give: Callable[[str], None], convert: Callable[[str], Any]) -> None:
         self._give = give
@@ -110,12 +120,12 @@ class OtherWriter:
         text = "".join(self._parts)
         try:
             self._give(dump_json(self._convert(text)))
-        except (ValueError, TypeError, RecursionError):  # what Python reads, JSON may not have
+        except (ValueError, TypeError, RecursionError):  # a value of Python that JSON does not have
             self._give(f'"{escape_json(text)}"')
 
 
 def dump_json(value: Any) -> str:
-    """JSON that every wire carries: no NaN, no half of a surrogate pair. Raises ValueError or TypeError."""
+    """Return JSON without NaN and unpaired surrogates, which not every client reads. Raises ValueError or TypeError."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
         text.encode("utf-8")
@@ -142,7 +152,7 @@ def glm_writer(give: Callable[[str], None], schema: dict[str, Any] | None) -> Va
 
 
 def _kind(schema: dict[str, Any] | None) -> str:
-    """Empty: the schema names none. Of several the one beside null."""
+    """Return the type that a schema names; empty: it names none. Of a type and null the type."""
     kind = (schema or {}).get("type", "")
     if isinstance(kind, list):
         others = [one for one in kind if one != "null"]
@@ -167,7 +177,7 @@ def _qwen_value(text: str, kind: str) -> Any:
 
 
 def _number(text: str, kind: str) -> Any:
-    """Return a number, or the text itself where it is none: the client sees it."""
+    """Return a number, or the text itself if it is not a number, so that the client sees it."""
     try:
         return int(text)
     except ValueError:
@@ -206,7 +216,7 @@ def _evaluated(text: str) -> Any:
 @dataclass(frozen=True)
 class TagFormat:
     key: tuple[str, str]
-    value: tuple[str, str]  # the first may be empty: a value follows its key
+    value: tuple[str, str]  # the first may be empty: the value directly follows its key
     ends: tuple[str, ...]  # of the call
     writer: Callable[[Callable[[str], None], dict[str, Any] | None], ValueWriter]
 
@@ -221,9 +231,11 @@ def glm_tags(prefix: str, end: str) -> TagFormat:
 
 
 def scan_tagged_call(reading: AnswerText, dialect: TagFormat) -> Steps[None]:
-    """At the name."""
+    """Scan a call from its name on."""
     yield from space(reading)
-    name = yield from _name(reading)
+    name = yield from offered_name(reading, SPACE + "<>")
+    if (yield from reading.look()) == ">":
+        reading.pos += 1
     tag = yield from _tag(reading, (dialect.key[0], *dialect.ends))
     if not tag:
         raise NoCall
@@ -241,27 +253,13 @@ def scan_tagged_call(reading: AnswerText, dialect: TagFormat) -> Steps[None]:
     yield from _end(reading, tag)
 
 
-def _name(reading: AnswerText) -> Steps[str]:
-    name = ""
-    while (character := (yield from reading.look())) and character not in SPACE + "<>":
-        name += character
-        if not reading.offered.names.may_begin(name):
-            raise NoCall
-        reading.pos += 1
-    if name not in reading.offered.names:
-        raise NoCall
-    if character == ">":
-        reading.pos += 1
-    return name
-
-
 def _tag(reading: AnswerText, tags: tuple[str, ...]) -> Steps[str]:
     yield from space(reading)
     return (yield from mark(reading, tags))
 
 
 def _parameter(reading: AnswerText, dialect: TagFormat, name: str, comma: str) -> Steps[None]:
-    """Raises NoCall where something else stands in the place of a tag; all that was read of it is held."""
+    """Scan one parameter. Raises NoCall for text in the place of a tag; the text is held."""
     reading.drop()
     reading.hold()
     parts: list[str] = []
@@ -274,7 +272,7 @@ def _parameter(reading: AnswerText, dialect: TagFormat, name: str, comma: str) -
     reading.arguments(f"{comma}{json.dumps(key, ensure_ascii=False)}: ")
     writer = dialect.writer(reading.arguments, reading.offered.parameter(name, key))
     if not (yield from until(reading, (dialect.value[1],), writer.add)):
-        # A value without its end is cut off, or as much of it as there will be.
+        # A value without an end tag is cut off, or the model omitted the tag.
         if not reading.cut_off:
             reading.end_call()
         raise CallOver
