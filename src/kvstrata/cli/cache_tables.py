@@ -135,7 +135,7 @@ def explanation(answer: Answer) -> RenderableType:
     if answer["session"]:
         found = answer["session"]
         table.add_row("session", f"{found['id']} (by {found['recognised_by']})")
-        table.add_row("", parted(found["divergence"]) or "It continues the session's last prompt.")
+        table.add_row("", divergence(found["divergence"]) or "It continues the session's last prompt.")
     return Group(table)
 
 
@@ -170,17 +170,17 @@ def session(answer: Answer) -> RenderableType:
     table.add_row("conversation", f"{answer['tokens']:,} tokens; {_tiers_of(answer)}")
     table.add_row("precision", _precision_of(answer))
     table.add_row("pinned", "yes" if answer["pinned"] else "no")
-    table.add_row("last parted", parted(answer["divergence"]) or "never")
+    table.add_row("last divergence", divergence(answer["divergence"]) or "never")
     return table
 
 
-def parted(answer: Answer | None) -> str:
+def divergence(answer: Answer | None) -> str:
     """Return a sentence about where prompts diverged, or an empty string."""
     if answer is None:
         return ""
     whose = "the last prompt" if answer["where"] == "prompt" else "the last reply"
     was, now = _one_line(answer["was"]), _one_line(answer["now"])
-    return f"Request {answer['request']:,} parted from {whose} at token {answer['at']:,}: it was {was}, now {now}."
+    return f"Request {answer['request']:,} diverged from {whose} at token {answer['at']:,}: it was {was}, now {now}."
 
 
 def _tiers_of(session: Answer) -> str:
