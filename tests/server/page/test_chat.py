@@ -42,6 +42,7 @@ SAID = {
     "rich": RICH,
     "hostile": HOSTILE,
     "think": f"<think>\nFirst *this*, then {HOSTILE}\n</think>\n\nIt is **four**.",
+    "list": "- entry\n" * 40,  # taller than the log
     "go on": "again and " * 3000,
 }
 
@@ -261,37 +262,31 @@ def test_copy_button_copies_code(page: Page, browser: Browser, forced: Forced) -
     assert page.run("navigator.clipboard.readText()") == last(page, ".querySelector('pre code').textContent")
 
 
-@pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_wide_content_does_not_widen_the_page(
-    browser: Browser, forced: Forced, tmp_path: Path, width: int, height: int, dark: bool
-) -> None:
-    page = browser.page()
-    page.open(forced.served.url, width=width, height=height, dark=dark)
-    page.wait(LOADED)
+def test_wide_content_does_not_widen_the_page(page: Page, forced: Forced, tmp_path: Path) -> None:
     ask(page, f"Sort these, please: {WIDE}")
     ask(page, "think")
     ask(page, "rich")
-    assert page.run("document.documentElement.scrollWidth") == width
-    assert page.run("(log => log.scrollWidth <= log.clientWidth)(document.getElementById('chat-log'))") is True
-    unnamed = page.run(
-        """[...document.querySelectorAll('.chat :is(input, textarea, button, [tabindex])')]
-          .filter(it => !(it.labels?.length || it.getAttribute('aria-label') || it.textContent.trim()))
-          .map(it => it.outerHTML)"""
-    )
-    assert unnamed == []
-    page.screenshot(tmp_path / "chat.png")
-    assert page.complaints == []
-    page.close()
+    for width, height, dark in ((1280, 900, False), (390, 844, False), (1280, 900, True), (390, 844, True)):
+        page.open(forced.served.url, width=width, height=height, dark=dark)
+        page.wait(LOADED)
+        assert page.run("document.querySelectorAll('.message').length") == 6
+        assert page.run("document.documentElement.scrollWidth") == width
+        assert page.run("(log => log.scrollWidth <= log.clientWidth)(document.getElementById('chat-log'))") is True
+        unnamed = page.run(
+            """[...document.querySelectorAll('.chat :is(input, textarea, button, [tabindex])')]
+              .filter(it => !(it.labels?.length || it.getAttribute('aria-label') || it.textContent.trim()))
+              .map(it => it.outerHTML)"""
+        )
+        assert unnamed == []
+        page.screenshot(tmp_path / "chat.png")
 
 
 def test_log_follows_the_reply_unless_scrolled_up(page: Page) -> None:
-    ask(page, "rich")
-    ask(page, "rich")
+    ask(page, "list")
     page.choose("#chat [name=max_tokens]", "")
     page.run("document.getElementById('chat-log').scrollTop = 0")
     send(page, "go on")
-    length = "document.querySelectorAll('.message.assistant .content')[2]?.innerText.length"
+    length = "document.querySelectorAll('.message.assistant .content')[1]?.innerText.length"
     page.wait(f"{length} > 40", 120)
     at_end = "(log => log.scrollHeight - log.scrollTop - log.clientHeight < 40)(document.getElementById('chat-log'))"
     assert page.run(at_end) is True
