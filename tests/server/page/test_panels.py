@@ -25,7 +25,7 @@ def test_files_are_served_with_type_and_security_headers(page_server: Served) ->
         for path, file in FILES.items():
             answer = http.get(path)
             assert answer.content == file.body
-            assert answer.headers["content-type"] == file.kind
+            assert answer.headers["content-type"] == file.media_type
             assert answer.headers["x-content-type-options"] == "nosniff"
             assert "default-src 'none'" in answer.headers["content-security-policy"]
         assert http.get("/dashboard/nothing.js").status_code == 404
