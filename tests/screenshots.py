@@ -1,7 +1,7 @@
-"""`make screenshots`: pictures of the page of a real server that answers real requests, in both colours and on a phone.
+"""`make screenshots`: pictures of the page of a real server, in both colour schemes and on a phone.
 
-Makes conversations that share a system text, part from each other, step down as memory fills up and go to the disk;
-then takes the pictures with Chromium. Nothing in them is drawn by hand.
+Makes conversations that share a system prompt, diverge, step down as memory fills and are offloaded to the disk; then
+takes the pictures with Chromium.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tests.server.conftest import Served, running
 from tests.server.test_cache import wait_done
 
 SLOT_S = 2.0
-PAUSE_S = 4.0  # between two questions, as people have them
-# Memory for a part of what is said: the rest steps down, and goes to the disk.
+PAUSE_S = 4.0  # between two questions of a user
+# Memory for a part of the conversations: the rest steps down and is offloaded to the disk.
 FLAGS: dict[str, Any] = {
     "memory_limit": "460MiB",
     "hot_cache_size": "30MiB",
@@ -33,7 +33,7 @@ SYSTEM = (
     + "The trees stand in rows; each row has a number, a kind and the year in which it was planted. "
     * 6
 )
-# These go to fewer bits after each turn.
+# These are transcoded to fewer bits after each turn.
 SALT, SALTED = "archive", {"release-notes", "harvest-report"}
 TALKS = {
     "orchard-planner": (
@@ -68,24 +68,24 @@ def main(folder: Path) -> None:
         with running(load(None), slot_s=SLOT_S, disk_cache_dir=disk, **FLAGS) as served, served.openai() as client:
             converse(served, client)
             with browsing(program, profile) as browser:
-                shoot(browser, served, folder)
+                take_pictures(browser, served, folder)
 
 
 def converse(served: Served, client: openai.OpenAI) -> None:
-    """Turn by turn, one conversation after the other, as people come back to them."""
+    """Continue each conversation by a turn, then each by the next turn."""
     histories: dict[str, list[Any]] = {name: [{"role": "system", "content": SYSTEM}] for name in TALKS}
     for turn, (k, v) in enumerate((("planes:4", "planes:4"), ("planes:8", "planes:4"), ("planes:8", "planes:8"))):
         for name, turns in TALKS.items():
             if turn < len(turns):
-                say(served, client, name, histories[name], turns[turn])
+                ask(served, client, name, histories[name], turns[turn])
         served.ask("/cache/requantize", k=k, v=v, salt=SALT).raise_for_status()
         wait_done(served)
-    # One prompt whose beginning has changed, as a date in a system text does.
+    # A prompt whose beginning has changed, as by a date in the system prompt.
     changed = [{"role": "system", "content": f"Today is Tuesday. {SYSTEM}"}, *histories["orchard-planner"][1:3]]
-    say(served, client, "orchard-planner", changed, "Is that still so?")
+    ask(served, client, "orchard-planner", changed, "Is that still so?")
 
 
-def say(served: Served, client: openai.OpenAI, name: str, history: list[Any], text: str) -> None:
+def ask(served: Served, client: openai.OpenAI, name: str, history: list[Any], text: str) -> None:
     history.append({"role": "user", "content": text})
     stream = client.chat.completions.create(
         model=served.name,
@@ -100,7 +100,7 @@ def say(served: Served, client: openai.OpenAI, name: str, history: list[Any], te
     time.sleep(PAUSE_S)
 
 
-def shoot(browser: Browser, served: Served, folder: Path) -> None:
+def take_pictures(browser: Browser, served: Served, folder: Path) -> None:
     for name, width, height, dark in (
         ("page-light", 1280, 1240, False),
         ("page-dark", 1280, 1240, True),
@@ -118,7 +118,7 @@ def shoot(browser: Browser, served: Served, folder: Path) -> None:
     page = browser.page()
     page.open(served.url, width=1280, height=900)
     page.wait("document.querySelector('.conversation')")
-    page.click('.conversation [data-act="drop"]')
+    page.click('.conversation [data-action="drop"]')
     page.wait("document.getElementById('confirm').open")
     page.run("scrollTo(0, 0)")
     page.screenshot(folder / "confirm.png", 900)
@@ -126,7 +126,7 @@ def shoot(browser: Browser, served: Served, folder: Path) -> None:
 
 
 def open_request(page: Page) -> None:
-    """The last that parted from the prompt before it, or the last one."""
+    """Open the last request that diverged, or the last one."""
     page.run(
         """([...document.querySelectorAll('tr.request')].find(it => it.innerText.includes('diverged'))
           ?? document.querySelector('tr.request')).click()"""

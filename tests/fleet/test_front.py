@@ -151,7 +151,7 @@ def test_top_and_the_page_show_each_replica(front: httpx.Client, fleet: LocalFle
     assert re.search(r"chat +\d+ +\d+ +\d+ % ", shown), shown
     page = front.get("/").text
     assert 'id="replicas"' in page
-    assert front.get("/dashboard/replicas.js").status_code == 200
+    assert front.get("/dashboard/running.js").status_code == 200
 
 
 @pytest.mark.parametrize(("number", "name"), [(70, "seventy"), (71, "claude:agent")])

@@ -1,7 +1,4 @@
-"""A real browser for tests: Chromium without a window, driven through the pipe that it offers for that.
-
-Knows the DevTools protocol and the standard library. Whatever the page complains of is kept and can be asked for.
-"""
+"""A real browser for tests: headless Chromium, driven by the DevTools protocol through a pipe."""
 
 from __future__ import annotations
 
@@ -32,24 +29,24 @@ FLAGS = (
     "--disable-component-update",
     "--hide-scrollbars",
 )
-# A browser reads from descriptor 3 and writes to 4, whatever the pipes are called here.
+# Chromium reads from descriptor 3 and writes to 4: this program moves the pipes there and becomes Chromium.
 BECOME = """
 import os, sys
 read, write = (os.dup(int(number)) for number in sys.argv[1:3])
 os.dup2(os.dup(read), 3), os.dup2(os.dup(write), 4)
 os.execv(sys.argv[3], sys.argv[3:])
 """
-# Runs in the page: resolves as soon as the expression is true, looked at before each frame.
+# Runs in the page: resolves as soon as the expression is true.
 WAIT = """
 new Promise((resolve, reject) => {
   const until = Date.now() + %d;
-  const look = () => {
+  const check = () => {
     const found = (() => { try { return %s } catch { return false } })();
     if (found) resolve(found);
     else if (Date.now() > until) reject(new Error('never true: ' + %s));
-    else setTimeout(look, 50);
+    else setTimeout(check, 50);
   };
-  look();
+  check();
 })
 """
 
@@ -63,7 +60,7 @@ def find_browser() -> str | None:
 
 
 class Page:
-    """One tab. `complaints` are errors and warnings of its console, and exceptions that were not caught."""
+    """A tab. `complaints` are errors and warnings of its console, and uncaught exceptions."""
 
     def __init__(self, browser: Browser, target: str, session: str) -> None:
         self._browser = browser
@@ -78,7 +75,11 @@ class Page:
 
     def open(self, url: str, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
         self.resize(width, height)
-        features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        # An endless animation would draw frames for as long as the page is open.
+        features = [
+            {"name": "prefers-color-scheme", "value": "dark" if dark else "light"},
+            {"name": "prefers-reduced-motion", "value": "reduce"},
+        ]
         self.send("Emulation.setEmulatedMedia", features=features)
         self.send("Page.navigate", url=url)
         self.wait("document.readyState === 'complete'")
@@ -92,7 +93,7 @@ class Page:
         )
 
     def run(self, expression: str) -> Any:
-        """The value of an expression, awaited if it is a promise."""
+        """Return the value of an expression; a promise is awaited."""
         answer = self.send("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in answer:
             details = answer["exceptionDetails"]
@@ -106,7 +107,7 @@ class Page:
         return self.run(f"document.querySelector({json.dumps(selector)}).innerText")
 
     def click(self, selector: str) -> None:
-        """Where the element is, as a person would."""
+        """Click at the position of the element on the screen."""
         point = self.run(
             f"""(() => {{ const it = document.querySelector({json.dumps(selector)});
             it.scrollIntoView({{block: 'center'}});
@@ -132,13 +133,13 @@ class Page:
         )
 
     def screenshot(self, file: Path, height: int | None = None) -> None:
-        """All of the page, not only what fits; or so many pixels from its top."""
+        """Take a picture of the whole page, or of its first `height` pixels."""
         width = self.run("innerWidth")
         clip = {"clip": {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}} if height else {}
         shot = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True, **clip)
         file.write_bytes(base64.b64decode(shot["data"]))
 
-    def note(self, method: str, params: dict[str, Any]) -> None:
+    def record_complaint(self, method: str, params: dict[str, Any]) -> None:
         if method == "Runtime.exceptionThrown":
             details = params["exceptionDetails"]
             self.complaints.append(details.get("exception", {}).get("description") or details["text"])
@@ -177,7 +178,7 @@ class Browser:
                 return answer["result"]
             page = self._pages.get(answer.get("sessionId", ""))
             if page is not None:
-                page.note(answer["method"], answer["params"])
+                page.record_complaint(answer["method"], answer["params"])
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
@@ -199,7 +200,7 @@ class Browser:
 def browsing(program: str, profile: Path) -> Iterator[Browser]:
     read_here, write_there = os.pipe()
     read_there, write_here = os.pipe()
-    # Chromium will not run as root with its sandbox.
+    # Chromium refuses to run as root with its sandbox.
     flags = (*FLAGS, *(("--no-sandbox",) if os.geteuid() == 0 else ()), f"--user-data-dir={profile}")
     become = [sys.executable, "-c", BECOME, str(read_there), str(write_there)]
     process = subprocess.Popen(

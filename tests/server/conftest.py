@@ -22,7 +22,6 @@ from kvstrata.server.history import History
 from kvstrata.server.options import ServerOptions, server_options
 from kvstrata.server.request_log import RequestLog
 from kvstrata.server.run import Server
-from tests.server.browser import HOW_TO_GET, Browser, browsing, find_browser
 from tests.tiny import tiny_loaded
 
 
@@ -140,12 +139,3 @@ def emptied(served: Served) -> Served:
 @pytest.fixture
 def fresh(tiny: Served) -> Served:
     return emptied(tiny)
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    program = find_browser()
-    if program is None:
-        pytest.skip(HOW_TO_GET)
-    with browsing(program, tmp_path_factory.mktemp("profile")) as one:
-        yield one

@@ -30,25 +30,25 @@ HEADERS = {
 }
 
 
-class File(NamedTuple):
+class StaticFile(NamedTuple):
     body: bytes
-    kind: str
+    media_type: str
 
 
-def _files() -> dict[str, File]:
-    """Return the static files by path. They are read once, when the module is imported."""
-    found: dict[str, File] = {}
+def _files() -> dict[str, StaticFile]:
+    """Return the static files by URL path."""
+    found: dict[str, StaticFile] = {}
     for file in files("kvstrata.server.dashboard").joinpath("static").iterdir():
-        kind = TYPES.get(PurePosixPath(file.name).suffix)
-        if kind is not None:
+        media_type = TYPES.get(PurePosixPath(file.name).suffix)
+        if media_type is not None:
             path = "/" if file.name == "index.html" else PREFIX + file.name
-            found[path] = File(file.read_bytes(), kind)
+            found[path] = StaticFile(file.read_bytes(), media_type)
     return found
 
 
-def _answering(file: File) -> Callable[[], Awaitable[Response]]:
+def _endpoint(file: StaticFile) -> Callable[[], Awaitable[Response]]:
     async def answer() -> Response:
-        return Response(file.body, media_type=file.kind, headers=HEADERS)
+        return Response(file.body, media_type=file.media_type, headers=HEADERS)
 
     return answer
 
@@ -56,10 +56,10 @@ def _answering(file: File) -> Callable[[], Awaitable[Response]]:
 def _routes() -> APIRouter:
     router = APIRouter(include_in_schema=False)
     for path, file in FILES.items():
-        router.add_api_route(path, _answering(file), methods=["GET"])
+        router.add_api_route(path, _endpoint(file), methods=["GET"])
     return router
 
 
-FILES: Mapping[str, File] = _files()
+FILES: Mapping[str, StaticFile] = _files()
 OPEN_PATHS = frozenset(FILES)  # they contain no data; the API calls of the page need the key
 router = _routes()

@@ -1,45 +1,38 @@
-// Puts the page together: looks at the server once a second and hands what it says to those who show it.
+// Entry point of the page: polls the server once a second and passes the answers to the panels.
 
+import { EventList, History, RequestTable } from "./activity.js";
+import { MemoryChart, SpeedCharts, showFigures } from "./charts.js";
 import { Chat } from "./chat.js";
-import { Conversations } from "./conversations.js";
+import { ConversationList } from "./conversations.js";
 import { byId } from "./dom.js";
-import { Events } from "./events.js";
-import { Explain } from "./explain.js";
-import { showFigures } from "./figures.js";
-import { History } from "./history.js";
-import { Precision } from "./precision.js";
-import { showReplicas } from "./replicas.js";
-import { Requests } from "./requests.js";
-import { showSequences } from "./sequences.js";
-import { Sessions } from "./sessions.js";
-import { KeyNeeded, forgetKey, get, hasKey, rememberKey } from "./server.js";
-import { Speed } from "./speed.js";
-import { Strata } from "./strata.js";
+import { PrecisionForm } from "./precision.js";
+import { showReplicas, showSequences } from "./running.js";
+import { KeyRequired, forgetKey, get, hasKey, rememberKey } from "./server.js";
+import { ExplainForm, SessionTable } from "./sessions.js";
 
-const EVERY_MS = 1000;
+const POLL_MS = 1000;
 
 const history = new History();
-const speed = new Speed(history);
-const strata = new Strata(history, (view) => speed.show(view));
-const events = new Events(history);
-const requests = new Requests(history, onHistory);
-const conversations = new Conversations(onError);
-const precision = new Precision(onError);
-const explain = new Explain(onError);
+const speedCharts = new SpeedCharts(history);
+const memoryChart = new MemoryChart(history, (view) => speedCharts.show(view));
+const events = new EventList(history);
+const requests = new RequestTable(history, onHistory);
+const conversations = new ConversationList(onError);
+const precision = new PrecisionForm(onError);
 const chat = new Chat(onError);
-const sessions = new Sessions();
-const dialog = byId("key");
+const sessions = new SessionTable();
+const keyDialog = byId("key");
 let timer = 0;
 
-async function look() {
+async function poll() {
   clearTimeout(timer);
-  const began = performance.now();
-  const seen = await Promise.all([get("/cache/usage"), get("/props")]).catch((error) => error);
-  if (seen instanceof KeyNeeded) return askForKey();
-  timer = setTimeout(look, Math.max(100, EVERY_MS - (performance.now() - began)));
-  if (seen instanceof Error) return say("lost", "no answer");
-  const [usage, props] = seen;
-  say("live", props.draining ? "draining" : "live");
+  const start = performance.now();
+  const answers = await Promise.all([get("/cache/usage"), get("/props")]).catch((error) => error);
+  if (answers instanceof KeyRequired) return askForKey();
+  timer = setTimeout(poll, Math.max(100, POLL_MS - (performance.now() - start)));
+  if (answers instanceof Error) return showStatus("lost", "no answer");
+  const [usage, props] = answers;
+  showStatus("live", props.draining ? "draining" : "live");
   show(usage, props);
 }
 
@@ -49,49 +42,50 @@ function show(usage, props) {
   // A link cannot send the key.
   byId("links").hidden = hasKey();
   document.title = `kvstrata: ${props.model.name}`;
-  history.add(usage, Date.now());
+  history.addSample(usage, Date.now());
   showFigures(usage, props);
-  strata.update(usage, props.model.name);
+  memoryChart.update(usage, props.model.name);
   showSequences(usage.sequences, props.state);
   showReplicas(usage, props);
   sessions.update();
   requests.update();
   conversations.update(usage, props);
   precision.showTarget(usage);
-  chat.use(props);
+  chat.update(props);
 }
 
 function onHistory() {
   events.show();
-  strata.draw();
+  memoryChart.draw();
 }
 
-function say(kind, words) {
+function showStatus(kind, text) {
   const status = byId("status");
-  if (status.textContent === words) return;
-  if (kind === "lost") events.add("lost", "The server does not answer.");
+  if (status.textContent === text) return;
+  if (kind === "lost") events.addPageEvent("lost", "The server does not answer.");
   status.className = `status ${kind}`;
-  status.textContent = words;
+  status.textContent = text;
 }
 
 function onError(error) {
-  if (error instanceof KeyNeeded) askForKey();
+  if (error instanceof KeyRequired) askForKey();
 }
 
 function askForKey() {
   clearTimeout(timer);
-  say("", "needs a key");
+  showStatus("", "needs a key");
   byId("main").hidden = true;
   byId("key-wrong").textContent = hasKey() ? "That key was not accepted." : "";
   forgetKey();
-  if (!dialog.open) dialog.showModal();
+  if (!keyDialog.open) keyDialog.showModal();
 }
 
-dialog.addEventListener("cancel", (event) => event.preventDefault());
-dialog.querySelector("form").addEventListener("submit", (event) => {
+keyDialog.addEventListener("cancel", (event) => event.preventDefault());
+keyDialog.querySelector("form").addEventListener("submit", (event) => {
   rememberKey(event.target.key.value);
   event.target.key.value = "";
-  look();
+  poll();
 });
 
-look();
+new ExplainForm(onError);
+poll();

@@ -1,44 +1,31 @@
-"""The page at /, in a real browser: what it shows is what the server says, and its controls do what they say."""
+"""Panels of the page in a real browser: figures, charts, requests, sessions, and the forms for precision and misses."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import time
 from pathlib import Path
 
 import pytest
 
 from kvstrata.server.dashboard import FILES
+from tests.agents.forced import forced_model
 from tests.server.browser import Browser, Page
 from tests.server.conftest import Served, running
+from tests.server.page.conftest import IS_ASKED, LOADED, shown
 from tests.server.test_cache import LONG, complete, get, post, wait_done
 from tests.tiny import tiny_loaded
 
-LOADED = "!document.getElementById('main').hidden"
+FIRST = [*LONG, 7, 8]
 
 
-@pytest.fixture
-def page(browser: Browser, fresh: Served) -> Iterator[Page]:
-    one = browser.page()
-    one.open(fresh.url)
-    one.wait(LOADED)
-    yield one
-    assert one.complaints == []
-    one.close()
-
-
-def shown(text: str) -> str:
-    """A condition: the page shows this somewhere."""
-    return f"document.body.innerText.replaceAll('\\u00a0', ' ').includes({json.dumps(text)})"
-
-
-def test_files_are_served_as_what_they_are(tiny: Served) -> None:
+def test_files_are_served_with_type_and_security_headers(page_server: Served) -> None:
     assert {"/", "/dashboard/main.js", "/dashboard/style.css", "/dashboard/icon.svg"} <= FILES.keys()
-    with tiny.http() as http:
+    with page_server.http() as http:
         for path, file in FILES.items():
             answer = http.get(path)
             assert answer.content == file.body
-            assert answer.headers["content-type"] == file.kind
+            assert answer.headers["content-type"] == file.media_type
             assert answer.headers["x-content-type-options"] == "nosniff"
             assert "default-src 'none'" in answer.headers["content-security-policy"]
         assert http.get("/dashboard/nothing.js").status_code == 404
@@ -46,8 +33,8 @@ def test_files_are_served_as_what_they_are(tiny: Served) -> None:
         assert "unsafe-inline" not in http.get("/").headers["content-security-policy"]
 
 
-def test_recent_requests_have_a_column_for_misses_and_errors(tiny: Served) -> None:
-    with tiny.http() as http:
+def test_recent_requests_have_a_column_for_misses_and_errors(page_server: Served) -> None:
+    with page_server.http() as http:
         page = http.get("/").text
     assert '<th scope="col">miss or error</th>' in page
     assert "missed because" not in page
@@ -55,7 +42,7 @@ def test_recent_requests_have_a_column_for_misses_and_errors(tiny: Served) -> No
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_fits_its_window_in_both_colours(
+def test_page_fits_its_window_in_both_colour_schemes(
     browser: Browser, fresh: Served, tmp_path: Path, width: int, height: int, dark: bool
 ) -> None:
     complete(fresh, LONG)
@@ -72,8 +59,8 @@ def test_fits_its_window_in_both_colours(
     page.close()
 
 
-def test_a_server_without_a_past_says_so(browser: Browser) -> None:
-    """A new one: the chart of `fresh` remembers what other tests stored."""
+def test_new_server_shows_that_nothing_is_cached(browser: Browser) -> None:
+    """Needs a new server: the history of `fresh` contains the KV of other tests."""
     page = browser.page()
     with running(tiny_loaded("llama")) as new:
         page.open(new.url)
@@ -82,14 +69,14 @@ def test_a_server_without_a_past_says_so(browser: Browser) -> None:
     page.close()
 
 
-def test_figures_are_those_of_the_server(page: Page, fresh: Served) -> None:
+def test_figures_are_those_of_the_api(page: Page, fresh: Served) -> None:
     complete(fresh, LONG)
     complete(fresh, [*LONG, 7])
     post(fresh, "/cache/requantize", k="planes:8", v="planes:4")
     wait_done(fresh)
     usage = get(fresh, "/cache/usage")
     hot = usage["tiers"]["hot"]
-    page.wait(f"document.querySelector('[data-figure=stored] .value').innerText.startsWith('{hot['tokens']}')")
+    page.wait(f"document.querySelector('[data-figure=cached] .value').innerText.startsWith('{hot['tokens']}')")
     page.wait("document.querySelectorAll('#legend tr').length === 2")
     for name, nbytes in hot["by_precision"].items():
         row = page.text(f'[data-precision="{name}"]').replace("\u00a0", " ")
@@ -98,13 +85,13 @@ def test_figures_are_those_of_the_server(page: Page, fresh: Served) -> None:
     hits, queried = counters["hit_tokens"], counters["queried_tokens"]
     assert page.text("[data-figure=hits] .value").startswith(f"{hits:,}")
     assert page.text("[data-figure=hit-rate] .value").startswith(f"{100 * hits / queried:.1f}")
-    # Two precisions are two layers.
+    # A layer for each of the two precisions.
     assert page.run("document.querySelectorAll('#chart path.layer').length") >= 2
     page.wait(shown("K planes:8, V planes:4"))
     page.wait("document.getElementById('events').innerText.includes('New KV is stored as K planes:8, V planes:4.')")
 
 
-def test_a_running_request_is_drawn_in_its_parts(page: Page, fresh: Served) -> None:
+def test_running_request_is_drawn_in_parts(page: Page, fresh: Served) -> None:
     complete(fresh, LONG)
     post(fresh, "/cache/requantize", k="planes:8", v="planes:4")
     wait_done(fresh)
@@ -124,7 +111,7 @@ def test_a_running_request_is_drawn_in_its_parts(page: Page, fresh: Served) -> N
     page.wait(shown("No request is running."))
 
 
-def test_dry_run_then_apply(page: Page, fresh: Served) -> None:
+def test_precision_is_applied_after_a_dry_run(page: Page, fresh: Served) -> None:
     complete(fresh, LONG)
     page.choose("#precision [name=k]", "planes:4")
     page.choose("#precision [name=v]", "planes:4")
@@ -140,7 +127,7 @@ def test_dry_run_then_apply(page: Page, fresh: Served) -> None:
     assert f"{100 * said['expected_error']:.1f} %" in result
     assert get(fresh, "/cache/usage")["target"] == {"k": "raw", "v": "raw"}
 
-    # Another choice has not been tried.
+    # The dry run was for another choice.
     page.choose("#precision [name=v]", "planes:2")
     assert page.run("document.getElementById('apply').disabled") is True
     page.choose("#precision [name=v]", "planes:4")
@@ -157,7 +144,7 @@ def test_dry_run_then_apply(page: Page, fresh: Served) -> None:
     page.wait("document.querySelector('#legend').innerText.includes('planes:4')")
 
 
-def test_what_the_server_refuses_is_said(browser: Browser, fresh: Served) -> None:
+def test_errors_of_the_server_are_shown(browser: Browser, fresh: Served) -> None:
     page = browser.page()
     page.open(fresh.url)
     page.wait(LOADED)
@@ -173,7 +160,7 @@ def test_what_the_server_refuses_is_said(browser: Browser, fresh: Served) -> Non
     page.close()
 
 
-def test_explain_shows_where_it_ends_and_runs_no_markup(page: Page, fresh: Served) -> None:
+def test_explain_shows_the_end_of_the_cached_prefix_as_text(page: Page, fresh: Served) -> None:
     hostile = [ord(letter) - 32 for letter in "<img src=x onerror=document.title=1>"]
     complete(fresh, [*LONG, *hostile])
     page.choose("#explain [name=kind]", "json")
@@ -184,28 +171,30 @@ def test_explain_shows_where_it_ends_and_runs_no_markup(page: Page, fresh: Serve
     cached = len(LONG) + len(hostile) - 1
     assert f"{cached} of {cached + 2} tokens are cached" in result
     assert "diverged" in result
-    assert "title=1" in page.text("#explain-result .around")
+    assert "title=1" in page.text("#explain-result .context")
     assert page.run("document.querySelectorAll('#explain-result img').length") == 0
     assert page.run("document.title") == f"kvstrata: {fresh.name}"
 
 
-def test_explain_says_what_was_done_to_the_prompt(browser: Browser, endless: Served) -> None:
-    page = browser.page()
-    page.open(endless.url)
-    page.wait(LOADED)
+def test_explain_shows_changes_to_the_prompt(tab: Page) -> None:
+    """Needs a model with a chat template."""
     bill = {"role": "system", "content": "x-anthropic-billing-header: cch=1;\nYou are an agent."}
     note = {"role": "system", "content": "Be brief."}
     user = {"role": "user", "content": "Hello."}
-    page.choose("#explain [name=kind]", "json")
-    page.type("#explain textarea", json.dumps({"messages": [bill, user, note, user]}))
-    page.click("#explain button")
-    page.wait("document.querySelector('#explain-result .headline')")
-    result = page.text("#explain-result")
+    with running(forced_model()) as served:
+        tab.open(served.url)
+        tab.wait(LOADED)
+        tab.choose("#explain [name=kind]", "json")
+        tab.type("#explain textarea", json.dumps({"messages": [bill, user, note, user]}))
+        tab.click("#explain button")
+        tab.wait("document.querySelector('#explain-result .headline')")
+        result = tab.text("#explain-result")
+        tab.open("about:blank")  # a page without its server complains
     assert "left out of system messages: 1." in result
     assert "stayed where they are: 1." in result
 
 
-def test_the_key_is_asked_for_and_kept_in_this_tab(browser: Browser) -> None:
+def test_key_is_asked_for_and_kept_in_its_tab(browser: Browser) -> None:
     page = browser.page()
     with running(tiny_loaded("llama"), api_key=["open-sesame"]) as locked:
         with locked.http() as http:
@@ -228,7 +217,7 @@ def test_the_key_is_asked_for_and_kept_in_this_tab(browser: Browser) -> None:
     page.close()
 
 
-def test_keyboard_and_screen_reader(page: Page, fresh: Served) -> None:
+def test_chart_can_be_read_by_keyboard_and_screen_reader(page: Page, fresh: Served) -> None:
     complete(fresh, LONG)
     page.wait("document.querySelectorAll('#legend tr').length === 1")
     unnamed = page.run(
@@ -247,7 +236,7 @@ def test_keyboard_and_screen_reader(page: Page, fresh: Served) -> None:
     assert page.run("[...document.querySelectorAll('h1, h2')].length") >= 7
 
 
-def test_the_keyboard_keeps_its_place(page: Page, fresh: Served) -> None:
+def test_focus_stays_on_the_precision_form(page: Page, fresh: Served) -> None:
     complete(fresh, LONG)
     page.choose("#precision [name=k]", "planes:4")
     page.run("document.querySelector('#precision [name=dry]').focus()")
@@ -259,17 +248,17 @@ def test_the_keyboard_keeps_its_place(page: Page, fresh: Served) -> None:
     page.wait("document.getElementById('confirm').open")
     page.run("document.getElementById('confirm-yes').focus()")
     page.press("Enter")
-    # Applied: there is nothing more to apply.
+    # Applied; the button needs another dry run.
     page.wait("document.getElementById('apply').disabled && !document.querySelector('#precision [name=dry]').disabled")
     assert page.run("document.activeElement.name") == "dry"
 
 
-def test_sessions_are_listed_with_where_they_parted(page: Page, fresh: Served, tmp_path: Path) -> None:
+def test_sessions_are_listed_with_their_divergence(page: Page, fresh: Served, tmp_path: Path) -> None:
     complete(fresh, LONG, prompt_cache_key="orchard-1")
     complete(fresh, [*LONG[:100], 1, *LONG[101:]], prompt_cache_key="orchard-1")
-    page.wait("document.querySelector('[data-session=\"orchard-1\"] .parted')")
+    page.wait("document.querySelector('[data-session=\"orchard-1\"] .divergence')")
     row = page.text('[data-session="orchard-1"]').replace("\u00a0", " ")
-    assert "Request 2 parted from the last prompt at token 100: it was" in row
+    assert "Request 2 diverged from the previous prompt at token 100: it was" in row
     session = get(fresh, "/cache/sessions/orchard-1")
     assert f"{100 * session['hit_rate']:.1f} %" in row
     assert f"memory {session['held']['hot']}" in row
@@ -277,3 +266,110 @@ def test_sessions_are_listed_with_where_they_parted(page: Page, fresh: Served, t
     page.resize(390, 844)
     assert page.run("document.documentElement.scrollWidth") == 390
     page.screenshot(tmp_path / "sessions.png")
+
+
+def wait_for_history(served: Served, precision: str) -> None:
+    """Wait until the history has a slot with KV in this precision."""
+    until_s = time.monotonic() + 60
+    while time.monotonic() < until_s:
+        slots = get(served, "/cache/history")["slots"]
+        if any(slot["tiers"] and precision in slot["tiers"]["hot"]["by_precision"] for slot in slots[-3:]):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"no slot has {precision}")
+
+
+def test_reload_keeps_history(tab: Page, fresh: Served) -> None:
+    complete(fresh, FIRST)
+    complete(fresh, FIRST)
+    wait_for_history(fresh, "raw")
+    post(fresh, "/cache/requantize", k="planes:8", v="planes:8")
+    wait_for_history(fresh, "planes:8")
+    seen = []
+    for _ in range(2):
+        tab.open(fresh.url)
+        # All of this happened before the page was opened.
+        tab.wait("document.querySelector('[data-plot=ttft] .dot')")
+        tab.wait("document.querySelector('[data-plot=rate] .area')")
+        tab.wait(shown("New KV is stored as K planes:8, V planes:8."))
+        tab.wait(shown("1 span was stored in fewer bits, planes:8: "))
+        tab.wait("document.querySelectorAll('#chart path.layer').length >= 2")
+        seen.append(tab.run("[...document.querySelectorAll('tr.request')].map(it => it.dataset.request)"))
+    expected = [request["id"] for request in get(fresh, "/cache/history")["requests"]]
+    assert seen[0] == seen[1] == expected[::-1][:12]
+    # Points of the chart that are older than the tab.
+    assert tab.run("Number(document.querySelector('#chart svg').getAttribute('aria-valuemin'))") <= -2
+    tab.run("document.querySelector('#chart svg').focus()")
+    tab.press("ArrowLeft")
+    tab.wait("document.querySelector('[data-plot=rate] .cursor')")
+
+
+def test_limit_is_drawn_in_the_chart(tab: Page, fresh: Served) -> None:
+    complete(fresh, FIRST)
+    tab.open(fresh.url)
+    tab.wait("document.querySelector('#chart .limit-line')")
+    top, height = tab.run(
+        """(() => { const box = document.querySelector('#chart').getBoundingClientRect();
+        return [document.querySelector('#chart .limit-line').getBoundingClientRect().top - box.top, box.height] })()"""
+    )
+    assert 0 < top < height
+    # The limit is far above the cached bytes, so the axis is interrupted.
+    assert tab.run("document.querySelectorAll('#chart .axis-break').length") == 1
+    assert f"kvstrata plan {fresh.name}" in tab.text("#limit")
+    assert tab.run("document.querySelector('#chart .limit').textContent").startswith("limit ")
+
+
+def test_reducing_precision_needs_confirmation_and_raising_does_not(tab: Page, fresh: Served) -> None:
+    complete(fresh, FIRST)
+    tab.open(fresh.url)
+    tab.wait(LOADED)
+    tab.wait("document.querySelector('#precision [name=k]').value === 'raw'")
+    tab.choose("#precision [name=k]", "planes:4")
+    tab.click("#precision [name=dry]")
+    tab.wait("!document.getElementById('apply').disabled")
+    tab.click("#apply")
+    tab.wait(IS_ASKED)
+    assert "Expected error of attention scores: " in tab.text("#confirm-cost")
+    assert "1 span is transcoded to K planes:4, V raw" in tab.text("#confirm-cost")
+    tab.click("#confirm [value=no]")
+    tab.wait(f"!{IS_ASKED}")
+    assert get(fresh, "/cache/usage")["target"] == {"k": "raw", "v": "raw"}
+    tab.choose("#precision [name=k]", "raw")
+    tab.click("#precision [name=dry]")
+    tab.wait("!document.getElementById('apply').disabled")
+    tab.click("#apply")
+    tab.wait("document.getElementById('apply').disabled")
+    assert tab.run(IS_ASKED) is False
+
+
+def test_request_opens_its_details(tab: Page, fresh: Served) -> None:
+    hostile = [ord(letter) - 32 for letter in "<img src=x onerror=document.title=1>"]
+    complete(fresh, [*LONG, *hostile])
+    changed = [*LONG[:100], *hostile, *LONG[100:]]
+    answered = fresh.ask("/v1/completions", prompt=changed, max_tokens=3)
+    fresh.wait_idle()
+    tab.open(fresh.url)
+    row = f'[data-request="{answered.headers["x-request-id"]}"]'
+    tab.wait(f"document.querySelector('{row}')")
+    cells = tab.text(row).replace("\u00a0", " ")
+    assert "completions" in cells
+    assert f"{len(changed)}" in cells
+    assert "diverged" in cells
+    tab.click(f"{row} td")
+    tab.wait(f"!document.querySelector('{row} + .details').hidden")
+    tab.wait(f"document.querySelector('{row} + .details .now')")
+    said = tab.text(f"{row} + .details").replace("\u00a0", " ")
+    assert f"100 of {len(changed)} prompt tokens were cached" in said
+    assert "It diverges from the previous prompt of its session at token 100:" in said
+    assert "Something else is stored from there on." in said
+    assert answered.headers["x-request-id"] in said
+    assert "If its session continued now, " in said
+    assert tab.run("document.querySelectorAll('#requests img').length") == 0
+    # The keyboard closes it, and it stays open when other requests are added.
+    tab.run(f"document.querySelector('{row} button').focus()")
+    complete(fresh, [9] * 30)
+    tab.wait(f"document.querySelector('tr.request').dataset.request !== {answered.headers['x-request-id']!r}")
+    assert tab.run(f"document.activeElement === document.querySelector('{row} button')") is True
+    assert tab.run("document.activeElement.ariaExpanded") == "true"
+    tab.press("Enter")
+    tab.wait(f"document.querySelector('{row} + .details').hidden")

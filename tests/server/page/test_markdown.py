@@ -1,4 +1,4 @@
-"""Markdown as the page draws it, in a real browser: what it becomes, what stays text, and how it grows."""
+"""Markdown in a real browser: the elements made from it, markup that stays text, and text that grows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.server.browser import HOW_TO_GET, Page, browsing, find_browser
+from tests.server.browser import Browser, Page
 from tests.server.conftest import Served
 
-# Whatever is written, these are all that comes of it.
+# No text becomes any other element or attribute.
 TAGS = {
     "P", "H3", "H4", "H5", "H6", "UL", "OL", "LI", "BLOCKQUOTE", "HR", "BR", "EM", "STRONG", "DEL", "CODE", "PRE", "A",
     "TABLE", "THEAD", "TBODY", "TR", "TH", "TD", "DIV", "FIGURE", "FIGCAPTION", "SPAN", "BUTTON",
@@ -23,21 +23,19 @@ LINK = 'rel="noopener noreferrer nofollow" target="_blank"'
 
 
 @pytest.fixture(scope="module")
-def page(tiny: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    program = find_browser()
-    if program is None:
-        pytest.skip(HOW_TO_GET)
-    with browsing(program, tmp_path_factory.mktemp("profile")) as browser:
-        one = browser.page()
-        one.open(tiny.url)
-        one.run(
-            """import('/dashboard/markdown.js').then(({Markdown}) => {
-              globalThis.Markdown = Markdown;
-              globalThis.drawn = (text) => { const it = new Markdown(); it.finish(text); return it.element };
-            })"""
-        )
-        yield one
-        assert one.complaints == []
+def page(browser: Browser, page_server: Served) -> Iterator[Page]:
+    """A tab for all tests of this file."""
+    page = browser.page()
+    page.open(page_server.url)
+    page.run(
+        """import('/dashboard/markdown.js').then(({Markdown}) => {
+          globalThis.Markdown = Markdown;
+          globalThis.drawn = (text) => { const it = new Markdown(); it.finish(text); return it.element };
+        })"""
+    )
+    yield page
+    assert page.complaints == []
+    page.close()
 
 
 def html(page: Page, text: str) -> str:
@@ -76,11 +74,11 @@ def link(href: str, text: str = "") -> str:
         ("![alt](https://a.example/x.png)", f"<p>{link('https://a.example/x.png', 'alt')}</p>"),
     ],
 )  # fmt: skip
-def test_what_becomes_of_it(page: Page, text: str, wanted: str) -> None:
+def test_markdown_becomes_elements(page: Page, text: str, wanted: str) -> None:
     assert html(page, text) == wanted
 
 
-def test_a_table(page: Page) -> None:
+def test_table(page: Page) -> None:
     shown = html(page, "Before\n| a | b |\n|---|:-:|\n| 1 | `x \\| y` |\n| 2\n\nafter")
     head = '<thead><tr><th>a</th><th class="at-centre">b</th></tr></thead>'
     rows = '<tr><td>1</td><td class="at-centre"><code>x | y</code></td></tr><tr><td>2</td></tr>'
@@ -90,7 +88,7 @@ def test_a_table(page: Page) -> None:
     assert "<table" not in html(page, "| a | b |\n|---|\n\na | b\nc")
 
 
-def test_code_is_kept_letter_by_letter(page: Page) -> None:
+def test_code_block_keeps_every_character(page: Page) -> None:
     code = "  def f():\n\n      return '<b>' # *x* ```\n~~~"
     for text in (f"```python\n{code}\n```", f"````python title\n{code}\n````\n\nafter", f"```python\n{code}"):
         assert page.run(f"drawn({json.dumps(text)}).querySelector('pre').textContent") == code, text
@@ -120,7 +118,7 @@ HOSTILE = (
     "&lt;script&gt;globalThis.hit=1&lt;/script&gt; &#106;avascript:",
     "**<b onclick=hit()>** `</code><script>globalThis.hit=1</script>`",
 )  # fmt: skip
-# What stands in the document after a text was drawn there, and run for a while.
+# Elements of a text after it was added to the document and events were sent to it.
 FOUND = """(async (text) => {
   const element = drawn(text);
   document.body.append(element);
@@ -133,7 +131,7 @@ FOUND = """(async (text) => {
 })(%s)"""
 
 
-def check_harmless(found: dict[str, Any]) -> None:
+def assert_harmless(found: dict[str, Any]) -> None:
     assert set(found["tags"]) <= TAGS
     assert set(found["attributes"]) <= ATTRIBUTES
     assert set(found["links"]) <= {"http:", "https:", "mailto:"}
@@ -141,9 +139,9 @@ def check_harmless(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_markup_stays_text(page: Page, text: str) -> None:
+def test_html_in_markdown_stays_text(page: Page, text: str) -> None:
     found = page.run(FOUND % json.dumps(text))
-    check_harmless(found)
+    assert_harmless(found)
     for tag in ("<script>", "<img", "<iframe", "<style>", "<svg"):
         assert found["text"].count(tag) == text.count(tag)
 
@@ -153,7 +151,7 @@ PIECES = (
     "](", "![", "(https://a.example)", "](https://b.example)", "](javascript:x)", "<", ">", "<script>", "</", "|",
     "|---|\n", "| a | b |\n", "\\", "https://c.example/", "---\n", "    ", "\t", "é", "重", "😀", ")", "&amp;", "\x00",
 )  # fmt: skip
-# Drawn as it grows and drawn at once: whether they agree, and all that stood there meanwhile.
+# Compares a text drawn as it grows with the text drawn at once, and collects all that was drawn meanwhile.
 GROWN = """(texts => texts.map((text) => {
   const whole = drawn(text), grown = new Markdown(), tags = new Set(), attributes = new Set(), links = new Set();
   const note = (element) => {
@@ -176,13 +174,13 @@ GROWN = """(texts => texts.map((text) => {
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(st.sampled_from(PIECES), max_size=30).map("".join), min_size=1, max_size=20))
-def test_any_text_is_harmless_and_grows_to_what_it_is(page: Page, texts: list[str]) -> None:
+def test_any_text_is_harmless_and_growing_gives_the_same_elements(page: Page, texts: list[str]) -> None:
     for text, found in zip(texts, page.run(GROWN % json.dumps(texts)), strict=True):
-        check_harmless(found)
+        assert_harmless(found)
         assert found["same"], text
 
 
-def test_what_is_settled_is_not_touched_while_a_reply_grows(page: Page) -> None:
+def test_earlier_blocks_are_not_replaced_while_text_grows(page: Page) -> None:
     text = "A *first* part.\n\n```python\nprint(1)\nprint(2)\n```\n\n- one\n- two\n\nThe **last** one."
     changed = page.run(
         """((text) => {
@@ -195,7 +193,7 @@ def test_what_is_settled_is_not_touched_while_a_reply_grows(page: Page) -> None:
           }
           const from = (end, which) => new Set(seen.slice(end).map((each) => each[which])).size;
           const code = text.indexOf('print');
-          // Nothing of it was guessed wrong: the end needs no repair.
+          // The elements drawn while it grew are right without a repair at the end.
           grown.show(text);
           const same = grown.element.isEqualNode(drawn(text));
           return [from(text.indexOf('```'), 0), from(code, 1), seen.at(-1)[1].data, same];
@@ -215,7 +213,7 @@ def test_what_is_settled_is_not_touched_while_a_reply_grows(page: Page) -> None:
         ("costs 5*x and", "<p>costs 5*x and</p>"),
     ],
 )
-def test_what_was_begun_looks_as_it_will(page: Page, text: str, wanted: str) -> None:
+def test_open_constructs_are_drawn_as_if_closed(page: Page, text: str, wanted: str) -> None:
     drawn = "((text) => { const it = new Markdown(); it.show(text, true); return it.element.innerHTML })"
     assert page.run(f"{drawn}({json.dumps(text)})") == wanted
 
@@ -230,8 +228,8 @@ HEAVY = (
 
 
 @pytest.mark.parametrize("piece", HEAVY)
-def test_no_text_keeps_the_page_waiting(page: Page, piece: str) -> None:
-    """A text for which time grows with the square of its length would take minutes."""
+def test_time_is_linear_in_the_length_of_the_text(page: Page, piece: str) -> None:
+    """Quadratic time would be minutes for texts of this length."""
     text = piece * (LONG // len(piece))
     timed = "((text) => { const began = performance.now(); drawn(text); return performance.now() - began })"
     took_ms = page.run(f"{timed}({json.dumps(text)})")
