@@ -198,7 +198,7 @@ def test_sessions_are_listed_shown_and_pinned_by_their_id(tiny: Served) -> None:
     assert "K raw, V raw" in listed
     shown = " ".join(run(tiny, "cache", "sessions", "my-chat").split())
     assert "my-chat (by prompt_cache_key)" in shown
-    assert "Request 2 parted from the last prompt at token 100" in shown
+    assert "Request 2 diverged from the last prompt at token 100" in shown
     answer = json.loads(run(tiny, "cache", "sessions", "--limit", "1", "--json"))
     assert [session["requests"] for session in answer["sessions"]] == [2]
     assert "the first 300 of 301 tokens" in run(tiny, "cache", "pin", "--session", "my-chat")

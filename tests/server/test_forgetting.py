@@ -16,7 +16,7 @@ PLACES = ("/cache/sessions", "/cache/history")
 
 
 def leave_texts(served: Served, salt: str = SALT) -> str:
-    """A stored response, and a session whose prompts parted at words of its own."""
+    """A stored response, and a session whose prompts diverged at words of its own."""
     for word in ("zebra", "okapi"):
         prompt = f"In the beginning there was a {word}"
         served.ask("/v1/completions", prompt=prompt, max_tokens=2, cache_salt=salt, prompt_cache_key="parts")

@@ -361,7 +361,7 @@ def test_request_opens_its_details(tab: Page, fresh: Served) -> None:
     said = tab.text(f"{row} + .details").replace("\u00a0", " ")
     assert f"100 of {len(changed)} prompt tokens were cached" in said
     assert "It diverges from the previous prompt of its session at token 100:" in said
-    assert "Something else is stored from there on." in said
+    assert "The cached prompt differs from here on." in said
     assert answered.headers["x-request-id"] in said
     assert "If its session continued now, " in said
     assert tab.run("document.querySelectorAll('#requests img').length") == 0

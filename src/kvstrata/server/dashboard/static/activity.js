@@ -190,8 +190,8 @@ function missOrError({ status, error, miss }) {
   return h("span", { class: miss === "complete" ? "complete" : "" }, MISS_TEXTS[miss] ?? miss ?? "–");
 }
 
-function divergedAt({ parted, miss, cached_tokens: cached }) {
-  if (parted) return formatCount(parted.at);
+function divergedAt({ divergence, miss, cached_tokens: cached }) {
+  if (divergence) return formatCount(divergence.at);
   return miss === "diverged" && cached !== null ? formatCount(cached) : "–";
 }
 
@@ -213,7 +213,7 @@ function describeRequest(request) {
     elements.push(h("p", { class: "headline" }, `${formatCount(cached)} of ${formatCount(prompt)} prompt tokens were cached (${formatPercent(cached, prompt)})`), meter("div", "bar", cached / prompt));
   }
   if (request.meaning) elements.push(h("p", {}, request.meaning));
-  if (request.parted) elements.push(...describeDivergence(request.parted));
+  if (request.divergence) elements.push(...describeDivergence(request.divergence));
   const speed = [
     request.first_token_s === null ? "" : `time to first token ${formatDuration(request.first_token_s)}`,
     written ? `${formatCount(written)} tokens${rate ? ` at ${rate.toFixed(1)} tokens/s` : ""}` : "",

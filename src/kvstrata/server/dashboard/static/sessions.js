@@ -31,7 +31,7 @@ export class SessionTable {
 
 function sessionRow(session) {
   const lastUse = h("time", { datetime: new Date(1000 * session.last_use).toISOString() }, formatAge(Date.now() / 1000 - session.last_use));
-  const divergence = session.parted ? [h("p", { class: "divergence" }, describeDivergence(session.parted))] : [];
+  const divergence = session.divergence ? [h("p", { class: "divergence" }, describeDivergence(session.divergence))] : [];
   return h(
     "tr",
     { "data-session": session.id },
@@ -96,7 +96,7 @@ export class ExplainForm {
       meter("div", "bar", cached / prompt),
       h("p", {}, `The cached prefix ends at token ${formatCount(answer.at_token)}, ${answer.ends_because}: ${answer.meaning}`),
       h("p", { class: "context" }, h("span", { class: "hit" }, answer.before), h("mark", {}, answer.after)),
-      ...hints(answer, session?.parted ? `Session ${session.id}: ${describeDivergence(session.parted)}` : "").map((text) => h("p", { class: "hint" }, text)),
+      ...hints(answer, session?.divergence ? `Session ${session.id}: ${describeDivergence(session.divergence)}` : "").map((text) => h("p", { class: "hint" }, text)),
     );
   }
 }
