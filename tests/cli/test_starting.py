@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvstrata.cli.starting import Starting
+from kvstrata.cli.serve import StartProgress
 from kvstrata.platform.logging import STAGES_LOGGER, begin
 from tests.models.conftest import write_model
 from tests.server.test_process import KVSTRATA
@@ -44,7 +44,7 @@ def test_stages_are_timed_one_after_the_other(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("kvstrata"), "propagate", True)
     clock = Clock()
-    with caplog.at_level("INFO", "kvstrata"), Starting(live=False, clock=clock) as starting:
+    with caplog.at_level("INFO", "kvstrata"), StartProgress(live=False, clock=clock) as starting:
         begin("weights", "Reading the weights")
         clock.now = 3.0
         begin("probe", "Trying it")
@@ -65,7 +65,7 @@ def test_stages_are_timed_one_after_the_other(
 
 
 def test_an_error_ends_it() -> None:
-    with pytest.raises(ValueError, match="no model"), Starting(live=True):
+    with pytest.raises(ValueError, match="no model"), StartProgress(live=True):
         raise ValueError("no model")
     assert logging.getLogger(STAGES_LOGGER).handlers == []
 

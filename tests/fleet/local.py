@@ -14,12 +14,10 @@ import uvicorn
 from starlette.types import ASGIApp, Message
 
 from kvstrata.config import load as load_settings
-from kvstrata.fleet.asgi import answer
-from kvstrata.fleet.front import FleetRouter
-from kvstrata.fleet.prompts import PromptReader
-from kvstrata.fleet.replicas import ReplicaLost
+from kvstrata.fleet.prompt_keys import PromptReader, ReplicaSummary, keys_from_bytes
+from kvstrata.fleet.replicas import ReplicaLost, call_app
+from kvstrata.fleet.router import FleetRouter
 from kvstrata.fleet.routing import ReplicaReport, RoutingPolicy
-from kvstrata.fleet.summary import ReplicaSummary, unpacked
 from kvstrata.models.load import LoadedModel
 from kvstrata.platform.device import device
 from kvstrata.server.app import create_app, wrap_app
@@ -48,7 +46,7 @@ class LocalFleet:
     def names(self) -> tuple[str, ...]:
         self.router.keep(list(self.ones))
         for name, one in self.ones.items():
-            self.router.report(name, ReplicaReport(unpacked(one.summary.packed()), 4))
+            self.router.report(name, ReplicaReport(keys_from_bytes(one.summary.to_bytes()), 4))
         return tuple(self.ones)
 
     async def ask(
@@ -59,7 +57,7 @@ class LocalFleet:
         if one.is_lost:
             raise ReplicaLost("it was killed")
         number = 0
-        async for message in answer(one.app, request, body):
+        async for message in call_app(one.app, request, body):
             if one.lost_after is not None and number >= one.lost_after:
                 raise ReplicaLost("it was killed")
             number += 1

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.fleet import routing
+from kvstrata.fleet.prompt_keys import PromptKeys, ReplicaSummary, keys_from_bytes
 from kvstrata.fleet.routing import ReplicaReport, RoutedRequest, RoutingPolicy
-from kvstrata.fleet.summary import PromptKeys, ReplicaSummary, unpacked
 from kvstrata.prefix_cache.keys import TokenIds
 
 ROOT = bytes(32)
@@ -34,7 +34,7 @@ def report_of(*prompts: TokenIds, capacity: int = 8) -> ReplicaReport:
     summary = ReplicaSummary()
     for ids in prompts:
         summary.stored(ROOT, ids, 0)
-    return ReplicaReport(unpacked(summary.packed()), capacity)
+    return ReplicaReport(keys_from_bytes(summary.to_bytes()), capacity)
 
 
 def sent(router: RoutingPolicy, request: RoutedRequest, now_s: float = 0.0) -> str:
@@ -147,7 +147,7 @@ def test_all_that_is_remembered_is_bounded() -> None:
     summary = ReplicaSummary(max_keys=100)
     for seed in range(50):
         summary.stored(ROOT, prompt(seed, 1000), 0)
-    held = unpacked(summary.packed())
+    held = keys_from_bytes(summary.to_bytes())
     assert len(held) == 100
     assert {key for _, key in PromptKeys().of(ROOT, prompt(49, 1000))} <= held
 
@@ -165,7 +165,7 @@ def test_a_summary_is_what_is_held(changes: list[tuple[int, int, int]]) -> None:
                 summary.removed(ROOT, ids[:was], num_tokens)
             lengths[seed] = num_tokens
     expected = {key for seed, length in lengths.items() for _, key in PromptKeys().of(ROOT, prompt(seed, 300)[:length])}
-    assert unpacked(summary.packed()) == expected
+    assert keys_from_bytes(summary.to_bytes()) == expected
 
 
 def test_an_unknown_replica_has_no_request_in_flight() -> None:

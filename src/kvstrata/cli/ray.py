@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvstrata.cli.flags import given, with_settings
+from kvstrata.cli.settings_options import given, with_settings
 from kvstrata.config import load as load_settings
 from kvstrata.errors import ConfigError
 from kvstrata.fleet.ray.deploy import Scale, deploy_text

@@ -1,27 +1,114 @@
-"""`kvstrata serve`: loads a model and serves it until stopped."""
+"""`kvstrata serve`: start a server, and show the stages of the start.
+
+The stages that `platform/logging.py` logs are one live line on a terminal, else a log line each.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import socket
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvstrata.cli.flags import given, with_settings
+from kvstrata.cli.settings_options import given, short_help, whole_help, with_settings
+from kvstrata.platform.logging import STAGES_LOGGER
 
 if TYPE_CHECKING:
-    from kvstrata.cli.starting import Starting
+    from rich.live import Live
+    from rich.text import Text
+
     from kvstrata.config import Settings
     from kvstrata.models.load import LoadedModel
     from kvstrata.platform.device import Device
     from kvstrata.server.run import Server
     from kvstrata.server.state import ServerState
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("kvstrata.serve")
+
+REFRESH_HZ = 8
+
+LEAST_SHOWN_S = 0.05
+
+
+class StartProgress(logging.Handler):
+    """Log handler that shows stages, as a context manager; `end` ends it early. Silent afterwards."""
+
+    def __init__(self, *, live: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        """`live` redraws a single line, which needs a terminal."""
+        super().__init__(logging.INFO)
+        self._clock = clock
+        self._began = self._stage_began = clock()
+        self._stage, self._doing = "", "Starting"
+        self.seconds: dict[str, float] = {}  # of each finished stage
+        self._live = _line(self._drawn) if live else None
+        self._source = logging.getLogger(STAGES_LOGGER)
+
+    @property
+    def elapsed_s(self) -> float:
+        return self._clock() - self._began
+
+    def __enter__(self) -> StartProgress:
+        self._source.handlers = [self]
+        self._source.propagate = False
+        self._source.setLevel(logging.INFO)
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.end()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Begin a stage and end the one before. May be called on any thread; stages follow each other."""
+        self._end_stage()
+        self._stage, self._doing = getattr(record, "stage", ""), record.getMessage()
+        if self._live is None:
+            told = {"stage": self._stage, "elapsed_s": round(self.elapsed_s, 3)}
+            logger.info("start: %s (after %.1f s)", self._doing, self.elapsed_s, extra={"fields": told})
+
+    def end(self) -> None:
+        if self not in self._source.handlers:
+            return
+        self._end_stage()
+        self._source.handlers = []
+        if self._live is not None:
+            self._live.stop()
+
+    def words(self) -> str:
+        """Return the total time of the start and the time of each stage."""
+        parts = [f"{stage} {seconds:.1f}" for stage, seconds in self.seconds.items() if seconds >= LEAST_SHOWN_S]
+        return f"ready after {sum(self.seconds.values()):.1f} s: {', '.join(parts)}"
+
+    def _end_stage(self) -> None:
+        now = self._clock()
+        if self._stage:
+            self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + now - self._stage_began
+        self._stage, self._stage_began = "", now
+
+    def _drawn(self) -> Text:
+        from rich.text import Text
+
+        text = Text(f"{self._doing} ", no_wrap=True, overflow="ellipsis")
+        return text.append(f"{self._clock() - self._stage_began:.0f} s, {self.elapsed_s:.0f} s in all", style="dim")
+
+
+def is_terminal() -> bool:
+    return sys.stderr.isatty()
+
+
+def _line(drawn: Callable[[], Text]) -> Live:
+    from rich.console import Console
+    from rich.live import Live
+
+    # Erased at the end: the final message has the times.
+    return Live(get_renderable=drawn, console=Console(stderr=True), refresh_per_second=REFRESH_HZ, transient=True)
 
 
 def _show(text: Callable[[], str]) -> Callable[[bool], None]:
@@ -33,25 +120,13 @@ def _show(text: Callable[[], str]) -> Callable[[bool], None]:
     return show
 
 
-def _short_help() -> str:
-    from kvstrata.cli.serve_help import short_help
-
-    return short_help()
-
-
-def _whole_help() -> str:
-    from kvstrata.cli.serve_help import whole_help
-
-    return whole_help()
-
-
 @with_settings(without=["model"])
 def serve(
     context: typer.Context,
     model: Annotated[str | None, typer.Argument(envvar="KVSTRATA_MODEL")] = None,
     config: Annotated[Path | None, typer.Option(envvar="KVSTRATA_CONFIG", metavar="file")] = None,
-    show_help: Annotated[bool, typer.Option("--help", "-h", is_eager=True, callback=_show(_short_help))] = False,
-    show_all: Annotated[bool, typer.Option("--help-all", is_eager=True, callback=_show(_whole_help))] = False,
+    show_help: Annotated[bool, typer.Option("--help", "-h", is_eager=True, callback=_show(short_help))] = False,
+    show_all: Annotated[bool, typer.Option("--help-all", is_eager=True, callback=_show(whole_help))] = False,
     **flags: Any,
 ) -> None:
     """Serve a model to OpenAI's and Anthropic's clients."""
@@ -64,14 +139,13 @@ def serve(
 
 
 def run(settings: Settings) -> None:
-    from kvstrata.cli.starting import Starting, is_terminal
     from kvstrata.platform.logging import show_messages
     from kvstrata.platform.network import bind
 
     show_messages(settings.log_level, settings.log_format)
     check_paths(settings)
     listener = bind(settings.host, settings.port)
-    with Starting(live=settings.log_format == "text" and is_terminal()) as starting:
+    with StartProgress(live=settings.log_format == "text" and is_terminal()) as starting:
         server = _started(settings, listener, starting)
     server.run(sockets=[listener])
 
@@ -99,7 +173,7 @@ def check_paths(settings: Settings) -> None:
         ) from error
 
 
-def _started(settings: Settings, listener: socket.socket, starting: Starting) -> Server:
+def _started(settings: Settings, listener: socket.socket, starting: StartProgress) -> Server:
     from kvstrata.platform.logging import begin
     from kvstrata.platform.network import url_of
 

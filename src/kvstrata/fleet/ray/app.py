@@ -10,13 +10,13 @@ from ray.serve.config import RequestRouterConfig
 
 from kvstrata.config import load as load_settings
 from kvstrata.fleet.ray.deploy import grace_s
-from kvstrata.fleet.ray.front import RayFront
+from kvstrata.fleet.ray.ingress import RayIngress
 from kvstrata.fleet.ray.replica import Replica
 from kvstrata.server.http.body_limit import HttpLimits
 
 # Interval of a replica's reports. The router itself knows the prompts sent in between.
 REPORT_S = 2.0
-ROUTER = "kvstrata.fleet.ray.to_named:ToNamed"
+ROUTER = "kvstrata.fleet.ray.request_router:RouteToNamed"
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -33,10 +33,10 @@ def build(args: dict[str, Any]) -> Application:
         graceful_shutdown_timeout_s=grace_s(settings),
         health_check_period_s=5.0,
     )
-    front: Any = serve.deployment(
-        RayFront,
-        name="Front",
+    ingress: Any = serve.deployment(
+        RayIngress,
+        name="Router",
         max_ongoing_requests=HttpLimits.max_connections,
         graceful_shutdown_timeout_s=grace_s(settings),
     )
-    return front.bind(args, replica.bind(args))
+    return ingress.bind(args, replica.bind(args))

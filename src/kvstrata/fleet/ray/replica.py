@@ -1,23 +1,50 @@
-"""Replica deployment on Ray Serve: a whole server without its HTTP listener. Ray creates, calls and ends it."""
+"""Exclusive folders for the replicas of a machine: each takes the first one that is not locked.
+
+After a restart replicas take the same folders again, so the blocks in them are reused.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
+import fcntl
+import os
 from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from ray import serve
 from starlette.types import Message
 
 from kvstrata.config import Settings
-from kvstrata.fleet.asgi import answer
-from kvstrata.fleet.ray.folders import take_folder
-from kvstrata.fleet.summary import ReplicaSummary
+from kvstrata.errors import ConfigError
+from kvstrata.fleet.prompt_keys import ReplicaSummary
+from kvstrata.fleet.replicas import call_app
 from kvstrata.prefix_cache.entry_table import CacheListener
 from kvstrata.server.history import HistorySampler
 from kvstrata.server.state import ServerState
+
+MAX_FOLDERS = 1024
+
+
+def take_folder(parent: Path) -> tuple[Path, Callable[[], None]]:
+    """Lock a folder and return it with a function that releases it. The lock also ends with the process. Raises
+    ConfigError."""
+    try:
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for number in range(MAX_FOLDERS):
+            fd = os.open(parent / f"replica-{number}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(fd)
+                continue
+            return parent / f"replica-{number}", lambda fd=fd: os.close(fd)
+    except OSError as error:
+        raise ConfigError(f"--disk-cache-dir {parent} cannot be used: {error}. Choose another folder.") from error
+    raise ConfigError(f"--disk-cache-dir {parent}: all of its {MAX_FOLDERS} folders are in use. Choose another folder.")
+
 
 GONE = "replica_gone"  # message type that replaces a response
 
@@ -48,7 +75,7 @@ class Replica:
             self._sampling = asyncio.create_task(
                 HistorySampler(self._state.engine, self._state.metrics, self._state.request_log.history).run()
             )
-        async for message in answer(self._app, request, body):
+        async for message in call_app(self._app, request, body):
             yield message
 
     async def identity(self) -> dict[str, Any]:
@@ -60,7 +87,7 @@ class Replica:
             raise RuntimeError("The engine has stopped; the replica's log says why.")
 
     def record_routing_stats(self) -> dict[str, Any]:
-        return {"keys": self._summary.packed(), "capacity": self._capacity}
+        return {"keys": self._summary.to_bytes(), "capacity": self._capacity}
 
     def __del__(self) -> None:
         """Stop the server; Ray calls this when running replies have ended. Unwritten KV goes to the disk and shared

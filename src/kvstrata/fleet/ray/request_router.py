@@ -1,4 +1,4 @@
-"""Request router for Ray Serve: sends a request to the replica that it names. `fleet/front.py` has made the choice.
+"""Request router for Ray Serve: sends a request to the replica that it names. `fleet/router.py` has made the choice.
 
 Ray creates one in each process that calls replicas, and updates it with the replicas and their reports.
 """
@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from kvstrata.fleet.ray import hearing
+from kvstrata.fleet.ray import reports
 
 
-class ToNamed(RequestRouter):
+class RouteToNamed(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
@@ -24,4 +24,4 @@ class ToNamed(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        hearing.tell({replica.replica_id.unique_id: dict(replica.routing_stats or {}) for replica in replicas})
+        reports.tell({replica.replica_id.unique_id: dict(replica.routing_stats or {}) for replica in replicas})

@@ -18,15 +18,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Scope, Send
 
 from kvstrata.errors import RequestError, Unavailable
-from kvstrata.fleet.asgi import nothing, plain
-from kvstrata.fleet.replicas import ReplicaLost, Replicas
-from kvstrata.fleet.sums import histories, labelled, summed
+from kvstrata.fleet.replicas import ReplicaLost, Replicas, nothing, plain_scope
 from kvstrata.server.http.errors import error_response
 
 METRICS, HEALTH, PROPS, SESSIONS = "/metrics", "/health", "/props", "/cache/sessions"
+
 HISTORY, CONVERSATIONS = "/cache/history", "/cache/conversations"
+
 # Paths whose object exists on one replica only; the others respond with an error.
 ONE_KNOWS = re.compile(r"/cache/sessions/[^/]+|/cache/conversations/[^/]+(?:/pin|/unpin)?")
+
 SUMMED = {
     ("GET", "/cache/usage"),
     ("POST", "/cache/clear"),
@@ -34,7 +35,9 @@ SUMMED = {
     ("POST", "/cache/requantize"),
     ("DELETE", "/cache/requantize"),
 }
+
 DEFAULT_SESSIONS = 100
+
 # Timeout for the response of one replica, so that a slow one does not hold back the others' responses.
 ANSWER_S = 30.0
 
@@ -60,6 +63,8 @@ class ReplicaAnswer:
 
 
 class FanOut:
+    """Answers requests that go to every replica."""
+
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
 
@@ -73,8 +78,8 @@ class FanOut:
     async def holder_of(self, session: str, scope: Scope) -> str | None:
         """Return the replica that has a session. The id is not URL-quoted, because the path of a scope is decoded
         text."""
-        told = await self._ask_all({**scope, "method": "GET", "path": f"{SESSIONS}/{session}"}, b"")
-        return next((name for name, answer in told.items() if answer.is_good), None)
+        found = await self._ask_all({**scope, "method": "GET", "path": f"{SESSIONS}/{session}"}, b"")
+        return next((name for name, answer in found.items() if answer.is_good), None)
 
     async def _ask_all(self, scope: Scope, body: bytes) -> dict[str, ReplicaAnswer]:
         names = self._replicas.names()
@@ -84,7 +89,7 @@ class FanOut:
         status, headers, pieces = 0, {}, []
         try:
             async with asyncio.timeout(ANSWER_S):
-                async for message in self._replicas.ask(name, plain(scope), body, only=True):
+                async for message in self._replicas.ask(name, plain_scope(scope), body, only=True):
                     if message["type"] == "http.response.start":
                         status = message["status"]
                         headers = {key.lower(): value for key, value in message["headers"]}
@@ -96,47 +101,47 @@ class FanOut:
             return _lost(f"no answer within {ANSWER_S:.0f} s")
         return ReplicaAnswer(status, headers, b"".join(pieces))
 
-    def _response(self, scope: Scope, told: Mapping[str, ReplicaAnswer]) -> Response:
+    def _response(self, scope: Scope, found: Mapping[str, ReplicaAnswer]) -> Response:
         path = scope["path"]
-        if not told:
+        if not found:
             return error_response(Unavailable("There is no replica yet. Send the request again in a moment."))
-        good = {name: answer for name, answer in told.items() if answer.is_good}
+        good = {name: answer for name, answer in found.items() if answer.is_good}
         if ONE_KNOWS.fullmatch(path) or (path == HEALTH and good):
-            return _as_it_is(next(iter((good or told).values())))
+            return _pass_on(next(iter((good or found).values())))
         if path == METRICS and good:
             texts = {name: answer.body.decode() for name, answer in good.items()}
             kind = next(iter(good.values())).headers.get(b"content-type", b"text/plain")
-            return Response(labelled(texts), headers={"content-type": kind.decode()})
-        if len(good) < len(told):
-            return _partly(told, good)
-        answers = {name: answer.json for name, answer in told.items()}
+            return Response(label_metrics(texts), headers={"content-type": kind.decode()})
+        if len(good) < len(found):
+            return _partly(found, good)
+        answers = {name: answer.json for name, answer in found.items()}
         if path == SESSIONS:
             return JSONResponse(_sessions(scope, answers))
         if path == HISTORY:
-            return JSONResponse(histories(answers))
+            return JSONResponse(merge_histories(answers))
         if path == CONVERSATIONS:
             return JSONResponse(_conversations(answers))
         if path == PROPS:
-            states = summed([answer["state"] for answer in answers.values()])
+            states = sum_answers([answer["state"] for answer in answers.values()])
             return JSONResponse({**next(iter(answers.values())), "state": states, "replicas": answers})
-        return JSONResponse({**summed(list(answers.values())), "replicas": answers})
+        return JSONResponse({**sum_answers(list(answers.values())), "replicas": answers})
 
 
 def _lost(why: str) -> ReplicaAnswer:
     return ReplicaAnswer(0, {}, json.dumps({"error": {"message": f"The replica was lost: {why}."}}).encode())
 
 
-def _partly(told: Mapping[str, ReplicaAnswer], good: Mapping[str, ReplicaAnswer]) -> Response:
+def _partly(found: Mapping[str, ReplicaAnswer], good: Mapping[str, ReplicaAnswer]) -> Response:
     """Return the replicas' own error if all failed with the same status, otherwise a 502 with the response of each."""
-    statuses = {answer.status for answer in told.values()}
+    statuses = {answer.status for answer in found.values()}
     if not good and len(statuses) == 1 and statuses != {0}:
-        return _as_it_is(next(iter(told.values())))
+        return _pass_on(next(iter(found.values())))
     error = RequestError(
-        f"{len(good)} of {len(told)} replicas did it; `replicas` has what each of them says.", code="not_everywhere"
+        f"{len(good)} of {len(found)} replicas did it; `replicas` has what each of them says.", code="not_everywhere"
     )
     body = {
         "error": {"message": error.message, "type": "server_error", "param": None, "code": error.code},
-        "replicas": {name: {**_object(answer.json), "status": answer.status} for name, answer in told.items()},
+        "replicas": {name: {**_object(answer.json), "status": answer.status} for name, answer in found.items()},
     }
     return JSONResponse(body, status_code=502)
 
@@ -145,9 +150,10 @@ def _object(answer: Any) -> dict[str, Any]:
     return answer if isinstance(answer, dict) else {"answer": answer}
 
 
-def _as_it_is(told: ReplicaAnswer) -> Response:
-    kept = {name.decode(): value.decode("latin-1") for name, value in told.headers.items() if name != b"content-length"}
-    return Response(told.body, status_code=told.status or 503, headers=kept)
+def _pass_on(answer: ReplicaAnswer) -> Response:
+    headers = {name.decode(): value.decode("latin-1") for name, value in answer.headers.items()}
+    headers.pop("content-length", None)
+    return Response(answer.body, status_code=answer.status or 503, headers=headers)
 
 
 def _sessions(scope: Scope, answers: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,3 +178,85 @@ def _conversations(answers: Mapping[str, Any]) -> dict[str, Any]:
     shown = [{**each, "replica": name} for name, answer in answers.items() for each in answer["conversations"]]
     has_more = any(answer["has_more"] for answer in answers.values())
     return {"under": first["under"], "has_more": has_more, "conversations": shown}
+
+
+# Fields merged by their maximum: concurrent times, and estimates.
+LARGEST = frozenset({
+    "latency_s", "seconds", "expected_error", "next_before", "p50", "p95", "p99", "first_token_p50_s",
+    "first_token_p95_s", "time", "slot_s",
+})  # fmt: skip
+
+MIXED = "mixed"
+
+
+def sum_answers(answers: Sequence[Any], name: str = "") -> Any:
+    """Add numbers, concatenate lists and merge objects; strings that differ become `mixed`."""
+    given = [answer for answer in answers if answer is not None]
+    if not given:
+        return None
+    first = given[0]
+    if isinstance(first, Mapping):
+        keys = dict.fromkeys(key for answer in given for key in answer)
+        return {key: sum_answers([answer.get(key) for answer in given], key) for key in keys}
+    if isinstance(first, list):
+        return [item for answer in given for item in answer]
+    if isinstance(first, bool):
+        return any(given)
+    if isinstance(first, int | float):
+        return max(given) if name in LARGEST else sum(given)
+    return first if all(answer == first for answer in given) else MIXED
+
+
+def merge_histories(answers: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge histories: slots of the same time are summed, requests and events name their replica.
+
+    `now` is the earliest of all, so that the next request for newer entries misses none.
+    """
+    slots: dict[float, list[Any]] = {}
+    for answer in answers.values():
+        for slot in answer["slots"]:
+            slots.setdefault(slot["time"], []).append(slot)
+    requests, events = (
+        sorted(
+            ({**each, "replica": name} for name, answer in answers.items() for each in answer[what]),
+            key=lambda each: each["time"],
+        )
+        for what in ("requests", "events")
+    )
+    first = next(iter(answers.values()))
+    return {
+        "under": first["under"],
+        "now": min(answer["now"] for answer in answers.values()),
+        "slot_s": first["slot_s"],
+        "slots": [sum_answers(same) for _, same in sorted(slots.items())],
+        "requests": requests,
+        "events": events,
+    }
+
+
+def label_metrics(texts: Mapping[str, str]) -> str:
+    """Merge the metrics of all replicas and label each sample with its replica. The format requires each family once,
+    with all its samples."""
+    heads: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for replica, text in texts.items():
+        family = ""
+        for line in text.splitlines():
+            if line.startswith("# "):
+                family = line.split(" ", 3)[2]
+                known = heads.setdefault(family, [])
+                if line not in known:
+                    known.append(line)
+            elif line:
+                samples.setdefault(family, []).append(_with_label(line, replica))
+    lines = [line for family, head in heads.items() for line in (*head, *samples.get(family, ()))]
+    return "\n".join([*lines, ""])
+
+
+def _with_label(line: str, replica: str) -> str:
+    label = f'replica="{replica}"'
+    name, brace, rest = line.partition("{")
+    if brace and " " not in name:
+        return f"{name}{{{label},{rest}" if not rest.startswith("}") else f"{name}{{{label}{rest}"
+    name, _, value = line.partition(" ")
+    return f"{name}{{{label}}} {value}"

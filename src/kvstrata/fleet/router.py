@@ -20,10 +20,9 @@ from pydantic_core import from_json
 from starlette.types import Message, Receive, Scope, Send
 
 from kvstrata.errors import RequestError, Unavailable
-from kvstrata.fleet.asgi import nothing, plain
-from kvstrata.fleet.everyone import FanOut
-from kvstrata.fleet.prompts import PromptReader
-from kvstrata.fleet.replicas import ReplicaLost, Replicas
+from kvstrata.fleet.fan_out import FanOut
+from kvstrata.fleet.prompt_keys import PromptReader
+from kvstrata.fleet.replicas import ReplicaLost, Replicas, nothing, plain_scope
 from kvstrata.fleet.routing import Choice, RoutedRequest, RoutingPolicy
 from kvstrata.server.api import find_api
 from kvstrata.server.app import APIS
@@ -34,14 +33,23 @@ from kvstrata.server.http.errors import error_response, openai_error
 logger = logging.getLogger("kvstrata.fleet")
 
 MAX_ATTEMPTS = 3
+
 MAX_RESPONSES = 1 << 16
+
 RESPONSES = "/v1/responses"
+
 RESPONSE_ID = re.compile(rb"(resp_[0-9a-f]{32})")
+
 PREVIOUS = re.compile(rb'"previous_response_id"\s*:\s*"(resp_[0-9a-f]{32})"')
+
 EXPORT = re.compile(r"/cache/sessions/([^/]+)/export")
+
 OF_SESSIONS = ("/cache/explain", "/cache/pin", "/cache/unpin")
-LOOKED_BYTES = 4096  # of a response, searched for its id
+
+SEARCHED_BYTES = 4096  # of a response, searched for its id
+
 REPLICA, ROUTE = b"x-kvstrata-replica", b"x-kvstrata-route"
+
 LOST = "The replica that was answering has ended. Send the request again; what it had cached may be computed anew."
 
 
@@ -62,7 +70,7 @@ class FleetRouter:
         self._router = router
         self._prompts = prompts
         self._clock = clock
-        self._everyone = FanOut(replicas)
+        self._fan_out = FanOut(replicas)
         self._responses: OrderedDict[str, str] = OrderedDict()  # response id -> replica that keeps it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,42 +84,44 @@ class FleetRouter:
         await self._answer(scope, body, send)
 
     async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
-        if self._everyone.answers(scope["method"], scope["path"]):
-            await self._everyone(scope, body, send)
+        if self._fan_out.answers(scope["method"], scope["path"]):
+            await self._fan_out(scope, body, send)
             return
-        asked = await self._asked(scope, body)
-        home = await self._home(scope, body)
+        routed = await self._read_prompt(scope, body)
+        home = await self._find_home(scope, body)
         lost: set[str] = set()
         for attempt in range(1, MAX_ATTEMPTS + 1):
-            choice = self._choose(asked, home, lost)
-            place = _Place(self._router, choice)
-            answer = _Answer(self, choice, place, scope, send)
+            choice = self._choose(routed, home, lost)
+            slot = _ReplicaSlot(self._router, choice)
+            answer = _Answer(self, choice, slot, scope, send)
             try:
-                await answer.run(self._replicas.ask(choice.replica if choice else None, plain(scope), body, only=False))
+                await answer.run(
+                    self._replicas.ask(choice.replica if choice else None, plain_scope(scope), body, only=False)
+                )
                 return
             except ReplicaLost as error:
                 logger.warning("A replica was lost in attempt %d of %s: %s", attempt, scope["path"], error)
                 lost |= {choice.replica} if choice else set()
                 if answer.has_begun:
-                    await answer.break_off()
+                    await answer.send_error()
                     return
             finally:
-                place.leave()
+                slot.release()
         await error_response(Unavailable("No replica answers. Send the request again in a moment."))(
             scope, nothing, send
         )
 
-    async def _asked(self, scope: Scope, body: bytes) -> RoutedRequest:
+    async def _read_prompt(self, scope: Scope, body: bytes) -> RoutedRequest:
         prompts = self._prompts()
         if prompts is None or scope["method"] != "POST" or not prompts.reads(scope["path"]):
             return RoutedRequest(0)
-        return await to_thread.run_sync(prompts.asked, body, scope)
+        return await to_thread.run_sync(prompts.read_prompt, body, scope)
 
-    def _choose(self, asked: RoutedRequest, home: str | None, lost: Set[str]) -> Choice | None:
+    def _choose(self, routed: RoutedRequest, home: str | None, lost: Set[str]) -> Choice | None:
         names = [name for name in self._replicas.names() if name not in lost]
-        return self._router.choose(asked, self._clock(), [home] if home in names else names)
+        return self._router.choose(routed, self._clock(), [home] if home in names else names)
 
-    async def _home(self, scope: Scope, body: bytes) -> str | None:
+    async def _find_home(self, scope: Scope, body: bytes) -> str | None:
         """Return the only replica that can serve the request, because it keeps the response or the session that the
         request names. None means any replica."""
         path = scope["path"]
@@ -119,26 +129,26 @@ class FleetRouter:
             found = RESPONSE_ID.search(path.encode()) or PREVIOUS.search(body)
             return self._responses.get(found[1].decode()) if found else None
         if exported := EXPORT.fullmatch(path):
-            return await self._everyone.holder_of(exported[1], scope)
+            return await self._fan_out.holder_of(exported[1], scope)
         if path in OF_SESSIONS and (named := await to_thread.run_sync(_session_in, body)):
-            return await self._everyone.holder_of(named, scope)
+            return await self._fan_out.holder_of(named, scope)
         return None
 
-    def note_response(self, path: str, first: bytes, replica: str) -> None:
+    def record_response(self, path: str, first: bytes, replica: str) -> None:
         if path == RESPONSES and (found := RESPONSE_ID.search(first)):
             self._responses[found[0].decode()] = replica
             if len(self._responses) > MAX_RESPONSES:
                 self._responses.popitem(last=False)
 
 
-class _Place:
+class _ReplicaSlot:
     """A request's slot at its replica, released once."""
 
     def __init__(self, router: RoutingPolicy, choice: Choice | None) -> None:
         self._router = router
         self._choice = choice
 
-    def leave(self) -> None:
+    def release(self) -> None:
         if self._choice is not None:
             self._router.ended(self._choice.replica)
             self._choice = None
@@ -147,14 +157,16 @@ class _Place:
 class _Answer:
     """Attempt to serve a request at one replica."""
 
-    def __init__(self, front: FleetRouter, choice: Choice | None, place: _Place, scope: Scope, send: Send) -> None:
-        self._front = front
+    def __init__(
+        self, router: FleetRouter, choice: Choice | None, slot: _ReplicaSlot, scope: Scope, send: Send
+    ) -> None:
+        self._router = router
         self._choice = choice
-        self._place = place
+        self._slot = slot
         self._scope = scope
         self._send = send
         self._is_stream = False
-        self._looked = b""
+        self._searched = b""
         self.has_begun = False
 
     async def run(self, messages: AsyncIterator[Message]) -> None:
@@ -167,9 +179,9 @@ class _Answer:
                 if begun is not None:  # sent with the first byte: until then another replica can take over
                     await self._send(begun)
                     begun, self.has_begun = None, True
-                self._look(message.get("body", b""))
+                self._record_response(message.get("body", b""))
                 if not message.get("more_body", False):
-                    self._place.leave()  # before the client can send its next request
+                    self._slot.release()  # before the client can send its next request
                 await self._send(message)
         finally:
             with contextlib.suppress(Exception):
@@ -184,12 +196,12 @@ class _Answer:
             headers.append((ROUTE, f"{self._choice.why}; cached={self._choice.num_cached}".encode()))
         return {**message, "headers": headers}
 
-    def _look(self, body: bytes) -> None:
-        if self._choice is not None and len(self._looked) < LOOKED_BYTES:
-            self._looked += body[:LOOKED_BYTES]
-            self._front.note_response(self._scope["path"], self._looked, self._choice.replica)
+    def _record_response(self, body: bytes) -> None:
+        if self._choice is not None and len(self._searched) < SEARCHED_BYTES:
+            self._searched += body[:SEARCHED_BYTES]
+            self._router.record_response(self._scope["path"], self._searched, self._choice.replica)
 
-    async def break_off(self) -> None:
+    async def send_error(self) -> None:
         """End a stream with an error event that clients of every API understand. Raise ReplicaLost for a plain
         response, so that the connection closes before the declared length."""
         if not self._is_stream:

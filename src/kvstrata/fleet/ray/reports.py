@@ -1,4 +1,4 @@
-"""Replica reports, passed from the request router that Ray creates to `RayFront` in the same process.
+"""Replica reports, passed from the request router that Ray creates to `RayIngress` in the same process.
 
 This is a separate module because Ray pickles the request router's class by value, with copies of its globals.
 """
@@ -12,7 +12,9 @@ from typing import Any
 Reports = Mapping[str, Mapping[str, Any]]  # by replica name
 
 _lock = threading.Lock()
+
 _listeners: list[Callable[[Reports], object]] = []
+
 _last: Reports | None = None
 
 

@@ -1,22 +1,27 @@
-"""Routing inputs of a request: prefix keys of its prompt and its session, read from the bodies of every API.
+"""Keys of a prompt, read from the bodies of every API, and a replica's summary of the keys that it has cached.
 
 Prompts are rendered and tokenized as a replica does it, except for earlier replies: only the replica that sampled them
 knows their tokens. From such a reply on, the keys may match less than the replica has cached, never more. A body that
 cannot be parsed gets no keys; the replica reports the error.
+
+A summary is a listener of the prefix cache (`events/feed.py`), called on a thread other than the engine's. It keeps the
+first bytes of chained keys (`prefix_cache/keys.py`), so it reveals no text. Its size is bounded: a conversation of 128k
+tokens has 144 keys, and beyond `max_keys` the oldest are dropped.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 from starlette.types import Scope
 
 from kvstrata.errors import RequestError
 from kvstrata.fleet.routing import RoutedRequest
-from kvstrata.fleet.summary import PromptKeys
-from kvstrata.prefix_cache.keys import Identity, as_ids, root_key
+from kvstrata.prefix_cache.keys import GridKeys, Identity, TokenIds, as_ids, root_key, widening_grid
 from kvstrata.server.app import APIS
 from kvstrata.server.chat.prompt import PromptRenderer
 from kvstrata.server.chat.request import ChatRequest
@@ -26,6 +31,62 @@ from kvstrata.text.tokenizer import encode_prompt
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+MAX_KEYS = 1 << 14
+
+SHORT_BYTES = 8
+
+
+def short_key(key: bytes) -> int:
+    return int.from_bytes(key[:SHORT_BYTES], "little")
+
+
+class PromptKeys:
+    """Prefix keys of prompts, shortened for routing."""
+
+    def __init__(self) -> None:
+        self._keys = GridKeys(widening_grid)
+
+    def of(self, root_key: bytes, ids: TokenIds) -> list[tuple[int, int]]:
+        return [(position, short_key(key)) for position, key in self._keys.keys_for(root_key, ids)]
+
+
+class ReplicaSummary:
+    def __init__(self, max_keys: int = MAX_KEYS) -> None:
+        self._max_keys = max_keys
+        self._keys = PromptKeys()
+        self._lock = threading.Lock()  # guards _held and _keys
+        self._held: OrderedDict[int, None] = OrderedDict()  # newest last
+
+    def stored(self, root_key: bytes, ids: TokenIds, start: int) -> None:
+        """Make all keys of a prompt's prefix the newest, so that reused prefixes stay."""
+        del start
+        with self._lock:
+            for _, key in self._keys.of(root_key, ids):
+                self._held[key] = None
+                self._held.move_to_end(key)
+            while len(self._held) > self._max_keys:
+                self._held.popitem(last=False)
+
+    def removed(self, root_key: bytes, ids: TokenIds, start: int) -> None:
+        with self._lock:
+            for position, key in self._keys.of(root_key, ids):
+                if position > start:
+                    self._held.pop(key, None)
+
+    def cleared(self) -> None:
+        with self._lock:
+            self._held.clear()
+
+    def to_bytes(self) -> bytes:
+        """Return the keys as bytes; `unpacked` reads them."""
+        with self._lock:
+            return np.fromiter(self._held, dtype="<u8", count=len(self._held)).tobytes()
+
+
+def keys_from_bytes(to_bytes: bytes) -> frozenset[int]:
+    return frozenset(np.frombuffer(to_bytes, dtype="<u8").tolist())
+
 
 # Larger bodies are routed without keys: tokenizing them takes too long.
 MAX_BODY_BYTES = 16 << 20
@@ -52,7 +113,7 @@ class PromptReader:
     def reads(self, path: str) -> bool:
         return path in self._parsers
 
-    def asked(self, body: bytes, scope: Scope) -> RoutedRequest:
+    def read_prompt(self, body: bytes, scope: Scope) -> RoutedRequest:
         if not self.reads(scope["path"]) or len(body) > MAX_BODY_BYTES:
             return RoutedRequest(0)
         try:

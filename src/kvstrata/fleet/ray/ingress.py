@@ -1,5 +1,6 @@
-"""Router deployment on Ray Serve: passes Ray's replica reports to `fleet/front.py`, behind a server's keys and
-limits."""
+"""Router deployment on Ray Serve: passes Ray's replica reports to `fleet/router.py`, behind a server's keys and
+limits.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +17,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstrata.config import Settings
 from kvstrata.config import load as load_settings
-from kvstrata.fleet.front import FleetRouter
-from kvstrata.fleet.prompts import PromptReader
-from kvstrata.fleet.ray import hearing
+from kvstrata.fleet.prompt_keys import PromptReader, keys_from_bytes
+from kvstrata.fleet.ray import reports
 from kvstrata.fleet.ray.replica import GONE
 from kvstrata.fleet.replicas import ReplicaLost
+from kvstrata.fleet.router import FleetRouter
 from kvstrata.fleet.routing import ReplicaReport, RoutingPolicy
-from kvstrata.fleet.summary import unpacked
 from kvstrata.prefix_cache.keys import Identity
 from kvstrata.server.chat.prompt import PromptRenderer
 
@@ -30,7 +30,7 @@ RETRY_S = 0.5
 
 
 @serve.ingress()
-class RayFront:
+class RayIngress:
     def __init__(self, settings: Mapping[str, Any], replicas: DeploymentHandle) -> None:
         self._settings = load_settings(flags=settings)
         self._replicas = RayReplicas(replicas)
@@ -83,13 +83,13 @@ class RayReplicas:
         self.router = RoutingPolicy()
 
     def listen(self, loop: asyncio.AbstractEventLoop) -> None:
-        hearing.listen(lambda reports: loop.call_soon_threadsafe(self._update, dict(reports)))
+        reports.listen(lambda reports: loop.call_soon_threadsafe(self._update, dict(reports)))
 
     def _update(self, reports: Mapping[str, Mapping[str, Any]]) -> None:
         self.router.keep(list(reports))
         for name, told in reports.items():
             if told:
-                self.router.report(name, ReplicaReport(unpacked(told["keys"]), told["capacity"]))
+                self.router.report(name, ReplicaReport(keys_from_bytes(told["keys"]), told["capacity"]))
 
     def names(self) -> tuple[str, ...]:
         return self.router.replicas
