@@ -1,4 +1,4 @@
-"""The default model, loaded once. Tiny random ones are in tests/tiny.py."""
+"""The default model, loaded once. Tiny random ones are in tests/support/models.py."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ from typing import Any
 import openai
 
 from kvstrata.models.load import load
-from tests.server.browser import HOW_TO_GET, Browser, Page, browsing, find_browser
-from tests.server.conftest import Served, running
 from tests.server.test_cache import wait_done
+from tests.support.browser import HOW_TO_GET, Browser, Page, browsing, find_browser
+from tests.support.servers import Served, running
 
 SLOT_S = 2.0
 PAUSE_S = 4.0  # between two questions of a user

@@ -15,7 +15,7 @@ from kvstrata.prefix_cache.requantize import PrecisionChange
 from tests.engine.drive import Client, Drive
 from tests.engine.test_loop import assert_same, prompt
 from tests.engine.test_prefixes import cached, prefilled_tokens, serve, settle
-from tests.tiny import tiny_config, tiny_loaded, tiny_module
+from tests.support.models import tiny_config, tiny_loaded, tiny_module
 
 LLAMA = "llama"
 

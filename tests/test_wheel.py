@@ -18,7 +18,7 @@ import pytest
 
 import kvstrata
 from tests.models.conftest import write_model
-from tests.tiny import tiny_config, tiny_module
+from tests.support.models import tiny_config, tiny_module
 
 ROOT = Path(__file__).parents[1]
 START_S = 120

@@ -28,8 +28,8 @@ from kvstrata.engine.sampling import Sampler
 from kvstrata.kv.layout import arrays_in
 from kvstrata.models.load import LoadedModel
 from kvstrata.text.tokenizer import encode_rendered
-from tests.server.conftest import Served, running
-from tests.tiny import tiny_config, tiny_module
+from tests.support.models import tiny_config, tiny_module
+from tests.support.servers import Served, running
 
 ROOT = Path(__file__).parents[2]
 BEGIN, END = "<|im_start|>", "<|im_end|>"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.agents.forced import Prompt, call_text, forced_tokenizer, read_prompt, serving
-from tests.server.conftest import Served
+from tests.support.servers import Served
 
 TOOL = {
     "type": "function",

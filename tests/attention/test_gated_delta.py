@@ -19,7 +19,7 @@ from kvstrata.codecs import backends
 from kvstrata.models.outline import outline_layers
 from kvstrata.models.probe import probe
 from kvstrata.packed import operations
-from tests.tiny import tiny_module
+from tests.support.models import tiny_module
 
 TOLERANCE = 1e-5 if mx.default_device() == mx.cpu else 1e-4
 on_cpu = pytest.mark.skipif(not cpu_step.available(), reason="needs numba, and no GPU")

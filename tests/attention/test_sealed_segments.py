@@ -20,7 +20,7 @@ from kvstrata.kv.raw_window import RawWindow
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.models.probe import probe
 from tests.attention.test_attend import distance, random_tokens
-from tests.tiny import VOCAB, tiny_module
+from tests.support.models import VOCAB, tiny_module
 
 NAMES = [
     "raw",

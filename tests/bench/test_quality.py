@@ -20,7 +20,7 @@ from kvstrata.cli.bench import app
 from kvstrata.errors import ConfigError
 from kvstrata.models.load import LoadedModel
 from kvstrata.text.tokenizer import encode_prompt
-from tests.tiny import VOCAB, tiny_loaded
+from tests.support.models import VOCAB, tiny_loaded
 
 WIKITEXT = Path(__file__).parents[3] / "shared" / "text" / "wikitext2_test_raw.txt"
 

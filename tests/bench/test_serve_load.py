@@ -21,8 +21,8 @@ from kvstrata.bench.workloads import LOADS, LoadRequest, LoadShape, count, from_
 from kvstrata.cli.bench import app
 from kvstrata.errors import KvstrataError
 from kvstrata.models.load import LoadedModel
-from tests.byte_level import byte_model
-from tests.server.conftest import running
+from tests.support.models import byte_model
+from tests.support.servers import running
 from tests.text.chat_templates import LLAMA
 
 SHAPE = LoadShape(chats=3, turns=4, system=20, turn=10, reply=4)

@@ -16,7 +16,7 @@ from benchmarks import cpu
 from benchmarks.cpu import EXACT, LLAMA, CpuFigures, CpuLoad, GgufModel, measure, table
 from benchmarks.cpu_worker import LlamaCppPeer, SideFailed, WorkerProcess, find_peer, our_command, running
 from tests.models.gguf_files import VOCAB, write_gguf
-from tests.tiny import tiny_config, tiny_module
+from tests.support.models import tiny_config, tiny_module
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import ladder
-from tests.tiny import tiny_loaded
+from tests.support.models import tiny_loaded
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from benchmarks.step import Products, products
 from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.engine import Engine
 from kvstrata.metrics import Metrics
-from tests.tiny import tiny_loaded
+from tests.support.models import tiny_loaded
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from benchmarks import stream_gaps
 from kvstrata.kv import buffers
-from tests.tiny import tiny_loaded
+from tests.support.models import tiny_loaded
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,8 @@ from typer.testing import CliRunner, Result
 
 from kvstrata.cli import app
 from kvstrata.errors import KvstrataError
-from tests.server.conftest import Served, running
-from tests.tiny import tiny_loaded
+from tests.support.models import tiny_loaded
+from tests.support.servers import Served, running
 
 PROMPT = [5 + i % 80 for i in range(300)]
 TOP = (sys.executable, "-c", "from kvstrata.cli import main; main()", "top")

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from kvstrata.cli.cache import app
 from tests.engine.test_disk import answer, engine_on
-from tests.tiny import tiny_loaded
+from tests.support.models import tiny_loaded
 
 
 @pytest.fixture(scope="module")

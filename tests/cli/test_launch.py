@@ -27,8 +27,8 @@ from kvstrata.cli import app
 from kvstrata.cli.agents import AGENTS, KEY_VARIABLE, AgentServer, AgentStart, toml_text
 from kvstrata.cli.launch import SHOWN_KEY, shell_word
 from kvstrata.errors import KvstrataError
-from tests.server.conftest import Served, running
-from tests.tiny import tiny_loaded
+from tests.support.models import tiny_loaded
+from tests.support.servers import Served, running
 
 KEY = "walrus-\"quoted'-$HOME-key"
 HOSTILE = "a \"quoted\" 'name' \\ {env:HOME} {file:/etc/passwd} $(touch x)\n-c y=1 \x1b[31m\u2028 \U0001f9ad"

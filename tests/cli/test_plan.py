@@ -13,7 +13,7 @@ from kvstrata.cli import app, plan
 from kvstrata.config import Settings, flag_name
 from kvstrata.errors import ConfigError, KvstrataError, ModelError
 from tests.models.conftest import write_model
-from tests.tiny import tiny_config, tiny_module
+from tests.support.models import tiny_config, tiny_module
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from kvstrata.cli.serve import StartProgress
 from kvstrata.platform.logging import STAGES_LOGGER, begin
 from tests.models.conftest import write_model
 from tests.server.test_process import KVSTRATA
-from tests.tiny import tiny_config, tiny_module
+from tests.support.models import tiny_config, tiny_module
 
 STAGES = ["libraries", "model files", "weights", "tokenizer", "fingerprint", "kernels", "probe", "memory", "speed",
           "tiers", "template"]  # fmt: skip

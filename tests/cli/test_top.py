@@ -24,8 +24,8 @@ from kvstrata.cli import app
 from kvstrata.cli.http_client import connect
 from kvstrata.cli.top import RecentRequests, ServerSnapshot, ask_snapshot, draw
 from kvstrata.errors import KvstrataError
-from tests.server.conftest import Served, running
-from tests.tiny import tiny_loaded
+from tests.support.models import tiny_loaded
+from tests.support.servers import Served, running
 
 PROMPT = [5 + i % 80 for i in range(300)]
 OTHER = [*PROMPT[:100], 1, *PROMPT[101:]]

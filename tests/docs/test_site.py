@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.sources import ROOT
-from tests.server.browser import HOW_TO_GET, browsing, find_browser
+from tests.support.browser import HOW_TO_GET, browsing, find_browser
 
 # What a browser loads by itself: links that a reader may click on are none of these.
 LOADED = re.compile(

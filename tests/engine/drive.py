@@ -22,7 +22,7 @@ from kvstrata.models.load import LoadedModel
 from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.tier_client import TierClient
 from kvstrata.tiers.interface import NoTier, Tier
-from tests.tiny import layout_of
+from tests.support.models import layout_of
 
 GIB = 1 << 30
 GREEDY = Sampling(temperature=0, num_logprobs=0)

@@ -19,7 +19,7 @@ from tests.engine.drive import GREEDY
 from tests.engine.test_disk import cached, engine_on, flush_tier, make_computing_slow, settle
 from tests.engine.test_disk_keeps import prompt_of
 from tests.engine.test_engine import Reply
-from tests.tiny import tiny_loaded
+from tests.support.models import tiny_loaded
 
 # Length of the failing span: prompt and reply without the last token, which is never fed.
 FAILING_TOKENS = 600 + 9 - 1

@@ -30,8 +30,8 @@ from tests.engine.drive import GREEDY, Drive
 from tests.engine.test_disk import MIB, answer, cached, engine_on, settle
 from tests.engine.test_engine import Reply
 from tests.engine.test_loop import prompt
+from tests.support.models import tiny_loaded
 from tests.tiers.disk.faults import Act, FaultyFiles, fail, wait_for
-from tests.tiny import tiny_loaded
 
 NUM_CHATS = 8
 CHAT_TOKENS = 512

@@ -30,12 +30,11 @@ from kvstrata.prefix_cache.requantize import PrecisionChange
 from kvstrata.prefix_cache.worth import ReuseClass
 from kvstrata.sizes import Size
 from kvstrata.tiers.options import DiskOptions
-from tests.byte_level import byte_grammars, byte_model
 from tests.engine.test_disk import make_computing_slow
 from tests.engine.test_engine import Reply
-from tests.faults import Fault, Faults, Site
+from tests.support.faults import Fault, Faults, Site
+from tests.support.models import byte_grammars, byte_model, layout_of
 from tests.tiers.remote.stores import options_for, private_folder, secret_file
-from tests.tiny import layout_of
 
 pytestmark = pytest.mark.cache_faults
 

@@ -11,7 +11,7 @@ from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.request import Request
 from kvstrata.engine.sequence import Sequence
 from tests.engine.drive import GREEDY, Drive
-from tests.tiny import tiny_loaded
+from tests.support.models import tiny_loaded
 
 PROMPT = [5, 6, 7, 8] * 10
 

@@ -8,7 +8,7 @@ from kvstrata.prefix_cache.usage import share_of
 from tests.engine.drive import Drive
 from tests.engine.test_loop import prompt
 from tests.engine.test_requantize import settle
-from tests.tiny import tiny_loaded
+from tests.support.models import tiny_loaded
 
 
 def drive_with(salts: list[str]) -> Drive:

@@ -13,7 +13,7 @@ from kvstrata.engine.request import Failed, PrefillProgress, Request
 from tests.engine.drive import Client, Drive
 from tests.engine.test_engine import GREEDY, Brittle, Reply, running
 from tests.engine.test_loop import prompt
-from tests.tiny import FOREIGN, tiny_loaded, tiny_module
+from tests.support.models import FOREIGN, tiny_loaded, tiny_module
 
 CHAT = prompt(80)
 

@@ -33,7 +33,7 @@ from kvstrata.tiers.disk.filesystem import Filesystem
 from kvstrata.tiers.options import DiskOptions
 from tests.engine.drive import GREEDY
 from tests.engine.test_engine import Reply
-from tests.tiny import VOCAB, tiny_loaded
+from tests.support.models import VOCAB, tiny_loaded
 
 MIB = 1 << 20
 ARCHITECTURES = ["llama", "gemma3_text", "qwen3_next", "mamba2", "deepseek_v3", "gpt_oss"]

@@ -24,8 +24,8 @@ from kvstrata.tiers.write_limits import Backoff
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import MIB, cached, engine_on, flush_tier, make_computing_slow, make_prefill_fail, settle
 from tests.engine.test_engine import Reply
+from tests.support.models import VOCAB, tiny_loaded
 from tests.tiers.disk.faults import FaultyFiles, fail, fail_once
-from tests.tiny import VOCAB, tiny_loaded
 
 SMALL_DISK = 3 * MIB  # some prompts of 600 tokens
 

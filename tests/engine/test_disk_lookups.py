@@ -29,7 +29,7 @@ from kvstrata.tiers.disk.tier import DiskTier
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import answer, cached, engine_on, flush_tier, make_computing_slow, settle, why
 from tests.engine.test_engine import Reply
-from tests.tiny import VOCAB, tiny_loaded
+from tests.support.models import VOCAB, tiny_loaded
 
 
 def blocks_of(engine: Engine) -> DiskChains:

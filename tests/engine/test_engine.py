@@ -30,7 +30,7 @@ from kvstrata.kv import buffers
 from kvstrata.metrics import Metrics
 from kvstrata.models.load import LoadedModel
 from kvstrata.platform.mlx_streams import MlxStreams
-from tests.tiny import tiny_loaded, tiny_module
+from tests.support.models import tiny_loaded, tiny_module
 
 GREEDY = Sampling(temperature=0)
 MIB = 1 << 20

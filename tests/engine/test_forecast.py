@@ -27,7 +27,7 @@ from kvstrata.tiers.options import DiskOptions
 from tests.engine.drive import GREEDY, Drive
 from tests.engine.test_engine import Reply
 from tests.models.conftest import write_model
-from tests.tiny import ARCHITECTURES, FOREIGN, VOCAB, tiny_config, tiny_loaded, tiny_module
+from tests.support.models import ARCHITECTURES, FOREIGN, VOCAB, tiny_config, tiny_loaded, tiny_module
 
 MIB = 1 << 20
 LIMIT_BYTES = 1024 * MIB

@@ -9,7 +9,7 @@ from mlx_lm.generate import generate_step
 from kvstrata.errors import ModelError
 from kvstrata.models.probe import probe
 from tests.engine.drive import Drive
-from tests.tiny import FOREIGN, tiny_loaded
+from tests.support.models import FOREIGN, tiny_loaded
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [2, 7, 1, 8, 2, 8]]
 

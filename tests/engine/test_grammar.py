@@ -21,8 +21,8 @@ from kvstrata.grammar.compiler import Grammar, GrammarCompiler
 from kvstrata.grammar.constraint import Constraint
 from kvstrata.grammar.matcher import Matcher, TokenMasks
 from kvstrata.metrics import Metrics
-from tests.byte_level import byte_grammars, byte_model, byte_tokenizer, id_of, ids_of
 from tests.engine.drive import Client, Drive
+from tests.support.models import byte_grammars, byte_model, byte_tokenizer, id_of, ids_of
 
 ROW = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}, "required": ["n", "s"]}
 ENDLESS = Constraint.json_schema({"type": "array", "items": {**ROW, "additionalProperties": False}, "minItems": 10_000})

@@ -16,8 +16,8 @@ from kvstrata.engine.engine import Engine
 from kvstrata.engine.request import Event, Failed, Finished, Request, Sampling, TextDelta
 from kvstrata.grammar.constraint import Constraint
 from kvstrata.metrics import Metrics
-from tests.byte_level import byte_grammars, byte_model, id_of
 from tests.grammar.schemas import schemas
+from tests.support.models import byte_grammars, byte_model, id_of
 
 MAX_TOKENS = 400
 # Most schemas allow blanks nearly everywhere, so a random model would write little else.

@@ -13,7 +13,7 @@ from kvstrata.engine.engine import Engine
 from kvstrata.engine.request import Event, Finished
 from kvstrata.metrics import Metrics
 from tests.engine.test_engine import Reply, request, running
-from tests.tiny import tiny_loaded
+from tests.support.models import tiny_loaded
 
 
 def answered(engine: Engine, id_: str) -> float:

@@ -9,7 +9,7 @@ from kvstrata.engine.config import EngineLimits, KvConfig
 from tests.engine.drive import Drive, do_one_step
 from tests.engine.test_loop import prompt
 from tests.engine.test_requantize import settle
-from tests.tiny import tiny_loaded
+from tests.support.models import tiny_loaded
 
 
 def chats(drive: Drive, count: int) -> list[int]:

@@ -15,7 +15,7 @@ from kvstrata.tiers.interface import Usage
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import engine_on, flush_tier, settle
 from tests.engine.test_engine import Reply
-from tests.tiny import VOCAB, tiny_loaded
+from tests.support.models import VOCAB, tiny_loaded
 
 NUM_TURNS = 2 * MAX_SPANS
 

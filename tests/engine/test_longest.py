@@ -22,7 +22,7 @@ from kvstrata.models.load import LoadedModel
 from tests.engine.drive import GREEDY, Client, Drive
 from tests.engine.test_loop import prompt
 from tests.engine.test_requantize import settle
-from tests.tiny import VOCAB, tiny_config, tiny_module, tiny_tokenizer
+from tests.support.models import VOCAB, tiny_config, tiny_module, tiny_tokenizer
 
 GIB = 1 << 30
 # 32 layers, 8 heads of 128, 16 bit.

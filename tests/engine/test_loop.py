@@ -14,7 +14,7 @@ from kvstrata.engine.scheduler import PassCost
 from kvstrata.engine.sequence import Sequence
 from kvstrata.kv.mixed_pass import MixedPass
 from tests.engine.drive import GREEDY, Client, Drive
-from tests.tiny import VOCAB, tiny_loaded
+from tests.support.models import VOCAB, tiny_loaded
 
 MIB = 1 << 20
 

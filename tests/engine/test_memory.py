@@ -35,7 +35,7 @@ from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.metrics import Metrics
 from kvstrata.models.probe import probe
 from kvstrata.platform.device import MlxBackend
-from tests.tiny import VOCAB, layout_of, tiny_loaded, tiny_module
+from tests.support.models import VOCAB, layout_of, tiny_loaded, tiny_module
 
 MIB, GIB = 1 << 20, 1 << 30
 CONTEXT = 2048

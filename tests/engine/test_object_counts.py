@@ -17,7 +17,7 @@ from kvstrata.prefix_cache.keys import chain
 from kvstrata.tiers.disk.tier import DiskTier
 from kvstrata.tiers.options import DiskOptions
 from tests.engine.drive import Drive
-from tests.tiny import VOCAB, tiny_loaded
+from tests.support.models import VOCAB, tiny_loaded
 
 KIB, MIB = 1 << 10, 1 << 20
 NUM_REQUESTS = 640

@@ -15,7 +15,7 @@ from kvstrata.engine.profiling import PassShape, measure_scratch
 from kvstrata.engine.runner import ModelRunner
 from kvstrata.models.load import LoadedModel
 from kvstrata.models.probe import probe
-from tests.tiny import VOCAB, tiny_loaded
+from tests.support.models import VOCAB, tiny_loaded
 
 SHAPE = PassShape(rows=1, vocab_size=VOCAB, max_context_tokens=64, chunk_tokens=16)
 

@@ -14,7 +14,7 @@ from kvstrata.kv.precision_estimate import LOWER
 from kvstrata.prefix_cache.requantize import RECURRENT, PrecisionChange
 from tests.engine.drive import Drive
 from tests.engine.test_loop import prompt
-from tests.tiny import tiny_loaded
+from tests.support.models import tiny_loaded
 
 
 def settle(drive: Drive) -> None:

@@ -18,7 +18,7 @@ from kvstrata.models.load import LoadedModel
 from kvstrata.prefix_cache.requantize import PrecisionChange
 from tests.engine.drive import Client, Drive, do_one_step
 from tests.engine.test_loop import prompt
-from tests.tiny import tiny_loaded
+from tests.support.models import tiny_loaded
 
 NAME = st.sampled_from(["planes:8", "planes:4", "planes:2", "raw"])
 SCOPE = st.sampled_from(["all", "all", "live", "stored"])

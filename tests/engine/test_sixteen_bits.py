@@ -32,8 +32,7 @@ from kvstrata.tiers.options import DiskOptions
 from tests.engine.drive import Client, Drive
 from tests.kv.test_batch_cache import steady_module
 from tests.kv.test_sixteen_bits import decoded
-from tests.sixteen import CASES, OFFSET, Error, Sixteen, check, rms, sixteen
-from tests.tiny import VOCAB, tiny_config, tiny_loaded
+from tests.support.models import CASES, OFFSET, VOCAB, Error, Sixteen, check, rms, sixteen, tiny_config, tiny_loaded
 
 pytestmark = pytest.mark.usefixtures("as_on_metal")
 

@@ -42,10 +42,9 @@ from kvstrata.prefix_cache.requantize import PrecisionChange
 from kvstrata.tiers.options import DiskOptions
 from tests.engine.test_disk import settle
 from tests.engine.test_engine import Reply
-from tests.sixteen import cast
+from tests.support.models import VOCAB, cast, tiny_loaded, tiny_module
 from tests.tiers.disk.blocks import real_bytes
 from tests.tiers.disk.faults import flip
-from tests.tiny import VOCAB, tiny_loaded, tiny_module
 
 # In a run of all slow tests; `make soak` asks for twenty.
 DEFAULT_MINUTES = 0.5

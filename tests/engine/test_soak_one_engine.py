@@ -28,7 +28,7 @@ from kvstrata.platform.memory import trim_heap
 from kvstrata.prefix_cache import entry_table
 from tests.engine.test_engine import Reply
 from tests.engine.test_object_counts import count_objects
-from tests.tiny import VOCAB, tiny_loaded
+from tests.support.models import VOCAB, tiny_loaded
 
 # In a run of all slow tests; `make soak` asks for 50,000.
 DEFAULT_REQUESTS = 50_000  # with far fewer the warm-up ends before the uses that are waited for have settled

@@ -14,8 +14,8 @@ import pytest
 from kvstrata.engine.executor import EngineCore
 from kvstrata.server.state import ServerState
 from tests.events.subscriber import BLOCK_TOKENS, Subscriber, blocks_of, subscribed
-from tests.server.conftest import Served, running
-from tests.tiny import VOCAB, tiny_loaded
+from tests.support.models import VOCAB, tiny_loaded
+from tests.support.servers import Served, running
 
 ADDRESS = "tcp://127.0.0.1:0"
 NUM_PARTS = 10

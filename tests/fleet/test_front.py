@@ -18,8 +18,8 @@ import pytest
 from kvstrata.models.load import LoadedModel, load
 from tests.fleet.local import LocalFleet, front_of, local_fleet, serving
 from tests.models.conftest import write_model
-from tests.server.browser import HOW_TO_GET, browsing, find_browser
-from tests.tiny import tiny_config, tiny_module
+from tests.support.browser import HOW_TO_GET, browsing, find_browser
+from tests.support.models import tiny_config, tiny_module
 
 KEYS = {"api_key": ["first-key", "second-key"], "admin_key": ["admin-key"]}
 

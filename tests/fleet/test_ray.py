@@ -14,7 +14,7 @@ import pytest
 
 from tests.fleet.ray_fleet import RayFleet, cached, kill, ray_fleet
 from tests.models.conftest import write_model
-from tests.tiny import tiny_config, tiny_module
+from tests.support.models import tiny_config, tiny_module
 
 # Ray takes half a minute to start, and its own time limits are short for a busy machine: make test-all runs these.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvstrata.grammar.constraint import Constraint
 from kvstrata.grammar.matcher import Matcher, TokenMasks
-from tests.byte_level import byte_grammars, byte_model, ids_of
+from tests.support.models import byte_grammars, byte_model, ids_of
 
 
 def allowed_ids(matcher: Matcher) -> set[int]:

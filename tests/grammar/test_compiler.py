@@ -23,9 +23,17 @@ from kvstrata.grammar import compiler as module
 from kvstrata.grammar.compiler import CompilePool, CompilersBusy, GrammarCompiler
 from kvstrata.grammar.constraint import MAX_REGEX_BYTES, Constraint
 from kvstrata.grammar.matcher import MAX_REASON_CHARS, TokenMasks
-from tests.byte_level import PADDED_LOGITS, byte_grammars, byte_model, byte_tokenizer, id_of, ids_of, new_grammars
 from tests.grammar.follow import allowed_ids, takes, takes_ids
-from tests.tiny import tiny_tokenizer
+from tests.support.models import (
+    PADDED_LOGITS,
+    byte_grammars,
+    byte_model,
+    byte_tokenizer,
+    id_of,
+    ids_of,
+    new_grammars,
+    tiny_tokenizer,
+)
 
 PERSON = {
     "type": "object",

@@ -11,8 +11,8 @@ import pytest
 from kvstrata.errors import InvalidRequest
 from kvstrata.grammar.constraint import Constraint
 from kvstrata.grammar.tool_grammar import CallForm, close_schema, tool_call_grammar
-from tests.byte_level import byte_grammars, id_of, ids_of
 from tests.grammar.follow import takes, takes_ids
+from tests.support.models import byte_grammars, id_of, ids_of
 
 CITY = {
     "type": "object",

@@ -13,7 +13,7 @@ from kvstrata.kv.batch_cache import BatchCache
 from kvstrata.kv.layout import Layout
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.models.probe import probe
-from tests.tiny import ARCHITECTURES, VOCAB, tiny_module
+from tests.support.models import ARCHITECTURES, VOCAB, tiny_module
 
 NUM_SEQUENCES = 8
 

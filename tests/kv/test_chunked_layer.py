@@ -23,7 +23,7 @@ from kvstrata.kv.span import SpanRange, prefix_of
 from kvstrata.kv.transcode import transcode_checkpoints, transcode_layer
 from kvstrata.models.probe import probe
 from tests.kv.drive import sealed_span
-from tests.tiny import VOCAB
+from tests.support.models import VOCAB
 
 CHUNK = 16
 NUM_TOKENS = 400

@@ -29,7 +29,7 @@ from kvstrata.kv.raw_window import RawWindow
 from kvstrata.kv.sequence_cache import Prefix, SequenceCache
 from kvstrata.models.probe import probe
 from tests.attention.table_walk import Walk
-from tests.tiny import tiny_module
+from tests.support.models import tiny_module
 
 ARCHITECTURES = ["qwen3", "gemma3_text", "gpt_oss", "gemma4_text"]
 LENGTHS = (7, 40, 21)

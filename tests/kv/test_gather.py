@@ -13,8 +13,8 @@ from kvstrata.kv.layout import LayerSpec, Layout
 from kvstrata.kv.precision_plan import make_plan
 from kvstrata.kv.span import Span
 from kvstrata.kv.transcode import shrink, transcode_layer
-from tests.allocated import active_bytes
 from tests.codecs.arrays import keys, same_bits
+from tests.support.memory import active_bytes
 
 LAYERS, HEADS, DIM, TOKENS = 6, 2, 64, 300
 LAYOUT = Layout((LayerSpec("full", kv_heads=HEADS, k_dim=DIM, v_dim=DIM),) * LAYERS)

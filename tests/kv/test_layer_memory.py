@@ -20,10 +20,10 @@ from kvstrata.kv.raw_window import RawWindow
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.window_layer import WindowLayer
 from kvstrata.models.probe import probe
-from tests.allocated import active_bytes, peak_bytes
 from tests.kv import cache_memory as memory
 from tests.kv.cache_memory import MemoryFigures, counted_concatenations
-from tests.tiny import VOCAB, tiny_module
+from tests.support.memory import active_bytes, peak_bytes
+from tests.support.models import VOCAB, tiny_module
 
 HEADS, K_DIM, V_DIM = 2, 16, 8
 TOKEN_BYTES = HEADS * (K_DIM + V_DIM) * 4

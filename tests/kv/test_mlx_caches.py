@@ -21,9 +21,9 @@ from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.span import Span, SpanRange, prefix_of
 from kvstrata.kv.transcode import transcode_layer
 from kvstrata.models.probe import probe
-from tests.allocated import active_bytes
 from tests.kv.drive import TOLERANCE, Text, address, distance, forward, sealed_span, text_for
-from tests.tiny import ARCHITECTURES
+from tests.support.memory import active_bytes
+from tests.support.models import ARCHITECTURES
 
 MIXED = [50, *[1] * 3, 17]  # a ring that was filled, rotated, refilled
 RINGS = ("gemma3_text", "gpt_oss")

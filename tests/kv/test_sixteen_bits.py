@@ -18,7 +18,7 @@ from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.span import Span, SpanRange, prefix_of
 from kvstrata.kv.transcode import transcode_layer
 from tests.kv.drive import sealed_span
-from tests.sixteen import NUM_SCORED, NUM_TOKENS, OFFSET, WITH_DTYPES, Error, Sixteen, check, rms, run, scored
+from tests.support.models import NUM_SCORED, NUM_TOKENS, OFFSET, WITH_DTYPES, Error, Sixteen, check, rms, run, scored
 
 pytestmark = pytest.mark.usefixtures("as_on_metal")
 

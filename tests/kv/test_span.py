@@ -16,7 +16,7 @@ from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.span import Span, SpanRange, prefix_of
 from kvstrata.kv.transcode import shrink, transcode_layer
 from tests.kv.drive import NUM_TOKENS, Text, sealed_span, text_for
-from tests.tiny import ARCHITECTURES
+from tests.support.models import ARCHITECTURES
 
 ROUNDS = 3
 

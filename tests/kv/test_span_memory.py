@@ -20,7 +20,6 @@ from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.kv.span import Span, SpanRange, prefix_of
 from kvstrata.kv.transcode import shrink, transcode_checkpoints, transcode_layer
 from kvstrata.models.probe import probe
-from tests.allocated import active_bytes, peak_bytes
 from tests.kv.drive import (
     LAYOUT,
     TOKEN_BYTES,
@@ -34,7 +33,8 @@ from tests.kv.drive import (
     sealed_span,
     text_for,
 )
-from tests.tiny import VOCAB, tiny_module
+from tests.support.memory import active_bytes, peak_bytes
+from tests.support.models import VOCAB, tiny_module
 
 CODECS = ["raw", "affine:4", "planes:8", "planes:4", "planes:2"]
 OWNED_TOKENS = 6000

@@ -19,8 +19,8 @@ from kvstrata.kv.transcode import transcode_checkpoints, transcode_layer
 from kvstrata.models.load import LoadedModel
 from kvstrata.models.probe import probe
 from kvstrata.text.tokenizer import encode_prompt
-from tests.allocated import active_bytes
 from tests.kv.drive import address, distance, random_kv, random_span, sealed_span, text_for
+from tests.support.memory import active_bytes
 
 SAMPLE = Path(kvstrata.bench.__file__).parent / "sample.txt"
 

@@ -15,8 +15,8 @@ from kvstrata.kv.raw_window import RawWindow
 from kvstrata.kv.span import Span
 from kvstrata.kv.transcode import LayerTranscoder, encode_live, is_transcoded, shrink, transcode_layer
 from kvstrata.kv.work_sizes import slices, work_sizes_of
-from tests.allocated import active_bytes, peak_bytes
 from tests.kv.drive import LAYOUT, TOKEN_BYTES, filled_layer, live_span_of, random_kv
+from tests.support.memory import active_bytes, peak_bytes
 
 SIZES = work_sizes_of(LAYOUT.flat()[0])
 NUM_TOKENS = 2 * SIZES.segment_tokens + 3000

@@ -12,7 +12,7 @@ import pytest
 from mlx.utils import tree_flatten
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tests.tiny import VOCAB, tiny_config, tiny_module
+from tests.support.models import VOCAB, tiny_config, tiny_module
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 QUANTIZATION = {"group_size": 32, "bits": 4}

@@ -27,7 +27,7 @@ from kvstrata.models.gguf.convert import convert
 from kvstrata.models.gguf.tensor_types import BLOCKS, GROUP, affine, plain
 from kvstrata.models.load import load
 from tests.models.gguf_files import VOCAB, write_gguf
-from tests.tiny import tiny_config, tiny_module
+from tests.support.models import tiny_config, tiny_module
 
 PACKED = [block.name for block in BLOCKS.values() if block.unpack is not None]
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}

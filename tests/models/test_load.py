@@ -17,7 +17,7 @@ from kvstrata.errors import ModelError
 from kvstrata.models.cpu_options import CpuOptions
 from kvstrata.models.load import UNLIMITED_CONTEXT_TOKENS, context_tokens, load
 from tests.models.conftest import QUANTIZATION, quantized_module, write_model
-from tests.tiny import VOCAB, tiny_config, tiny_module
+from tests.support.models import VOCAB, tiny_config, tiny_module
 
 RAW = CpuOptions("raw")
 on_cpu = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="weights become float32 on the CPU back-end only")

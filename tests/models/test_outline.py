@@ -17,7 +17,7 @@ from tests.models.conftest import QUANTIZATION, quantized_module, write_model
 from tests.models.gguf_files import write_gguf
 from tests.models.test_gguf import a_model
 from tests.models.test_placement import KV, LAYERS, NUM_VALUES, eight_b  # noqa: F401
-from tests.tiny import tiny_config, tiny_module
+from tests.support.models import tiny_config, tiny_module
 
 BACKEND = mlx_backend()
 

@@ -25,7 +25,7 @@ from kvstrata.packed.form import DENSE, CpuForm
 from kvstrata.packed.place import placed_bytes
 from tests.models.conftest import QUANTIZATION, quantized_module, write_model, write_tokenizer
 from tests.packed.models import EXACT, ROUNDED, quantized_model
-from tests.tiny import tiny_config, tiny_module
+from tests.support.models import tiny_config, tiny_module
 
 
 def test_choose_form_follows_dtype_and_options() -> None:

@@ -13,7 +13,7 @@ from kvstrata.kv.attention_rows import AttentionRows
 from kvstrata.models import probe as probing
 from kvstrata.models.probe import probe
 from tests.kv.test_batch_cache import steady_module
-from tests.tiny import ARCHITECTURES
+from tests.support.models import ARCHITECTURES
 
 pytestmark = pytest.mark.usefixtures("as_on_metal")
 

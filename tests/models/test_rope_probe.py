@@ -13,7 +13,7 @@ import pytest
 from kvstrata.kv.layout import LayerSpec, Layout
 from kvstrata.models.probe import probe
 from kvstrata.models.rope_probe import POSITIONS, turned, with_rotations
-from tests.tiny import ARCHITECTURES, tiny_module
+from tests.support.models import ARCHITECTURES, tiny_module
 
 COMMON = {
     "hidden_size": 64,

@@ -20,7 +20,7 @@ from kvstrata.packed import block
 from kvstrata.packed.form import DENSE
 from kvstrata.packed.place import place
 from tests.packed.models import EXACT, ROUNDED, logits, num_fused, quantized_model
-from tests.tiny import layout_of, tiny_loaded
+from tests.support.models import layout_of, tiny_loaded
 
 PROMPTS = ([5, 9, 2, 40, 41], [7, 3] * 9, [11])
 STEPS = 6

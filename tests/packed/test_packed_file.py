@@ -17,7 +17,7 @@ from kvstrata.packed import block, packed_file
 from kvstrata.packed.weight import pack
 from tests.models.conftest import QUANTIZATION, quantized_module, write_model
 from tests.packed.models import num_fused
-from tests.tiny import tiny_config
+from tests.support.models import tiny_config
 
 pytestmark = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="weights are packed on a CPU alone")
 PROMPT = mx.array([[5, 6, 7, 8]])

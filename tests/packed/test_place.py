@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvstrata.packed.form import DENSE, CpuForm
 from kvstrata.packed.place import place, placed_bytes
 from tests.packed.models import EXACT, ROUNDED, held_bytes, logits, num_fused, quantized_model
-from tests.tiny import ARCHITECTURES, tiny_module
+from tests.support.models import ARCHITECTURES, tiny_module
 
 # Blocks of the common build.
 NUM_FUSED = {"llama": 4, "qwen2": 4, "qwen3": 4, "gemma3_text": 4}

@@ -12,9 +12,9 @@ import pytest
 
 from kvstrata.platform.logging import JsonFormatter, TextFormatter
 from tests.models.conftest import write_model
-from tests.server.conftest import running
 from tests.server.test_process import serving
-from tests.tiny import tiny_config, tiny_loaded, tiny_module
+from tests.support.models import tiny_config, tiny_loaded, tiny_module
+from tests.support.servers import running
 
 LEVELS = ["debug", "info", "warning", "error", "critical"]
 

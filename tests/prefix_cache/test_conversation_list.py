@@ -14,7 +14,7 @@ from kvstrata.prefix_cache.usage import PrecisionRun
 from tests.engine.drive import Drive
 from tests.engine.test_loop import prompt
 from tests.prefix_cache.test_session_counts import LONGER, drive_with_rotations
-from tests.tiny import tiny_loaded
+from tests.support.models import tiny_loaded
 
 
 def take_snapshot(

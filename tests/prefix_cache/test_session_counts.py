@@ -10,7 +10,7 @@ from kvstrata.engine.cache_api import as_ids
 from kvstrata.prefix_cache.conversation_list import MAX_COUNTED, CachedConversation, CountedSlice, SessionCounts
 from tests.engine.drive import Drive
 from tests.engine.test_loop import prompt
-from tests.tiny import tiny_loaded
+from tests.support.models import tiny_loaded
 
 LONGER = prompt(300, seed=1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.docs.make import DOCS, endpoints_of
-from tests.server.conftest import Served
+from tests.support.servers import Served
 
 
 def test_every_endpoint_has_its_row(tiny: Served) -> None:

@@ -12,8 +12,8 @@ from kvstrata.config import load
 from kvstrata.prefix_cache.keys import owner_of
 from kvstrata.server.http.access import SCOPE_KEY, ApiKey, RequireKey, owner_of_scope, salt_of
 from kvstrata.server.options import api_keys
-from tests.server.conftest import Served, running
-from tests.tiny import tiny_loaded
+from tests.support.models import tiny_loaded
+from tests.support.servers import Served, running
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from tests.server.conftest import Served
+from tests.support.servers import Served
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

@@ -11,8 +11,8 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from kvstrata.models.load import LoadedModel
-from tests.server.conftest import Served, running
 from tests.server.played import letters, play
+from tests.support.servers import Served, running
 from tests.text.chat_templates import LLAMA
 
 HELLO = [{"role": "user", "content": "hi"}]

@@ -13,9 +13,9 @@ from starlette.types import Message, Receive, Scope, Send
 from kvstrata.errors import Unavailable
 from kvstrata.server.cache.transfer import IMPORT_PATH
 from kvstrata.server.http.body_limit import BodyLimits, BoundBodyMemory, HttpLimits, release_body
-from tests.server.conftest import Served, running
-from tests.server.raw import completion, connected, until
-from tests.tiny import tiny_loaded
+from tests.support.models import tiny_loaded
+from tests.support.raw_http import completion, connected, until
+from tests.support.servers import Served, running
 
 LIMITS = BodyLimits(HttpLimits(max_body_bytes=100, body_memory_bytes=100), {IMPORT_PATH: 1000})
 

@@ -11,9 +11,9 @@ import pytest
 
 from kvstrata.engine.cache_api import CacheApi
 from kvstrata.engine.executor import EngineCore
-from tests.server.conftest import Served, running
 from tests.server.test_ops import scrape
-from tests.tiny import VOCAB, tiny_loaded
+from tests.support.models import VOCAB, tiny_loaded
+from tests.support.servers import Served, running
 
 LONG = [5 + (i * 7 + i // 11) % (VOCAB - 10) for i in range(400)]
 

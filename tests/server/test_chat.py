@@ -11,7 +11,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 
-from tests.server.conftest import Served
+from tests.support.servers import Served
 
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the capital of France?"}]
 

@@ -19,7 +19,7 @@ from kvstrata.server.openai.response import ChatChoice
 from kvstrata.server.state import ServerState
 from kvstrata.text.reply_events import ReplyText
 from tests.server import played as played_by
-from tests.server.conftest import running
+from tests.support.servers import running
 from tests.text.chat_templates import HERMES
 
 HELLO = [{"role": "user", "content": "hi"}]

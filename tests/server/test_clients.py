@@ -13,9 +13,9 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from tests.server.conftest import Served, running
-from tests.server.raw import PATIENCE_S, answer, completion, connected, head, is_closed, rest, until
-from tests.tiny import tiny_loaded
+from tests.support.models import tiny_loaded
+from tests.support.raw_http import PATIENCE_S, answer, completion, connected, head, is_closed, rest, until
+from tests.support.servers import Served, running
 
 HEALTH = head("/health")
 OK = b'{"status":"ok"}'

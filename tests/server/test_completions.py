@@ -10,8 +10,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from tests.server.conftest import Served, running
-from tests.tiny import VOCAB, tiny_loaded
+from tests.support.models import VOCAB, tiny_loaded
+from tests.support.servers import Served, running
 
 PROMPT = "The capital of France is"
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from kvstrata.engine.executor import EngineCore
-from tests.server.conftest import Served, running
 from tests.server.test_cache import LONG, complete, get, is_written, post, settle, wait_done
 from tests.server.test_keys import As
-from tests.tiny import tiny_loaded
+from tests.support.models import tiny_loaded
+from tests.support.servers import Served, running
 
 FIRST, SECOND = [*LONG, 7, 8], [*LONG[:250], 3, 4, 5, 6]
 

@@ -14,8 +14,8 @@ from kvstrata.models.cpu_options import CpuOptions
 from kvstrata.models.load import LoadedModel, load
 from tests.engine.test_disk import make_computing_slow
 from tests.models.conftest import QUANTIZATION, quantized_module, write_model
-from tests.server.conftest import Served, running
-from tests.tiny import tiny_config
+from tests.support.models import tiny_config
+from tests.support.servers import Served, running
 
 pytestmark = pytest.mark.skipif(backends.runtime().backend != "cpu", reason="packed weights are for a CPU with numba")
 

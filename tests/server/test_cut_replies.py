@@ -18,8 +18,8 @@ from kvstrata.server.openai.endpoints import read_chat
 from kvstrata.server.openai.response import ChatChoice, OpenAIWriter
 from tests.agents import forced
 from tests.agents.forced import TEMPLATE, call_text, forced_model, serving
-from tests.server.conftest import Served, running
 from tests.server.played import SCOPE
+from tests.support.servers import Served, running
 
 TOOL = {
     "type": "function",

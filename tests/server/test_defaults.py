@@ -11,8 +11,8 @@ import pytest
 from kvstrata.engine.request import Sampling
 from kvstrata.models.generation_config import SamplingDefaults
 from kvstrata.server.openai.endpoints import read_chat, read_completion
-from tests.server.conftest import Served, running
-from tests.tiny import VOCAB, tiny_loaded
+from tests.support.models import VOCAB, tiny_loaded
+from tests.support.servers import Served, running
 
 RECOMMENDED = SamplingDefaults(temperature=0.0, top_p=0.9, top_k=10**6, min_p=0.05, repetition_penalty=1.1)
 PROMPT = list(range(5, 25))

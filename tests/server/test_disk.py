@@ -20,11 +20,11 @@ from kvstrata.platform.device import device
 from kvstrata.tiers.disk.filesystem import Filesystem
 from tests.engine.test_disk import make_computing_slow
 from tests.models.conftest import write_model
-from tests.server.conftest import Served, running
 from tests.server.test_cache import LONG, complete, get
 from tests.server.test_process import serving
+from tests.support.models import tiny_config, tiny_loaded, tiny_module
+from tests.support.servers import Served, running
 from tests.tiers.timing import eventually
-from tests.tiny import tiny_config, tiny_loaded, tiny_module
 
 MESSAGES = [
     {"role": "system", "content": "You know all about orchards. " + "Apples, pears and quinces grow there. " * 8},

@@ -9,7 +9,7 @@ import pytest
 
 from kvstrata.server import state
 from kvstrata.server.state import expire_texts
-from tests.server.conftest import Served
+from tests.support.servers import Served
 
 SALT = "to be forgotten"
 PLACES = ("/cache/sessions", "/cache/history")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.conftest import Served
+from tests.support.servers import Served
 
 DASHBOARD: dict[str, Any] = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
 NAME = re.compile(r"\b(?:vllm:|kvstrata_)[a-z0-9_]+")

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from kvstrata.models.load import LoadedModel
 from kvstrata.text.tokenizer import encode_rendered
-from tests.server.conftest import Served, running
 from tests.server.played import play_ids as played_ids
+from tests.support.servers import Served, running
 from tests.text.chat_templates import GPT_OSS, HARMONY
 
 HELLO = [{"role": "user", "content": "hi"}]

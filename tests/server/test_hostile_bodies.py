@@ -29,9 +29,9 @@ from kvstrata.server.http.json_body import parse_json, validated
 from kvstrata.server.openai.schema import ChatCompletionRequest, CompletionRequest
 from kvstrata.server.state import MAX_SMALL_BODIES
 from tests.models.conftest import write_model
-from tests.server.conftest import Served
 from tests.server.test_process import serving
-from tests.tiny import tiny_config, tiny_module
+from tests.support.models import tiny_config, tiny_module
+from tests.support.servers import Served
 
 MIB = 1 << 20
 MAX_HEALTH_S = 0.5

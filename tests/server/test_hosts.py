@@ -9,8 +9,8 @@ import httpx
 import openai
 import pytest
 
-from tests.server.conftest import Served, running
-from tests.tiny import tiny_loaded
+from tests.support.models import tiny_loaded
+from tests.support.servers import Served, running
 
 EVIL = "evil.example:8000"
 PATHS = ("/", "/health", "/metrics", "/props", "/openapi.json", "/v1/models", "/cache/usage", "/nothing")

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from kvstrata.errors import BodyTooLarge, InvalidRequest
 from kvstrata.server.http.body_limit import INFLATED_BYTES, DecompressedBody
-from tests.server.conftest import Served, running
-from tests.tiny import tiny_loaded
+from tests.support.models import tiny_loaded
+from tests.support.servers import Served, running
 
 BODY = json.dumps({"prompt": [5] * 50, "max_tokens": 1}).encode()
 MAX_BYTES = 1 << 20

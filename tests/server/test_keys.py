@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.conftest import Served, running
 from tests.server.test_cache import LONG, is_written, settle
 from tests.server.test_ops import scrape
-from tests.tiny import tiny_loaded
+from tests.support.models import tiny_loaded
+from tests.support.servers import Served, running
 
 KEYS = ("key-a", "key-b", "boss")
 OTHER = LONG[::-1]

@@ -14,10 +14,10 @@ import openai
 import pytest
 
 from kvstrata.engine.executor import EngineCore
-from tests.server.conftest import Served, running
-from tests.server.raw import connected, head
 from tests.server.test_ops import scrape
-from tests.tiny import VOCAB, tiny_loaded
+from tests.support.models import VOCAB, tiny_loaded
+from tests.support.raw_http import connected, head
+from tests.support.servers import Served, running
 
 CANCELLED = 'kvstrata_requests_total{outcome="cancelled"}'
 

@@ -13,8 +13,8 @@ from kvstrata.server.chat import writer
 from kvstrata.server.openai.response import ChatChoice, CompletionChoice
 from kvstrata.server.responses import endpoints
 from kvstrata.text.reply_events import ReplyText, ToolCallArguments, ToolCallStart
-from tests.server.conftest import Served
-from tests.tiny import tiny_tokenizer
+from tests.support.models import tiny_tokenizer
+from tests.support.servers import Served
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ from kvstrata.engine.cache_api import as_ids
 from kvstrata.errors import KvstrataError
 from kvstrata.models.load import LoadedModel
 from kvstrata.server.sessions import SessionName
-from tests.server.conftest import Served, running
-from tests.tiny import VOCAB, tiny_loaded, tiny_module
+from tests.support.models import VOCAB, tiny_loaded, tiny_module
+from tests.support.servers import Served, running
 
 OCTETS = {"content-type": "application/octet-stream"}
 PROMPT = [5 + (7 * i + i * i) % 80 for i in range(400)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import Served
+from tests.support.servers import Served
 
 PROMPT = [3 + place * 7 % 90 for place in range(2000)]
 

@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.server.conftest import Served
+from tests.support.servers import Served
 
 CHECKS = (not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance)
 OLDER = ("n", "tools", "tool_choice", "response_format", "functions", "function_call", "audio", "web_search_options",

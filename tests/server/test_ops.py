@@ -9,7 +9,7 @@ import pytest
 
 from kvstrata.cli.doctor import doctor
 from kvstrata.models.load import LoadedModel
-from tests.server.conftest import Served, running
+from tests.support.servers import Served, running
 
 DASHBOARD_NAMES = [
     "vllm:num_requests_running",

@@ -14,9 +14,9 @@ from kvstrata.config import load
 from kvstrata.errors import ConfigError
 from kvstrata.platform.device import Device
 from kvstrata.server.build import build_server
-from tests.server.conftest import Served
 from tests.server.test_ops import scrape
-from tests.tiny import tiny_loaded
+from tests.support.models import tiny_loaded
+from tests.support.servers import Served
 
 GIB = 1 << 30
 CITIES = ("Vilnius", "Porto", "Graz", "Bergen", "Split", "Cork", "Ghent", "Tartu")

@@ -19,9 +19,9 @@ import pytest
 from kvstrata.config import Settings, env_name, flag_name
 from kvstrata.models.load import LoadedModel
 from tests.models.conftest import write_model
-from tests.server.conftest import Served
-from tests.server.raw import answer, head
-from tests.tiny import tiny_config, tiny_module
+from tests.support.models import tiny_config, tiny_module
+from tests.support.raw_http import answer, head
+from tests.support.servers import Served
 
 KVSTRATA = (sys.executable, "-c", "from kvstrata.cli import main; main()")
 

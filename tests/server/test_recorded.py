@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from kvstrata.models.load import LoadedModel
 from kvstrata.server.chat import serving as serving_module
 from tests.agents.forced import BEGIN, CHATML, END, Prompt, call_text, from_files, model_with, serving
-from tests.server.conftest import Served
+from tests.support.servers import Served
 
 FOLDER = Path(__file__).parent / "recorded"
 IS_RECORDING = bool(os.environ.get("KVSTRATA_RECORD"))

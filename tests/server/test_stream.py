@@ -15,8 +15,8 @@ from kvstrata.server.chat.serving import Heartbeat, send_stream
 from kvstrata.server.openai.response import CompletionChoice, OpenAIWriter
 from kvstrata.text.reply_parser import PlainParser
 from kvstrata.text.tool_calls.answer_text import OfferedTools
-from tests.server.conftest import running
-from tests.tiny import tiny_loaded
+from tests.support.models import tiny_loaded
+from tests.support.servers import running
 
 
 class Clock:

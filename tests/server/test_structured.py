@@ -10,7 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.server.conftest import Served
+from tests.support.servers import Served
 
 HELLO: Any = [{"role": "user", "content": "Tell me of a city, as JSON."}]
 SCHEMA = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.server.conftest import Served
+from tests.support.servers import Served
 
 HELLO = [{"role": "user", "content": "Hello, wörld 🙂"}]
 

@@ -8,7 +8,7 @@ import anthropic
 import pytest
 
 from tests.agents.forced import Forced, Prompt, call_text, serving
-from tests.server.conftest import Served
+from tests.support.servers import Served
 
 LONG = "again and " * 3000
 SAID = {

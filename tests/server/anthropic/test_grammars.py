@@ -12,7 +12,7 @@ from anthropic.types import TextBlock, ToolUseBlock
 
 from tests.agents.forced import forced_model
 from tests.server.anthropic.conftest import client_of
-from tests.server.conftest import Served, running
+from tests.support.servers import Served, running
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

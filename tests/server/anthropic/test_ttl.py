@@ -14,8 +14,8 @@ from kvstrata.engine.executor import EngineCore
 from kvstrata.server.anthropic import request
 from tests.agents.forced import Forced, serving
 from tests.server.anthropic.conftest import client_of, script
-from tests.server.conftest import Served
 from tests.server.test_ops import scrape
+from tests.support.servers import Served
 
 TOKEN_BYTES = 2 * 16 * 4  # keys and values of one layer with one head of 16, in float32
 LONG = "The bridges of Bergen are many. " * 60

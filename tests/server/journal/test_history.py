@@ -13,11 +13,11 @@ import pytest
 from kvstrata.engine.cache_api import CacheApi
 from kvstrata.server.history import SETTLED_AFTER, HistorySampler
 from kvstrata.server.request_log import MAX_REQUESTS
-from tests.server.conftest import Served, running
 from tests.server.journal.conftest import Lines
 from tests.server.test_cache import LONG, complete, get, post
 from tests.server.test_keys import As
-from tests.tiny import tiny_loaded
+from tests.support.models import tiny_loaded
+from tests.support.servers import Served, running
 
 
 @pytest.fixture(scope="module")

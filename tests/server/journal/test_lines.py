@@ -10,9 +10,9 @@ import pytest
 
 from tests.agents.forced import Forced, Prompt, call_text, serving
 from tests.server.anthropic.conftest import client_of
-from tests.server.conftest import Served
 from tests.server.journal.conftest import Lines
-from tests.server.raw import completion, connected
+from tests.support.raw_http import completion, connected
+from tests.support.servers import Served
 
 SECRET = "the quince is yellow"
 

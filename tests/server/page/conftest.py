@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.server.browser import HOW_TO_GET, Browser, Page, browsing, find_browser
-from tests.server.conftest import Served, emptied, running
-from tests.tiny import tiny_loaded
+from tests.support.browser import HOW_TO_GET, Browser, Page, browsing, find_browser
+from tests.support.models import tiny_loaded
+from tests.support.servers import Served, emptied, running
 
 LOADED = "!document.getElementById('main').hidden"
 IS_ASKED = "document.getElementById('confirm').open"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.agents.forced import Forced, Prompt, serving
-from tests.server.browser import Browser, Page
 from tests.server.page.conftest import LOADED
+from tests.support.browser import Browser, Page
 
 IDLE = """!document.querySelector('#chat [name=send]').hidden
   && document.querySelector('.message.assistant footer').innerText"""

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.server.browser import Page
-from tests.server.conftest import Served
 from tests.server.page.conftest import IS_ASKED, shown
 from tests.server.test_cache import LONG, complete, get, post, settle
+from tests.support.browser import Page
+from tests.support.servers import Served
 
 FIRST, SECOND = [*LONG, 7, 8], [*LONG[:250], 3, 4, 5, 6]
 

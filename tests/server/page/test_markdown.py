@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.server.browser import Browser, Page
-from tests.server.conftest import Served
+from tests.support.browser import Browser, Page
+from tests.support.servers import Served
 
 # No text becomes any other element or attribute.
 TAGS = {

@@ -10,11 +10,11 @@ import pytest
 
 from kvstrata.server.dashboard import FILES
 from tests.agents.forced import forced_model
-from tests.server.browser import Browser, Page
-from tests.server.conftest import Served, running
 from tests.server.page.conftest import IS_ASKED, LOADED, shown
 from tests.server.test_cache import LONG, complete, get, post, wait_done
-from tests.tiny import tiny_loaded
+from tests.support.browser import Browser, Page
+from tests.support.models import tiny_loaded
+from tests.support.servers import Served, running
 
 FIRST = [*LONG, 7, 8]
 

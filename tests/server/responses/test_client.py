@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from kvstrata.errors import NeverFits
 from tests.agents.forced import Forced, Prompt, call_text, serving
-from tests.server.conftest import Served
+from tests.support.servers import Served
 
 ADD: Any = {
     "type": "function",

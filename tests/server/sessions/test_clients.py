@@ -10,8 +10,8 @@ import pytest
 
 from tests.agents.forced import Forced, Prompt, serving
 from tests.server.anthropic.conftest import client_of
-from tests.server.conftest import Served
 from tests.server.test_cache import get, post, settle
+from tests.support.servers import Served
 
 MISS = "x-kvstrata-miss"
 ORCHARD = "You know all about orchards. Apples, pears and quinces grow there. "

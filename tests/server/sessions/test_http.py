@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import Served, running
 from tests.server.test_cache import LONG, complete, get, is_written, post
 from tests.server.test_keys import As
 from tests.server.test_ops import scrape
-from tests.tiny import tiny_loaded
+from tests.support.models import tiny_loaded
+from tests.support.servers import Served, running
 
 MISS = "x-kvstrata-miss"
 

@@ -14,9 +14,9 @@ from kvstrata.engine.request import TokenUsage
 from kvstrata.prefix_cache.conversation_list import MAX_COUNTED, CountedSlice, SessionCounts
 from kvstrata.server.cache.sessions import SLICE_S
 from kvstrata.server.sessions import SessionName
-from tests.server.conftest import Served, running
 from tests.server.test_cache import complete, get
-from tests.tiny import VOCAB, tiny_loaded
+from tests.support.models import VOCAB, tiny_loaded
+from tests.support.servers import Served, running
 
 NUM_SESSIONS = 10_000
 STORED = [[1 + number, *(7 + (i * number + i // 7) % (VOCAB - 10) for i in range(150))] for number in range(40)]

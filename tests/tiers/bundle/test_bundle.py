@@ -41,9 +41,9 @@ from kvstrata.tiers.bundle import (
     encode_header,
     open_bundle,
 )
-from tests.server.conftest import Served, running
 from tests.server.test_move import PROMPT, complete, stored
-from tests.tiny import tiny_loaded
+from tests.support.models import tiny_loaded
+from tests.support.servers import Served, running
 
 GOLDEN = Path(__file__).parent / "golden" / "bundle-1.kvstrata"
 ROOT = bytes(range(32))

@@ -12,11 +12,11 @@ from kvstrata.engine import build
 from kvstrata.tiers.block import BlockId
 from kvstrata.tiers.remote.tier import RemoteTier
 from tests.engine.test_disk import cached
+from tests.support.models import tiny_loaded
 from tests.tiers.disk.blocks import all_same
 from tests.tiers.remote.chains import longest_chain, missing_chain, put_chain, random_ids, read_all
 from tests.tiers.remote.stores import open_remote, secret_file
 from tests.tiers.remote.test_engine import PROMPT, engine_on, generate, write_to_store
-from tests.tiny import tiny_loaded
 
 DAY_S = 86_400.0
 

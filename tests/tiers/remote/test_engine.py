@@ -31,9 +31,9 @@ from tests.engine.drive import GREEDY
 from tests.engine.test_disk import answer, cached, make_computing_slow, settle
 from tests.engine.test_disk_lookups import make_computing_take_a_second
 from tests.engine.test_engine import Reply
+from tests.support.models import VOCAB, tiny_loaded
 from tests.tiers.remote.stores import SLOW_S, TROUBLES, Proxy, Valkey, options_for, private_folder, secret_file
 from tests.tiers.timing import eventually
-from tests.tiny import VOCAB, tiny_loaded
 
 MIB = 1 << 20
 ARCHITECTURES = ["llama", "gemma3_text", "qwen3_next", "mamba2", "gpt_oss"]

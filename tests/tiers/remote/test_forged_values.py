@@ -18,11 +18,11 @@ from kvstrata.tiers.remote.open_store import make_store
 from kvstrata.tiers.remote.sealing import PLAIN, Keys, is_name, keys_of, seal, unseal
 from kvstrata.tiers.remote.store import PREFIX, KeyValueStore
 from kvstrata.tiers.remote.url import parse_url
+from tests.support.models import VOCAB, tiny_loaded
 from tests.tiers.disk.blocks import all_same, content_of
 from tests.tiers.remote.chains import put_chain, random_ids, read_all
 from tests.tiers.remote.stores import SECRET, Valkey, open_remote, private_folder, secret_file
 from tests.tiers.remote.test_engine import counters, engine_on, generate, write_to_store
-from tests.tiny import VOCAB, tiny_loaded
 
 NUM_ATTACKS = 1000
 PROMPT = tuple(i * 7 % VOCAB for i in range(530))

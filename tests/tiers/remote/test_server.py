@@ -22,9 +22,9 @@ from kvstrata.errors import ConfigError
 from kvstrata.platform.device import device
 from kvstrata.server.build import build_server
 from tests.engine.test_disk import make_computing_slow
-from tests.server.conftest import Served, running
+from tests.support.models import VOCAB, tiny_loaded
+from tests.support.servers import Served, running
 from tests.tiers.remote.stores import S3, Valkey, private_folder, secret_file
-from tests.tiny import VOCAB, tiny_loaded
 
 
 def write_to_store(core: EngineCore) -> None:

@@ -13,9 +13,9 @@ from kvstrata.server.build import build_server
 from kvstrata.tiers.remote.open_store import open_store
 from kvstrata.tiers.remote.sealing import keys_of
 from kvstrata.tiers.remote.url import parse_url
+from tests.support.models import tiny_loaded
 from tests.tiers.remote.cloud_emulators import GoogleFront
 from tests.tiers.remote.stores import S3, SECRET, Valkey, secret_file
-from tests.tiny import tiny_loaded
 
 ALL = ("s3:GetObject", "s3:ListBucket", "s3:PutObject", "s3:DeleteObject")
 PASSWORD = "hunter2-very-secret"

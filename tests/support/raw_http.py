@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.server.conftest import Served
+from tests.support.servers import Served
 
 PATIENCE_S = 60  # for what must come; how busy the machine is must not matter
 

@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
 MACOS = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
+
 HOW_TO_GET = (
     "no browser: install Chromium (Debian: apt-get install chromium; macOS: brew install --cask chromium), or name one "
     "in KVSTRATA_BROWSER"
 )
+
 FLAGS = (
     "--headless",
     "--remote-debugging-pipe",
@@ -29,6 +32,7 @@ FLAGS = (
     "--disable-component-update",
     "--hide-scrollbars",
 )
+
 # Chromium reads from descriptor 3 and writes to 4: this program moves the pipes there and becomes Chromium.
 BECOME = """
 import os, sys
@@ -36,6 +40,7 @@ read, write = (os.dup(int(number)) for number in sys.argv[1:3])
 os.dup2(os.dup(read), 3), os.dup2(os.dup(write), 4)
 os.execv(sys.argv[3], sys.argv[3:])
 """
+
 # Runs in the page: resolves as soon as the expression is true.
 WAIT = """
 new Promise((resolve, reject) => {
