@@ -1,4 +1,5 @@
 # make serve   set up everything, then serve the default model on http://127.0.0.1:8000 (flags: make serve ARGS="--port 9000")
+# make check   lint and the tests of pure code, in about two minutes
 # make test    every check that CI runs
 # make test-all  the same with the slow tests: every architecture over a thousand steps, and 200 kills of a writing process
 # make test-metal  what matters on a Mac: the cache on Metal, within 10 minutes, and a report that can be attached to an issue
@@ -21,7 +22,7 @@ BACKEND ?= $(shell if nvidia-smi >/dev/null 2>&1; then \
 	else echo cpu; fi)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock serve test test-all test-metal test-cuda soak screenshots peers agents lint format clean
+.PHONY: help setup lock serve check test test-all test-metal test-cuda soak screenshots peers agents lint format clean
 
 help:
 	@sed -n 's/^# //p' $(MAKEFILE_LIST)
@@ -58,9 +59,21 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/basedpyright
 	$(BIN)/lint-imports
 
-# Two processes: most tests keep one core busy. A file stays in one process, because its fixtures are dear.
+# Types of src/ alone, and tests without a server: what to run after each edit.
+PURE := tests/text tests/grammar tests/codecs tests/test_config.py tests/test_structure.py tests/test_common_prefix.py \
+  tests/engine/test_scheduler.py tests/prefix_cache/test_tree.py tests/prefix_cache/test_worth.py tests/prefix_cache/test_ladder.py
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/basedpyright src
+	$(BIN)/pytest -n auto --dist loadfile $(PURE) $(ARGS)
+
+# A process for each core, where memory has room. A file stays in one process, because its fixtures are expensive.
+# Tests of speed run alone afterwards; 5: none was chosen.
 test: setup lint
-	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/pytest -n auto --dist loadfile $(ARGS)
+	$(BIN)/pytest -m perf -n 0 $(ARGS) || test $$? -eq 5
 
 test-all: setup lint
 	KVSTRATA_KILLS=200 $(BIN)/pytest -m 'slow or not slow' $(ARGS)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import settings
 
@@ -24,9 +25,19 @@ from kvstrata.models.load import LoadedModel, load
 from kvstrata.platform.device import METAL_ARRAYS
 from kvstrata.prefix_cache import jobs
 
+pytest_plugins = ["tests.support.cpu_time"]
+
+# Free memory that a process of tests needs: the default model, its caches, a browser.
+WORKER_BYTES = 3 << 30
+
 # Other work on the machine must not fail a property.
 settings.register_profile("kvstrata", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("kvstrata")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Return the number of processes for `-n auto`: one for each core, as many as fit into free memory."""
+    return max(1, min(os.cpu_count() or 1, psutil.virtual_memory().available // WORKER_BYTES))
 
 
 def pytest_configure(config: pytest.Config) -> None:

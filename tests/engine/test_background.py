@@ -74,6 +74,7 @@ class Machine:
 
 
 @given(step_s=st.floats(0.001, 0.2), pending_s=st.floats(0.0, 0.02))
+@pytest.mark.perf
 def test_unawaited_work_takes_at_most_a_fifth_of_the_time(step_s: float, pending_s: float) -> None:
     machine = Machine(step_s, pending_s)
     for _ in range(400):

@@ -26,8 +26,7 @@ from kvstrata.prefix_cache.keys import Tokens
 from kvstrata.prefix_cache.matching import checkpoint_of, ranges_of
 from tests.engine.drive import GREEDY, Client, Drive
 from tests.engine.test_loop import assert_same, prompt
-from tests.kv.test_batch_cache import steady_module
-from tests.support.models import ARCHITECTURES, layout_of, tiny_loaded
+from tests.support.models import ARCHITECTURES, layout_of, steady_module, tiny_loaded
 
 DRAWN = Sampling(temperature=1.0, seed=3, num_logprobs=0)
 FULL = ("llama", "qwen3", "qwen3_moe", "deepseek_v3")

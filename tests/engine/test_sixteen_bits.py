@@ -30,9 +30,20 @@ from kvstrata.prefix_cache.requantize import PrecisionChange
 from kvstrata.tiers.disk.tier import DiskTier
 from kvstrata.tiers.options import DiskOptions
 from tests.engine.drive import Client, Drive
-from tests.kv.test_batch_cache import steady_module
 from tests.kv.test_sixteen_bits import decoded
-from tests.support.models import CASES, OFFSET, VOCAB, Error, Sixteen, check, rms, sixteen, tiny_config, tiny_loaded
+from tests.support.models import (
+    CASES,
+    OFFSET,
+    VOCAB,
+    Error,
+    Sixteen,
+    check,
+    rms,
+    sixteen,
+    steady_module,
+    tiny_config,
+    tiny_loaded,
+)
 
 pytestmark = pytest.mark.usefixtures("as_on_metal")
 

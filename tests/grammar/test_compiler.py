@@ -394,6 +394,7 @@ def test_many_threads_compile_and_follow_at_once() -> None:
     assert not wrong
 
 
+@pytest.mark.perf
 def test_nothing_is_made_before_it_is_asked_for() -> None:
     began_s = time.thread_time()
     grammars = GrammarCompiler(tiny_tokenizer(), 97, [3])

@@ -23,8 +23,7 @@ from kvstrata.kv.span import Span, live_span
 from kvstrata.models.probe import probe
 from kvstrata.prefix_cache.jobs import run_to_end
 from kvstrata.tiers.block import BlockContent
-from tests.kv.test_batch_cache import steady_module
-from tests.support.models import VOCAB
+from tests.support.models import VOCAB, steady_module
 
 TOLERANCE = 1e-4
 NUM_TOKENS = 130

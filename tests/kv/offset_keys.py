@@ -22,8 +22,7 @@ from kvstrata.kv.span import Span, SpanRange, prefix_of
 from kvstrata.kv.transcode import transcode_checkpoints, transcode_layer
 from kvstrata.models.probe import probe
 from tests.kv.drive import forward, sealed_span
-from tests.kv.test_batch_cache import steady_module
-from tests.support.models import ARCHITECTURES, VOCAB
+from tests.support.models import ARCHITECTURES, VOCAB, steady_module
 
 # MLA's keys have a latent half, which a norm follows, and a half with RoPE.
 KEY_PROJECTIONS = ("k_proj", "qkv_proj", "in_proj_qkv", "kv_a_proj_with_mqa")

@@ -13,7 +13,7 @@ from kvstrata.kv.batch_cache import BatchCache
 from kvstrata.kv.layout import Layout
 from kvstrata.kv.sequence_cache import SequenceCache
 from kvstrata.models.probe import probe
-from tests.support.models import ARCHITECTURES, VOCAB, tiny_module
+from tests.support.models import ARCHITECTURES, VOCAB, steady_module, tiny_module
 
 NUM_SEQUENCES = 8
 
@@ -25,19 +25,6 @@ QUICK_STEPS = 300
 QUICK = [(name, QUICK_STEPS) for name in ("llama", "gemma3_text", "qwen3_next")]
 
 RUNS = [*QUICK, *(pytest.param(name, 1000, marks=pytest.mark.slow) for name in ARCHITECTURES)]
-
-
-def steady_module(architecture: str, **overrides: Any) -> Any:
-    """A tiny model whose rounding errors stay far below the tolerance.
-
-    gemma4 attends without a scale, because trained norms contain it. With random norms attention is so sharp that
-    mlx-lm differs from itself in float64 by more than 1e-4.
-    """
-    model = tiny_module(architecture, **overrides)
-    if architecture == "gemma4_text":
-        for layer in model.layers:
-            layer.self_attn.q_norm.weight = layer.self_attn.q_norm.weight * layer.self_attn.head_dim**-0.5
-    return model
 
 
 class ForcedSequence:

@@ -17,8 +17,8 @@ from kvstrata.kv.layout import Layout
 from kvstrata.kv.mixed_pass import MixedPass
 from kvstrata.kv.sequence_cache import Prefix, SequenceCache
 from kvstrata.models.probe import probe
-from tests.kv.test_batch_cache import TOLERANCE, steady_module
-from tests.support.models import ARCHITECTURES, VOCAB
+from tests.kv.test_batch_cache import TOLERANCE
+from tests.support.models import ARCHITECTURES, VOCAB, steady_module
 
 MIXING = ("llama", "qwen3", "qwen3_moe", "gemma3_text", "gemma4_text", "gpt_oss")
 REPLY_TOKENS = 45  # past the window of 32

@@ -12,8 +12,7 @@ from mlx.utils import tree_map
 from kvstrata.kv.attention_rows import AttentionRows
 from kvstrata.models import probe as probing
 from kvstrata.models.probe import probe
-from tests.kv.test_batch_cache import steady_module
-from tests.support.models import ARCHITECTURES
+from tests.support.models import ARCHITECTURES, steady_module
 
 pytestmark = pytest.mark.usefixtures("as_on_metal")
 

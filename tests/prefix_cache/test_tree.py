@@ -255,6 +255,7 @@ def test_invalid_operations_raise_value_error() -> None:
         tree.match(b"r", np.zeros((2, 2), dtype=np.int32))
 
 
+@pytest.mark.perf
 def test_match_and_insert_of_long_prompt_stay_within_time() -> None:
     tree: RadixTree[str] = RadixTree()
     # The slow case is a chat of 200 turns, each a node of its own: each takes a comparison.
@@ -290,6 +291,7 @@ def test_extended_node_is_not_copied_for_each_token() -> None:
     assert (leaf.tokens == prompt).all()
 
 
+@pytest.mark.perf
 def test_match_cost_does_not_grow_with_number_of_nodes() -> None:
     def median_s(num_branches: int) -> float:
         tree: RadixTree[int] = RadixTree()

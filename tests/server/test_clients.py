@@ -60,6 +60,7 @@ def goes_on(strict: Served) -> Iterator[None]:
         assert strict.ask("/v1/completions", prompt=[5], max_tokens=1).status_code == 200
 
 
+@pytest.mark.perf
 def test_headers_without_end_are_431_and_hold_up_no_other(strict: Served) -> None:
     with connected(strict) as line:
         sent = threading.Thread(target=flood, args=(line, 60))

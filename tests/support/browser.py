@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-
 MACOS = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
-
 HOW_TO_GET = (
     "no browser: install Chromium (Debian: apt-get install chromium; macOS: brew install --cask chromium), or name one "
     "in KVSTRATA_BROWSER"

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-
 PAUSE_S = 0.005
 
 

@@ -137,6 +137,7 @@ def test_what_was_seen_is_not_tokenized_again_and_memory_is_bounded(monkeypatch:
     assert encoder._known.num_bytes <= 8000
 
 
+@pytest.mark.perf
 def test_a_long_chat_and_a_turn_more(default_model: LoadedModel) -> None:
     """The default model's own template and tokenizer: as before, and in a fraction of the time."""
     template = ChatTemplate(default_model.tokenizer)

@@ -35,7 +35,6 @@ TYPICAL_TOKEN_BYTES = 75_000.0
 PLANES_SHARE = 1.02
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 LOW_OPEN_FILES = 1024  # clients, blocks of the disk cache and files of the weights, with room for some hundred of each
-
 # 512x1024 @ 1024x1024 in float32 is about the work of one layer for a prefill chunk. Its speed through MLX and through
 # numpy tells whether the BLAS in use is a good one.
 ROWS, INNER, COLUMNS = 512, 1024, 1024

@@ -27,22 +27,14 @@ from kvstrata.codecs.registry import parse
 from kvstrata.codecs.rope import make_rotation
 
 HEADS, KV_HEADS, DIM = 8, 2, 128
-
 TOKENS, OWN_TOKENS, CUT = 1000, 37, 700
-
 ONE = 1  # a new buffer begins with one token
-
 TIMED_TOKENS, TIMED_KV_HEADS = 8192, 8
-
 OFFSET = 6.0  # of keys: their mean is far larger than their differences
-
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
-
 PRECISIONS = ("raw", "planes:8", "planes:4", "planes:2", "affine:8")
-
 # Allowed error, as a share of the largest output, which is rounded to the model's dtype.
 ALLOWED = {"float32": 2e-3, "bfloat16": 1.2e-2, "float16": 4e-3}
-
 # Largest error of a precision, as a share of the spread of keys and values.
 LOSES = {"raw": 1e-2, "planes:8": 0.02, "planes:4": 0.2, "planes:2": 0.7, "affine:8": 0.03}
 

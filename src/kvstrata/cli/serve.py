@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvstrata.serve")
 
 REFRESH_HZ = 8
-
 LEAST_SHOWN_S = 0.05
 
 

@@ -61,14 +61,12 @@ def given(context: typer.Context, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 USAGE = "Usage: kvstrata serve [OPTIONS] [MODEL]"
-
 ABOUT = (
     "Serve a model to OpenAI's and Anthropic's clients. The first Ctrl-C lets running replies finish, the second ends "
     "at once."
 )
 
 MORE = "  --help-all               Show every setting, with its environment name."
-
 CONFIG = (
     "--config FILE",
     "TOML file with settings (max_num_seqs = 8). Flags win over the environment, and the environment over the file",
@@ -77,7 +75,6 @@ CONFIG = (
 )
 
 MOST_COLUMNS, LEAST_COLUMNS = 110, 60
-
 FLAG_COLUMNS = 27
 
 

@@ -22,12 +22,9 @@ from kvstrata.fleet.replicas import ReplicaLost, Replicas, nothing, plain_scope
 from kvstrata.server.http.errors import error_response
 
 METRICS, HEALTH, PROPS, SESSIONS = "/metrics", "/health", "/props", "/cache/sessions"
-
 HISTORY, CONVERSATIONS = "/cache/history", "/cache/conversations"
-
 # Paths whose object exists on one replica only; the others respond with an error.
 ONE_KNOWS = re.compile(r"/cache/sessions/[^/]+|/cache/conversations/[^/]+(?:/pin|/unpin)?")
-
 SUMMED = {
     ("GET", "/cache/usage"),
     ("POST", "/cache/clear"),
@@ -37,7 +34,6 @@ SUMMED = {
 }
 
 DEFAULT_SESSIONS = 100
-
 # Timeout for the response of one replica, so that a slow one does not hold back the others' responses.
 ANSWER_S = 30.0
 

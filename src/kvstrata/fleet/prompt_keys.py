@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 MAX_KEYS = 1 << 14
-
 SHORT_BYTES = 8
 
 

@@ -33,23 +33,14 @@ from kvstrata.server.http.errors import error_response, openai_error
 logger = logging.getLogger("kvstrata.fleet")
 
 MAX_ATTEMPTS = 3
-
 MAX_RESPONSES = 1 << 16
-
 RESPONSES = "/v1/responses"
-
 RESPONSE_ID = re.compile(rb"(resp_[0-9a-f]{32})")
-
 PREVIOUS = re.compile(rb'"previous_response_id"\s*:\s*"(resp_[0-9a-f]{32})"')
-
 EXPORT = re.compile(r"/cache/sessions/([^/]+)/export")
-
 OF_SESSIONS = ("/cache/explain", "/cache/pin", "/cache/unpin")
-
 SEARCHED_BYTES = 4096  # of a response, searched for its id
-
 REPLICA, ROUTE = b"x-kvstrata-replica", b"x-kvstrata-route"
-
 LOST = "The replica that was answering has ended. Send the request again; what it had cached may be computed anew."
 
 

@@ -35,7 +35,6 @@ CACHE = Api(
     parsers=cache.PARSERS,
 )
 APIS = (openai.API, anthropic.API, responses.API, tokenize.API, CACHE)
-
 # Paths that are cheap to answer; others have no HEAD, because the computed body would be discarded.
 HEAD_PATHS = dashboard.OPEN_PATHS | {"/health", "/v1/models", "/metrics", "/openapi.json"}
 CORS_METHODS = ("GET", "HEAD", "POST", "DELETE")

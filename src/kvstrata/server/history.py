@@ -28,7 +28,6 @@ from kvstrata.sizes import format_bytes
 
 KEPT_S = 3600.0
 MAX_EVENTS = 500
-
 MAX_TIMES = 200  # first-token times per slot, for its percentiles
 
 
@@ -152,7 +151,6 @@ LABELS = (
     ("failed", r"failed_(.+)", "Spans left unchanged after a failure ({reason})"),
 )
 ENCODED, FREED = "encoded_spans", "encoded_freed_bytes"
-
 COMPILED = tuple((kind, re.compile(pattern), label) for kind, pattern, label in LABELS)
 
 

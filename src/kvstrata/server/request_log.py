@@ -128,11 +128,8 @@ def trace_of(scope: Scope) -> RequestTrace:
 
 
 REQUEST_ID = b"x-request-id"
-
 ANTHROPIC_ID = b"request-id"  # the header that Anthropic's clients read
-
 SANE_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:+/=-]{0,127}")
-
 MAX_PATH_CHARS = 200
 
 
@@ -245,11 +242,8 @@ def _prompt_part(trace: RequestTrace) -> str:
 logger = logging.getLogger("kvstrata.requests")
 
 MAX_REQUESTS = 500
-
 MODEL_PATHS = "/v1/"
-
 COUNT_TOKENS = "/count_tokens"
-
 # Paths that monitoring polls, logged only at level debug.
 QUIET_PATHS = dashboard.OPEN_PATHS | {
     "/health", "/metrics", "/props", "/cache/usage", "/cache/sessions", "/cache/history", "/cache/requantize",

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 # Bodies that are parsed concurrently, on worker threads of their own: a body may wait 12 s for its grammar, and the
 # ends of streams, which use the other 40 threads, must not wait for it.
 MAX_LARGE_BODIES = 2
-
 MAX_SMALL_BODIES = 40
 MAX_LOGGED_TOOLS = 100
 

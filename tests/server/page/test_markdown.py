@@ -228,6 +228,7 @@ HEAVY = (
 
 
 @pytest.mark.parametrize("piece", HEAVY)
+@pytest.mark.perf
 def test_time_is_linear_in_the_length_of_the_text(page: Page, piece: str) -> None:
     """Quadratic time would be minutes for texts of this length."""
     text = piece * (LONG // len(piece))

@@ -88,7 +88,7 @@ def test_figures_are_those_of_the_api(page: Page, fresh: Served) -> None:
     # A layer for each of the two precisions.
     assert page.run("document.querySelectorAll('#chart path.layer').length") >= 2
     page.wait(shown("K planes:8, V planes:4"))
-    page.wait("document.getElementById('events').innerText.includes('New KV is stored as K planes:8, V planes:4.')")
+    page.wait("document.getElementById('events').innerText.includes('Precision of new KV: K planes:8, V planes:4')")
 
 
 def test_running_request_is_drawn_in_parts(page: Page, fresh: Served) -> None:

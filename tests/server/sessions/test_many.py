@@ -46,6 +46,7 @@ def crowded() -> Iterator[Served]:
         yield served
 
 
+@pytest.mark.perf
 def test_listing_them_takes_the_engine_for_a_moment_at_a_time(crowded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     took_s: list[float] = []
     go_on = SessionCounts.advance

@@ -333,6 +333,7 @@ def large_catalogue(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, lis
     return directory, rows
 
 
+@pytest.mark.perf
 def test_start_with_100_000_blocks_takes_less_than_a_second(large_catalogue: tuple[Path, list[BlockRecord]]) -> None:
     directory, rows = large_catalogue
     times_s: list[float] = []
@@ -351,6 +352,7 @@ def test_start_with_100_000_blocks_takes_less_than_a_second(large_catalogue: tup
     assert min(times_s) < 1.0, times_s
 
 
+@pytest.mark.perf
 def test_lookup_among_100_000_blocks_takes_less_than_half_a_millisecond(
     large_catalogue: tuple[Path, list[BlockRecord]],
 ) -> None:

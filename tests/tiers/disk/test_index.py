@@ -152,6 +152,7 @@ def test_lru_leaves_stale_entries_are_swept() -> None:
 
 
 @pytest.mark.parametrize("num_pinned", [0, 5])
+@pytest.mark.perf
 def test_lru_leaves_next_victim_takes_constant_time(num_pinned: int) -> None:
     def median_s(size: int) -> float:
         rows: list[BlockRecord] = []

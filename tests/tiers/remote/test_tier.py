@@ -106,6 +106,7 @@ def test_read_block_above_the_limit_deletes_it_unread(store_url: str, tmp_path: 
     tier.close()
 
 
+@pytest.mark.perf
 def test_longest_chain_among_many_blocks_takes_two_round_trips(server: Valkey, monkeypatch: pytest.MonkeyPatch) -> None:
     client = server.client
     with client.pipeline(transaction=False) as pipeline:

@@ -201,14 +201,10 @@ def _ttl_s(control: Any) -> float:
 
 # Prefixes of the types of tools without a schema: the model would have to know them, or Anthropic would run them.
 CLIENTS_OWN = ("bash", "text_editor", "computer", "memory", "browser")
-
 ANTHROPICS_OWN = ("web_search", "web_fetch", "code_execution", "tool_search", "mcp_toolset", "advisor")
-
 OTHER = "other"
-
 # Chat templates know three efforts.
 EFFORTS = {"xhigh": "high", "max": "high"}
-
 LEAST_TOP_P = 1e-6  # greedy: only the likeliest token
 
 

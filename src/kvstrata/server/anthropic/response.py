@@ -65,7 +65,6 @@ def _message(error: RequestError) -> str:
 
 # Clients require a signature and send it back; it proves nothing.
 SIGNATURE = "kvstrata"
-
 PING = JsonEvent({"type": "ping"}, "ping")
 
 

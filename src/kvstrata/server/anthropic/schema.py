@@ -15,9 +15,7 @@ from kvstrata.engine.request import TokenUsage
 from kvstrata.server.http.json_body import Items, RequestModel
 
 MAX_STOPS = 64
-
 MAX_STOP_CHARS = 1024
-
 INT64 = 2**63
 
 
@@ -84,7 +82,6 @@ def _block_kind(block: Any) -> str:
 
 
 _RESULT_KINDS = frozenset({"text", "document", "tool_reference"})
-
 _KINDS = _RESULT_KINDS | {
     "thinking", "redacted_thinking", "tool_use", "tool_result", "tool_addition", "tool_removal",
 }  # fmt: skip

@@ -70,10 +70,8 @@ router = APIRouter(prefix="/cache", tags=["Cache"])
 
 # Tokens of context on each side of the point where the match ends.
 AROUND_TOKENS = 12
-
 # Timeout of a lookup on the disk or the shared tier.
 EXPLAIN_S = 5.0
-
 # Timeout of the disk for what makes a removal durable.
 DURABLE_S = 10.0
 

@@ -30,13 +30,10 @@ router = APIRouter(prefix="/cache/sessions", tags=["Cache"])
 
 # Engine time per slice.
 SLICE_S = 0.0003
-
 # Pause between slices, so that an engine step is delayed by at most one slice and by no encoding of the list.
 PAUSE_S = 0.005
-
 # Sessions prepared per batch, on the event loop.
 READY_AT_ONCE = 128
-
 DEFAULT_LIMIT, MAX_LIMIT = 100, 10_000
 
 

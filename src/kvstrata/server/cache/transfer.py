@@ -75,9 +75,7 @@ def _ids(tokens: Any) -> TokenIds:
 router = APIRouter(prefix="/cache", tags=["Cache"])
 
 IMPORT_PATH = "/cache/import"
-
 OCTETS = "application/octet-stream"
-
 RECOGNISED: tuple[RecognisedBy, ...] = (
     "x-kvstrata-session",
     "prompt_cache_key",
@@ -87,7 +85,6 @@ RECOGNISED: tuple[RecognisedBy, ...] = (
 )
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
-
 # Free space to keep on the volume of temporary files.
 SPARE_BYTES = 64 << 20
 

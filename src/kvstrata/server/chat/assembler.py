@@ -19,7 +19,6 @@ from kvstrata.server.sessions import SessionDivergence
 from kvstrata.text.reply_events import ReplyEvent, ToolCallEnd
 
 MISS = "x-kvstrata-miss"
-
 MAX_NOTE_CHARS = 120
 
 
@@ -40,7 +39,6 @@ def _header_value(value: str) -> str:
 
 
 CACHED = "x-kvstrata-cached-tokens"
-
 CANCELLED = "The server cancelled this reply. Send the request again."
 
 

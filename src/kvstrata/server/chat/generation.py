@@ -102,9 +102,7 @@ def _bare(name: str) -> tuple[str, str]:
 
 
 CLAMPED = "x-kvstrata-max-tokens"
-
 IGNORED = "x-kvstrata-schema-ignored"
-
 MAX_HEADER_CHARS = 500
 
 

@@ -33,9 +33,7 @@ from kvstrata.engine.cache_api import owner_of
 from kvstrata.text.sampled_reply import DIGEST_BYTES, ReplyContent, SampledReply
 
 CHECKSUM_BYTES = 8
-
 MAX_CALLS = 1024
-
 MAX_ID_CHARS = 256
 
 
@@ -149,19 +147,12 @@ def _is_sound(record: ReplyRecord, vocab_size: int) -> bool:
 log = logging.getLogger(__name__)
 
 SUFFIX = ".replies"
-
 MAX_FILE_BYTES = 8 << 20
-
 MAX_FOLDER_BYTES = 64 << 20
-
 NEW_SUFFIX = ".new"  # of a file that is being rewritten
-
 MAX_WAITING = 1024
-
 OWNER_CHARS = 32
-
 ROOT = 0  # has access anyway
-
 OF_OTHERS = 0o077  # permission bits of group and others
 
 

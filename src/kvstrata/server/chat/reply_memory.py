@@ -25,12 +25,9 @@ from kvstrata.text.reply_parser import ReplyFormat
 from kvstrata.text.sampled_reply import ReplyContent, SampledReply, content_of_message, content_of_reply
 
 MAX_TOKENS = 4 << 20  # total ids of all replies: 16 MiB
-
 # Overhead of a reply, counted as tokens, so that many short replies do not take more memory than a few long ones.
 ENTRY_TOKENS = 192
-
 MAX_SALTS = 10_000  # clients choose salts freely
-
 ID_BYTES = 4
 Key = bytes
 

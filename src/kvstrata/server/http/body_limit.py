@@ -21,6 +21,18 @@ from kvstrata.sizes import format_bytes
 
 # Least transfer rate of a body and of a response; slower clients time out.
 MIN_BYTES_S = 1024
+# Concurrent imports: each file is kept until it has been verified.
+MAX_IMPORTS = 4
+# JSON values allowed in a body for any context size: about 0.1 s of parsing, in which nobody else is served.
+MIN_VALUES = 1 << 18
+# Most JSON objects in a body for any context size: an object takes 6 us to validate, and a message 10 us to render.
+MAX_OBJECTS = 1 << 16
+PIECE_BYTES = 1 << 16
+CODING = b"content-encoding"
+INFLATED_BYTES = 1 << 18  # decompressed at a time: about a millisecond without the event loop
+GZIP_BITS = 16 + zlib.MAX_WBITS
+GONE = (CODING, b"content-length")  # headers removed from the app's request
+SCOPE_HELD = "kvstrata.held_body"
 
 
 @dataclass(frozen=True)
@@ -34,9 +46,6 @@ class HttpLimits:
     body_memory_bytes: int = 256 << 20
     body_timeout_s: float = 30.0
     send_timeout_s: float = 60.0
-
-
-SCOPE_HELD = "kvstrata.held_body"
 
 
 @dataclass(frozen=True)
@@ -190,15 +199,6 @@ def _declared_length(scope: Scope) -> int:
     return 0
 
 
-CODING = b"content-encoding"
-
-INFLATED_BYTES = 1 << 18  # decompressed at a time: about a millisecond without the event loop
-
-GZIP_BITS = 16 + zlib.MAX_WBITS
-
-GONE = (CODING, b"content-length")  # headers removed from the app's request
-
-
 class DecompressBody:
     """Middleware inside of LimitBody that decompresses gzip: LimitBody limits the compressed size, this one the
     size of the whole."""
@@ -288,10 +288,6 @@ def _damaged(why: str) -> InvalidRequest:
     return InvalidRequest(f"The body is not whole gzip, as content-encoding says it is: {why}. Send it again.")
 
 
-# Concurrent imports: each file is kept until it has been verified.
-MAX_IMPORTS = 4
-
-
 class ImportLimit:
     """Limits on concurrent imports, in number and in total bytes; further ones are asked to try again. Belongs to the
     event loop's thread."""
@@ -325,15 +321,6 @@ class ImportLimit:
         finally:
             self._num_taken -= 1
             self._num_bytes -= own_bytes
-
-
-# JSON values allowed in a body for any context size: about 0.1 s of parsing, in which nobody else is served.
-MIN_VALUES = 1 << 18
-
-# Most JSON objects in a body for any context size: an object takes 6 us to validate, and a message 10 us to render.
-MAX_OBJECTS = 1 << 16
-
-PIECE_BYTES = 1 << 16
 
 
 def max_values(max_items: int) -> int:

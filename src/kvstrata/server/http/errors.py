@@ -23,7 +23,6 @@ logger = logging.getLogger("kvstrata.server")
 
 SCOPE_TRACE = "kvstrata.trace"  # a request's trace in its scope (request_log.py)
 CLIENT_GONE = 499  # as in nginx's log
-
 UNEXPECTED = "Something went wrong inside the server; its log has the details. Please report it with the request."
 
 

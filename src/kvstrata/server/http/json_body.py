@@ -35,7 +35,6 @@ RequestT = TypeVar("RequestT", bound=BaseModel)
 # Larger bodies are rendered and tokenized two at a time (`ServerState.large_bodies`): each takes many times its size in
 # memory.
 LARGE_BYTES = 1 << 20
-
 # Larger bodies are parsed and validated one at a time: each may hold the interpreter lock for 0.1 s, and the event loop
 # would wait for several in a row.
 SMALL_BYTES = 1 << 16

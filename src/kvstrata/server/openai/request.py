@@ -28,7 +28,6 @@ from kvstrata.server.openai.schema import (
 )
 
 NOT_DONE = ("functions", "function_call", "audio", "web_search_options")
-
 NAMED_SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
 )  # fmt: skip

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 LEAST_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
-
 DONE = JsonEvent("[DONE]")
 
 

@@ -15,11 +15,8 @@ from kvstrata.engine.request import TokenUsage
 from kvstrata.server.http.json_body import Items, JsonText, RequestModel
 
 MAX_STOPS = 64
-
 MAX_CHOICES = 128
-
 MAX_STOP_CHARS = 1024
-
 INT64 = 2**63
 
 

@@ -66,7 +66,6 @@ def _unpacked(content: str) -> str:
 
 
 SYSTEM = ("system", "developer")
-
 TEXTS = ("content", "reasoning_content")
 
 
@@ -184,7 +183,6 @@ def _joined_systems(messages: list[Message]) -> list[Message]:
 
 
 LOGPROBS = "message.output_text.logprobs"  # a value of `include`
-
 ENCRYPTED = "reasoning.encrypted_content"
 
 

@@ -15,7 +15,6 @@ ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output", "
               "custom_tool_call_output", "item_reference")  # fmt: skip
 
 TOOL_TYPES = ("function", "custom", "namespace")
-
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from kvstrata.engine.cache_api import owner_of
 
 MAX_RESPONSES = 1_000
-
 MAX_BYTES = 64 << 20
 
 

@@ -166,16 +166,11 @@ def _allowed(box: ToolNames, choice: AllowedTools) -> set[str]:
 _BEFORE = ("{", f'"{FREE_TEXT}"', ":", '"')
 
 _HIGH = r"[dD][89abAB][0-9a-fA-F]{2}"
-
 _LOW = r"[dD][c-fC-F][0-9a-fA-F]{2}"
-
 _ESCAPE = re.compile(rf"\\u({_HIGH})\\u({_LOW})|\\u([0-9a-fA-F]{{4}})|\\([^u])")
-
 # An incomplete escape at the end of the text: a part of one, or the first of a surrogate pair.
 _BEGUN = re.compile(rf"\\(u(?:[0-9a-fA-F]{{0,3}}|{_HIGH}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?)?)?\Z")
-
 _PLAIN = re.compile(r'[^"\\]+')
-
 _MEANT = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 
 
