@@ -14,7 +14,10 @@ from kvstrata.prefix_cache.entries import Entry
 SOURCES = Path(__file__).parent.parent / "src" / "kvstrata"
 PACKAGES = ("engine", "prefix_cache")
 # Packages whose class names are unique in kvstrata, and whose docstrings follow the rules.
-CORE = (*PACKAGES, "attention", "codecs", "events", "grammar", "kv", "models", "packed", "platform", "text", "tiers")
+CORE = (
+    *PACKAGES, "attention", "bench", "cli", "codecs", "config", "events", "fleet", "grammar", "kv", "models", "packed",
+    "platform", "server", "text", "tiers",
+)  # fmt: skip
 OPENINGS = {"What", "Who", "Whose", "Which", "Where", "Of", "One", "Those", "That", "Its", "So"}
 
 # Instances of other classes that have attributes of the same name: loads, prefix states, the policy.

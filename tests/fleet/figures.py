@@ -50,6 +50,7 @@ def deploy_by_load(num_replicas: int) -> None:
     """The same, but Ray's own router chooses."""
     from ray import serve
 
+    from kvstrata.fleet.ray.deploy import INGRESS
     from kvstrata.fleet.ray.ingress import RayIngress
     from kvstrata.fleet.ray.replica import Replica
 
@@ -57,7 +58,7 @@ def deploy_by_load(num_replicas: int) -> None:
     replica: Any = serve.deployment(
         Replica, name="Replica", num_replicas=num_replicas, ray_actor_options=nothing, max_ongoing_requests=100
     )
-    front: Any = serve.deployment(RayIngress, name="Front", ray_actor_options=nothing, max_ongoing_requests=100)
+    front: Any = serve.deployment(RayIngress, name=INGRESS, ray_actor_options=nothing, max_ongoing_requests=100)
     serve.run(front.bind(FLAGS, replica.bind(FLAGS)), name="kvstrata", route_prefix="/")
 
 

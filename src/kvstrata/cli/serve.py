@@ -180,11 +180,14 @@ def _started(settings: Settings, listener: socket.socket, starting: StartProgres
     # Import slow modules only after the quick checks.
     from kvstrata.platform.device import device
     from kvstrata.server.build import bind_sockets, build_server, load_model
+    from kvstrata.server.options import server_options
     from kvstrata.server.run import Server
 
     sockets = bind_sockets(settings)
     machine = device()
-    state = build_server(settings, load_model(settings, machine), machine, sockets=sockets)
+    options = server_options(settings, machine)  # mistakes in settings are reported before the model is loaded
+    loaded = load_model(settings, machine)
+    state = build_server(settings, loaded, machine, options=options, sockets=sockets)
     is_json = settings.log_format == "json"
 
     def on_ready() -> None:

@@ -78,13 +78,13 @@ class ReplicaSummary:
             self._held.clear()
 
     def to_bytes(self) -> bytes:
-        """Return the keys as bytes; `unpacked` reads them."""
+        """Return the keys as bytes; `keys_from_bytes` reads them."""
         with self._lock:
             return np.fromiter(self._held, dtype="<u8", count=len(self._held)).tobytes()
 
 
-def keys_from_bytes(to_bytes: bytes) -> frozenset[int]:
-    return frozenset(np.frombuffer(to_bytes, dtype="<u8").tolist())
+def keys_from_bytes(packed: bytes) -> frozenset[int]:
+    return frozenset(np.frombuffer(packed, dtype="<u8").tolist())
 
 
 # Larger bodies are routed without keys: tokenizing them takes too long.

@@ -1,8 +1,8 @@
 """Router of a fleet as an ASGI app: sends every request to the replica with the least work to do for it.
 
-It knows which paths belong to one replica and which to all of them (`everyone.py`). `prompts.py` reads request bodies,
-`routing.py` chooses the replica. If a replica is lost before the first byte of its response, another one gets the
-request; later the client receives an error in the shape of its API.
+It knows which paths belong to one replica and which to all of them (`fan_out.py`). `prompt_keys.py` reads request
+bodies, `routing.py` chooses the replica. If a replica is lost before the first byte of its response, another one gets
+the request; later the client receives an error in the shape of its API.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ PromptParser = Callable[[bytes], ChatRequest | TextRequest]
 
 @dataclass(frozen=True)
 class Api:
-    """One API. `prefix`: the start of its paths; the longest one that matches decides the format of errors."""
+    """An API. `prefixes`: starts of its paths; the longest one that matches a path decides the format of errors."""
 
-    prefix: str
+    prefixes: tuple[str, ...]
     routers: tuple[APIRouter, ...]
     schemas: tuple[type[BaseModel], ...] = ()  # of request bodies, for the OpenAPI document
     error_body: ErrorBodyFn = openai_error
@@ -34,5 +34,7 @@ class Api:
 
 def find_api(apis: Iterable[Api], path: str) -> Api | None:
     """Return the API that a path belongs to."""
-    matching = [api for api in apis if path == api.prefix or path.startswith(f"{api.prefix}/")]
-    return max(matching, key=lambda api: len(api.prefix), default=None)
+    matching = [
+        (len(prefix), api) for api in apis for prefix in api.prefixes if path == prefix or path.startswith(f"{prefix}/")
+    ]
+    return max(matching, key=lambda each: each[0])[1] if matching else None

@@ -29,7 +29,7 @@ from kvstrata.server.responses import endpoints as responses
 from kvstrata.server.state import ServerState
 
 CACHE = Api(
-    "/cache",
+    ("/cache",),
     (cache.router, transfer.router, sessions.router, conversations.router, history.router),
     (PromptQuery, ClearRequest, RequantizeRequest),
     parsers=cache.PARSERS,
@@ -51,7 +51,7 @@ def create_app(state: ServerState) -> FastAPI:
     app.state.server = state
     for router in (*(router for api in APIS for router in api.routers), status.router, dashboard.router):
         app.include_router(router)
-    install_handlers(app, {api.prefix: api.error_body for api in APIS})
+    install_handlers(app, {prefix: api.error_body for api in APIS for prefix in api.prefixes})
     # The middleware that is added last runs first.
     limits = BodyLimits(state.http_limits, {transfer.IMPORT_PATH: state.engine.transfer.limit_bytes})
     app.add_middleware(BoundBodyMemory, limits=limits)

@@ -81,30 +81,22 @@ def build_server(
     publisher = None if sockets is None else start_publisher(sockets, metrics.events.count)
     engine, at_end = _start_engine(loaded, options, metrics, publisher, listeners)
     begin("template", "Trying the chat template and the grammars")
-    names, paths = _model_names(settings, loaded)
-    template = ChatTemplate(
-        loaded.tokenizer,
-        system_in_place=settings.stable_prompts,
-        allow_special_tokens=settings.allow_special_tokens,
-    )
+    template = _chat_template(settings, loaded)
     reply_format = ReplyFormat(loaded.tokenizer, template, harmony_tokens(loaded.tokenizer))
     replies = _sampled_replies(settings, loaded, reply_format, options.tiers.disk)
+    names, paths = _model_names(settings, loaded)
     limits = PromptLimits(engine.context_tokens, longest_token_chars(loaded.tokenizer))
+    renderer = PromptRenderer(
+        template, ThinkingSwitch(template), settings.stable_prompts, limits, replies,
+        resumes_at_checkpoints=engine.resumes_at_checkpoints, pin_quota=settings.pin_quota,
+    )  # fmt: skip
     return ServerState(
         loaded=loaded,
         engine=engine,
         metrics=metrics,
         template=template,
         reply_format=reply_format,
-        renderer=PromptRenderer(
-            template,
-            ThinkingSwitch(template),
-            settings.stable_prompts,
-            limits,
-            replies,
-            resumes_at_checkpoints=engine.resumes_at_checkpoints,
-            pin_quota=settings.pin_quota,
-        ),
+        renderer=renderer,
         grammars=GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids),
         name=settings.served_model_name or loaded.name,
         names=names,
@@ -166,6 +158,14 @@ def _publish_block_sizes(metrics: Metrics, engine: Engine) -> None:
     block_bytes = GRAIN * props["kv_bytes_per_token"]
     num_blocks = props["kv_budget_bytes"] // block_bytes if block_bytes else 0
     metrics.set_blocks(block_tokens=GRAIN, num_blocks=num_blocks, dtype=props["kv"]["dtype"])
+
+
+def _chat_template(settings: Settings, loaded: LoadedModel) -> ChatTemplate:
+    return ChatTemplate(
+        loaded.tokenizer,
+        system_in_place=settings.stable_prompts,
+        allow_special_tokens=settings.allow_special_tokens,
+    )
 
 
 def _sampled_replies(

@@ -1,4 +1,4 @@
-"""One hour of figures in slots of some seconds, and changes of cache counters as events.
+"""An hour of figures in slots of some seconds, and changes of cache counters as events.
 
 A slot has sums over its requests, and the state of the cache at its end. Takes half a megabyte, or a few megabytes if
 every slot is full of times to first token. The sampler costs the engine's thread as much as a scrape of /metrics, once

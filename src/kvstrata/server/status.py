@@ -27,7 +27,7 @@ class Health(TypedDict):
     status: Literal["ok"]
 
 
-@router.get("/health", summary="Whether requests are taken", responses=error_responses(503))
+@router.get("/health", summary="Health: 200 where the server accepts requests", responses=error_responses(503))
 async def health(request: Request) -> Health:
     if state_of(request).drain_gate.is_closed:
         raise Unavailable("The server is shutting down.")
@@ -63,7 +63,7 @@ async def metrics(request: Request) -> Response:
     return Response(state.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
 
-@router.get("/props", summary="What is served, how, and why so", responses=error_responses(401, 503))
+@router.get("/props", summary="The model, the engine and the settings in effect", responses=error_responses(401, 503))
 async def props(request: Request) -> dict[str, Any]:
     state = state_of(request)
     owner = owner_of_scope(request.scope)

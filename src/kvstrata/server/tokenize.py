@@ -121,4 +121,4 @@ def _detokenized(state: ServerState, body: bytes, _scope: Scope) -> Response:
     return json_response(answer)
 
 
-API = Api("/tokenize", (router,), (TokenizeRequest, DetokenizeRequest))
+API = Api(("/tokenize", "/detokenize"), (router,), (TokenizeRequest, DetokenizeRequest))

@@ -291,8 +291,8 @@ def test_reload_keeps_history(tab: Page, fresh: Served) -> None:
         # All of this happened before the page was opened.
         tab.wait("document.querySelector('[data-plot=ttft] .dot')")
         tab.wait("document.querySelector('[data-plot=rate] .area')")
-        tab.wait(shown("New KV is stored as K planes:8, V planes:8."))
-        tab.wait(shown("1 span was stored in fewer bits, planes:8: "))
+        tab.wait(shown("Precision of new KV: K planes:8, V planes:8"))
+        tab.wait(shown("Spans quantized: 1 (planes:8, "))
         tab.wait("document.querySelectorAll('#chart path.layer').length >= 2")
         seen.append(tab.run("[...document.querySelectorAll('tr.request')].map(it => it.dataset.request)"))
     expected = [request["id"] for request in get(fresh, "/cache/history")["requests"]]

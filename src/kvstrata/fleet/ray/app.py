@@ -9,7 +9,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from kvstrata.config import load as load_settings
-from kvstrata.fleet.ray.deploy import grace_s
+from kvstrata.fleet.ray.deploy import INGRESS, REPLICA, grace_s
 from kvstrata.fleet.ray.ingress import RayIngress
 from kvstrata.fleet.ray.replica import Replica
 from kvstrata.server.http.body_limit import HttpLimits
@@ -26,7 +26,7 @@ def build(args: dict[str, Any]) -> Application:
     router = RequestRouterConfig(request_router_class=ROUTER, request_routing_stats_period_s=REPORT_S)  # pyright: ignore
     replica: Any = serve.deployment(
         Replica,
-        name="Replica",
+        name=REPLICA,
         request_router_config=router,
         # Above this limit the server itself responds with an error in the shape of its API.
         max_ongoing_requests=settings.max_num_seqs + settings.max_waiting,
@@ -35,7 +35,7 @@ def build(args: dict[str, Any]) -> Application:
     )
     ingress: Any = serve.deployment(
         RayIngress,
-        name="Router",
+        name=INGRESS,
         max_ongoing_requests=HttpLimits.max_connections,
         graceful_shutdown_timeout_s=grace_s(settings),
     )

@@ -12,6 +12,8 @@ from kvstrata.server.http.body_limit import HttpLimits
 
 # Time for running replies and for writing cached KV when a replica ends, unless --drain-timeout-s is given: Ray
 # also ends replicas by itself, and that should not cut off a long reply.
+# Names of the deployments, in the application and in its configuration.
+INGRESS, REPLICA = "Router", "Replica"
 GRACE_S = 600.0
 
 
@@ -45,14 +47,14 @@ def deploy_text(settings: Settings, given: Mapping[str, Any], scale: Scale) -> s
                 "args": dict(given),
                 "deployments": [
                     {
-                        "name": "Replica",
+                        "name": REPLICA,
                         **_replicas(settings, scale),
                         "max_ongoing_requests": settings.max_num_seqs + settings.max_waiting,
                         "graceful_shutdown_timeout_s": grace,
                         "ray_actor_options": options,
                     },
                     {
-                        "name": "Front",
+                        "name": INGRESS,
                         "num_replicas": 1,
                         "max_ongoing_requests": HttpLimits.max_connections,
                         "graceful_shutdown_timeout_s": grace,

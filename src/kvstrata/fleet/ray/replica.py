@@ -1,6 +1,7 @@
-"""Exclusive folders for the replicas of a machine: each takes the first one that is not locked.
+"""Replica deployment on Ray Serve: a whole server without its HTTP listener. Ray creates, calls and ends it.
 
-After a restart replicas take the same folders again, so the blocks in them are reused.
+Replicas of a machine have exclusive folders: each takes the first one that is not locked. After a restart they take the
+same folders again, so the blocks in them are reused.
 """
 
 from __future__ import annotations
@@ -117,7 +118,9 @@ def _start(settings: Settings, listener: CacheListener) -> ServerState:
     from kvstrata.platform.device import device
     from kvstrata.platform.logging import show_messages
     from kvstrata.server.build import build_server, load_model
+    from kvstrata.server.options import server_options
 
     show_messages(settings.log_level, settings.log_format)
     machine = device()
-    return build_server(settings, load_model(settings, machine), machine, listeners=[listener])
+    options = server_options(settings, machine)  # mistakes in settings are reported before the model is loaded
+    return build_server(settings, load_model(settings, machine), machine, options=options, listeners=[listener])

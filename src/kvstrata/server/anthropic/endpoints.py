@@ -71,7 +71,7 @@ def _count_tokens(state: ServerState, body: bytes, scope: Scope) -> int:
 
 
 API = Api(
-    "/v1/messages",
+    ("/v1/messages",),
     (router,),
     (MessagesRequest, CountTokensRequest),
     error_body=messages_error,

@@ -1,4 +1,4 @@
-"""Error responses in the format of the Messages API: {"type": "error", "error": {"type", "message"}}."""
+"""Responses of the Messages API: content blocks as events or as one message, and errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvstrata.server.anthropic.schema import (
     StopReason,
     message_usage,
 )
-from kvstrata.server.chat.writer import ChoiceEnd, JsonEvent, StreamStart, encode_sse
+from kvstrata.server.chat.writer import ChoiceEnd, EventStreamFormat, JsonEvent, StreamStart, encode_sse
 from kvstrata.server.http.errors import DESCRIPTIONS, documented
 from kvstrata.text.reply_events import (
     ReplyEvent,
@@ -108,8 +108,8 @@ class ContentBlock:
         return {"type": "tool_use", "id": self.id, "name": self.name, "input": given}
 
 
-class MessagesWriter:
-    """The wire of one Messages response, which has a single choice."""
+class MessagesWriter(EventStreamFormat):
+    """The writer of one Messages response, which has a single choice."""
 
     def __init__(self, message_id: str, model: str) -> None:
         self._id = message_id

@@ -20,7 +20,7 @@ INT64 = 2**63
 
 
 class Marked(RequestModel):
-    """An object with an optional `cache_control` (cache_control.py): with a ttl of 5m or 1h, the prompt is pinned for
+    """An object with an optional `cache_control` (request.py): with a ttl of 5m or 1h, the prompt is pinned for
     that time. Any value is accepted."""
 
     cache_control: Any = None

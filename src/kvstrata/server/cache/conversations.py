@@ -90,7 +90,7 @@ class DropResponse(TypedDict):
 
 @router.get(
     "",
-    summary="What is held, conversation by conversation",
+    summary="Cached conversations",
     responses={200: {"model": ConversationList}, **error_responses(401, 503)},
     response_model=None,
 )
@@ -104,7 +104,7 @@ async def list_conversations(request: Request) -> Response:
 
 @router.post(
     "/{id}/pin",
-    summary="Keep a conversation in memory, whatever else has to go",
+    summary="Pin a conversation: it is not evicted",
     responses=error_responses(400, 401, 403, 404, 503),
 )
 async def pin(request: Request, id: str) -> PinResponse:
@@ -116,9 +116,7 @@ async def pin(request: Request, id: str) -> PinResponse:
     return {"prompt_tokens": len(found.ids), "tokens": num_tokens}
 
 
-@router.post(
-    "/{id}/unpin", summary="Let it go again when room is needed", responses=error_responses(400, 401, 404, 503)
-)
+@router.post("/{id}/unpin", summary="Unpin a conversation", responses=error_responses(400, 401, 404, 503))
 async def unpin(request: Request, id: str) -> PinResponse:
     require_json(request)
     state, owner = state_of(request), owner_of_scope(request.scope)
@@ -129,7 +127,7 @@ async def unpin(request: Request, id: str) -> PinResponse:
 
 @router.delete(
     "/{id}",
-    summary="Drop what no other conversation has of it, in memory and on the disk",
+    summary="Drop a conversation from memory and disk, but not what others share",
     responses=error_responses(400, 401, 404, 503),
     openapi_extra={
         "parameters": [

@@ -87,7 +87,7 @@ class QueriedPrompt:
     visit: SessionVisit | None = None  # None: the prompt was taken from the session itself
 
 
-@router.get("/usage", summary="What is held, where and at which precision", responses=error_responses(401, 503))
+@router.get("/usage", summary="Memory that the cache uses, by tier and precision", responses=error_responses(401, 503))
 async def usage(request: Request) -> UsageResponse:
     state, owner = state_of(request), owner_of_scope(request.scope)
     held = await ask_cache(state, lambda cache: cache.usage(owner))
@@ -109,13 +109,17 @@ async def requantize(request: Request) -> RequantizeResponse:
     return requantize_response(done.result, held_response(done.usage), under=whose(change.owner))
 
 
-@router.get("/requantize", summary="How far the last change has come", responses=error_responses(400, 401, 503))
+@router.get("/requantize", summary="Progress of the last change of precision", responses=error_responses(400, 401, 503))
 async def requantize_progress(request: Request) -> ProgressResponse:
     owner = owner_of_scope(request.scope)
     return progress_response(await ask_cache(state_of(request), lambda cache: cache.requantize_progress(owner)))
 
 
-@router.delete("/requantize", summary="Stop the change; what is done stays", responses=error_responses(400, 401, 503))
+@router.delete(
+    "/requantize",
+    summary="Cancel the change of precision; changed spans stay",
+    responses=error_responses(400, 401, 503),
+)
 async def cancel_requantize(request: Request) -> ProgressResponse:
     owner = owner_of_scope(request.scope)
     return progress_response(await ask_cache(state_of(request), lambda cache: cache.cancel_requantize(owner)))
@@ -144,7 +148,7 @@ async def explain(request: Request) -> ExplainResponse:
 
 @router.post(
     "/clear",
-    summary="Drop what is stored and not in use",
+    summary="Clear the cache, or one tier or salt of it",
     responses=error_responses(400, 401, 413, 503),
     openapi_extra=document_body(ClearRequest),
 )
@@ -167,7 +171,7 @@ async def clear(request: Request) -> ClearResponse:
 
 @router.post(
     "/pin",
-    summary="Keep what is stored of a prompt, whatever else has to go",
+    summary="Pin the cached KV of a prompt: it is not evicted",
     responses=error_responses(400, 401, 404, 413, 503),
     openapi_extra=document_body(PromptQuery),
 )
@@ -182,7 +186,7 @@ async def pin(request: Request) -> PinResponse:
 
 @router.post(
     "/unpin",
-    summary="Let it go again when room is needed",
+    summary="Unpin the cached KV of a prompt",
     responses=error_responses(400, 401, 404, 413, 503),
     openapi_extra=document_body(PromptQuery),
 )

@@ -23,7 +23,7 @@ from kvstrata.errors import ContextTooLong, NeverFits, RequestError
 from kvstrata.server.chat.assembler import ReplyAssembler
 from kvstrata.server.chat.engine_client import RequestEvent, RunningRequests
 from kvstrata.server.chat.generation import Generation
-from kvstrata.server.chat.writer import ResponseWriter, encode_sse, json_response
+from kvstrata.server.chat.writer import ResponseWriter, json_response
 from kvstrata.server.request_log import TracedGeneration, trace_of
 from kvstrata.server.state import ServerState
 
@@ -110,18 +110,19 @@ async def send_stream(
     arrivals = await _next_events(running, min(PING_S, keep_alive_s))
     if failed := assembler.failure(arrivals):
         raise failed
-    await _send_start(send, {**headers, **assembler.headers(arrivals)})
-    body = encode_sse(writer.start(assembler.stream_start(arrivals)))
+    await _send_start(send, writer.media_type, {**headers, **assembler.headers(arrivals)})
+    body = writer.encode(writer.start(assembler.stream_start(arrivals)))
     while True:
         for arrival in arrivals:
             heartbeat.record_event(arrival.event)
         if doing := heartbeat.due():
             body += writer.ping(doing)
+            heartbeat.on_sent()  # also where an API has nothing to say
         events = [event for arrival in arrivals for event in assembler.feed(arrival)]
         is_ending = any(isinstance(arrival.event, Finished) for arrival in arrivals)
-        body += await to_thread.run_sync(encode_sse, events) if is_ending else encode_sse(events)
+        body += await to_thread.run_sync(writer.encode, events) if is_ending else writer.encode(events)
         if failed := assembler.failure(arrivals):
-            await _send_body(send, body + encode_sse(writer.fail(failed)), more=False)
+            await _send_body(send, body + writer.encode(writer.fail(failed)), more=False)
             return
         await assembler.record_replies()
         if running.ended:
@@ -132,7 +133,7 @@ async def send_stream(
         arrivals, body = await _next_events(running, heartbeat.left_s()), b""
 
     def last() -> bytes:
-        closing = encode_sse(writer.finish(assembler.usage()))
+        closing = writer.encode(writer.finish(assembler.usage()))
         on_end()
         return closing
 
@@ -147,9 +148,9 @@ async def _next_events(running: RunningRequests, timeout_s: float) -> list[Reque
         return []
 
 
-async def _send_start(send: Send, headers: Mapping[str, str]) -> None:
+async def _send_start(send: Send, media_type: str, headers: Mapping[str, str]) -> None:
     all_headers = {
-        "content-type": "text/event-stream; charset=utf-8",
+        "content-type": media_type,
         "cache-control": "no-cache",
         "x-accel-buffering": "no",  # nginx would hold the events back
         **headers,
@@ -163,7 +164,7 @@ async def _send_body(send: Send, body: bytes, *, more: bool) -> None:
 
 
 class GenerationResponse(Response):
-    """An ASGI response that runs a job.
+    """An ASGI response that runs a generation.
 
     `on_end`: called with the complete response of a successful reply, streamed or not, before the client has received
     it; runs on a worker thread. `on_too_long`: returns the response to a prompt that does not fit the context or the

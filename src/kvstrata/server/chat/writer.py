@@ -16,6 +16,7 @@ from kvstrata.engine.request import TokenLogprob, TokenUsage
 from kvstrata.errors import RequestError
 from kvstrata.text.reply_events import ReplyEvent
 
+EVENT_STREAM = "text/event-stream; charset=utf-8"
 # Many clients treat these as line ends too, which would split an event. json escapes those below U+0020 itself.
 SEPARATORS = {"\x85": r"\u0085", "\u2028": r"\u2028", "\u2029": r"\u2029"}
 
@@ -48,6 +49,12 @@ class ResponseWriter(Protocol):
     """Writes one response in the format of an API. It receives all events in order, for streams and complete responses
     alike."""
 
+    media_type: str  # of a stream
+
+    def encode(self, events: Sequence[JsonEvent]) -> bytes:
+        """Return the bytes of events in a stream."""
+        ...
+
     def start(self, start: StreamStart) -> list[JsonEvent]:
         """Return the first events of a stream."""
         ...
@@ -79,6 +86,15 @@ def comment(doing: str) -> bytes:
     """Return a comment of a stream. It ends with a single newline: after an empty line some clients take it for an
     event."""
     return f": {doing}\n".encode()
+
+
+class EventStreamFormat:
+    """Framing of a stream of server-sent events, for writers to inherit."""
+
+    media_type = EVENT_STREAM
+
+    def encode(self, events: Sequence[JsonEvent]) -> bytes:
+        return encode_sse(events)
 
 
 def encode_sse(events: Sequence[JsonEvent]) -> bytes:

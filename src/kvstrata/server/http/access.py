@@ -114,7 +114,7 @@ class RequireKnownHost:
     they are not web pages."""
 
     def __init__(self, app: ASGIApp, names: Iterable[str], origins: Iterable[str] = ()) -> None:
-        """`origins`: origins of other pages that may use the server (cors.py); * allows all."""
+        """`origins`: origins of other pages that may use the server (`app.allow_origins`); * allows all."""
         self.app = app
         self.origins = frozenset(origins)
         self.names = frozenset(name for name in map(_plain, names) if name and not _is_address(name))

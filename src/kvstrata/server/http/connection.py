@@ -1,4 +1,4 @@
-"""One client connection under limits that uvicorn lacks: size and time of headers, slow readers, number of connections.
+"""A client connection under limits that uvicorn lacks: size and time of headers, slow readers, number of connections.
 
 uvicorn's protocol parses requests and runs the app. A refusal has the API's error format if no other response is in
 progress, and is logged only at level info. The server never waits for a client forever.

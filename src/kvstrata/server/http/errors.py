@@ -98,7 +98,7 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def documented(statuses: Collection[int]) -> list[int]:
-    """Return the statuses to document: any path may answer 403 (hosts.py), and a path with a body limit may answer
+    """Return the statuses to document: any path may answer 403 (access.py), and a path with a body limit may answer
     415."""
     return sorted({403, *statuses, *([415] if 413 in statuses else [])})
 

@@ -133,7 +133,7 @@ def _model(state: ServerState) -> ModelResponse:
 
 
 API = Api(
-    "/v1",
+    ("/v1",),
     (router,),
     (ChatCompletionRequest, CompletionRequest),
     parsers={

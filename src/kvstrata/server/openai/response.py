@@ -1,4 +1,4 @@
-"""Wires of OpenAI's chat and completions APIs: stream chunks or complete responses."""
+"""Responses of OpenAI's chat and completions APIs: stream chunks or complete responses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstrata.engine.request import TokenLogprob, TokenUsage
 from kvstrata.errors import RequestError
-from kvstrata.server.chat.writer import ChoiceEnd, JsonEvent, StreamStart, comment
+from kvstrata.server.chat.writer import ChoiceEnd, EventStreamFormat, JsonEvent, StreamStart, comment
 from kvstrata.server.http.errors import openai_error
 from kvstrata.server.openai.schema import (
     ChatChoiceResponse,
@@ -41,7 +41,7 @@ DONE = JsonEvent("[DONE]")
 
 
 class ChatChoice:
-    """A choice of a chat response. `add` and `end` return choices of chunks."""
+    """A choice of a chat response. `add` and `finish` return choices of chunks."""
 
     def __init__(self, index: int, tokenizer: TokenizerWrapper) -> None:
         self._index = index
@@ -180,8 +180,8 @@ class CompletionChoice:
         return {token_text(self._tokenizer, token_id): max(LEAST_LOGPROB, logprob) for token_id, logprob in token.top}
 
 
-class OpenAIWriter:
-    """A wire whose chunks repeat an envelope; pings are comments."""
+class OpenAIWriter(EventStreamFormat):
+    """A writer whose chunks repeat an envelope; pings are comments."""
 
     def __init__(
         self, envelope: dict[str, Any], choices: Sequence[ChatChoice | CompletionChoice], *, include_usage: bool = False

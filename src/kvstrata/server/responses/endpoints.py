@@ -197,7 +197,7 @@ def _parse_without_store(body: bytes) -> ChatRequest:
 
 
 API = Api(
-    "/v1/responses",
+    ("/v1/responses",),
     (router,),
     (ResponsesRequest,),
     error_event="error",

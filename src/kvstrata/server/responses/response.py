@@ -1,4 +1,4 @@
-"""Wire of OpenAI's Responses API: numbered events, or one response object."""
+"""Responses of OpenAI's Responses API: numbered events, or one response object."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvstrata.engine.request import TokenLogprob, TokenUsage
 from kvstrata.errors import ContextTooLong, NeverFits, RequestError
-from kvstrata.server.chat.writer import ChoiceEnd, JsonEvent, StreamStart, encode_sse
+from kvstrata.server.chat.writer import ChoiceEnd, EventStreamFormat, JsonEvent, StreamStart, encode_sse
 from kvstrata.server.responses.output_items import OutputItems, StreamEvent
 from kvstrata.server.responses.schema import OutputLogprob, OutputTopLogprob, ResponsesResponse, Status, responses_usage
 from kvstrata.text.reply_events import ReplyEvent
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 LEAST_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
 
 
-class ResponsesWriter:
-    """The wire of one response. `opening`: the response object at its start."""
+class ResponsesWriter(EventStreamFormat):
+    """Writes one response. `opening`: the response object at its start."""
 
     def __init__(self, opening: ResponsesResponse, output: OutputItems) -> None:
         self._opening = opening

@@ -6,7 +6,6 @@ Handles free-text ("custom") tools, namespaces and tools that run elsewhere. Ind
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +23,6 @@ from kvstrata.server.responses.schema import (
     OtherTool,
     ResponsesRequest,
 )
-
-logger = logging.getLogger("kvstrata.server")
 
 FREE_TEXT = "input"  # the one parameter of a free-text tool
 
