@@ -109,7 +109,7 @@ def test_clear_survives_a_kill_right_after_the_answer(tmp_path: Path) -> None:
 
 
 def test_clear_says_so_where_the_disk_does_not_confirm_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstrata.server.cache.DURABLE_S", 0.1)
+    monkeypatch.setattr("kvstrata.server.cache.endpoints.DURABLE_S", 0.1)
     go_on, create = threading.Event(), Filesystem.create
     with running(tiny_loaded("llama"), disk_cache_dir=tmp_path, options=NO_RESERVE) as served:
         complete(served, LONG)
