@@ -30,6 +30,7 @@ from tests.engine.drive import GREEDY, Drive
 from tests.engine.test_disk import MIB, answer, cached, engine_on, settle
 from tests.engine.test_engine import Reply
 from tests.engine.test_loop import prompt
+from tests.support.eventually import eventually
 from tests.support.models import tiny_loaded
 from tests.tiers.disk.faults import Act, FaultyFiles, fail, wait_for
 
@@ -248,9 +249,8 @@ def test_log_reports_tokens_not_written_in_time(tmp_path: Path, caplog: pytest.L
 
     def hang_after_one() -> None:
         """Hang until the log line appears: closing waits for the current block."""
-        until_s = time.monotonic() + 30
-        while next(num_synced) > 0 and "conversations" not in caplog.text and time.monotonic() < until_s:
-            time.sleep(0.01)
+        if next(num_synced) > 0:
+            eventually(lambda: "conversations" in caplog.text, 30)
 
     line = log_line_of_final_write(tmp_path, FaultyFiles(), caplog, {"sync": hang_after_one}, 1.0)
     # 711 tokens, of which 256 were written.

@@ -33,6 +33,7 @@ from kvstrata.tiers.disk.filesystem import Filesystem
 from kvstrata.tiers.options import DiskOptions
 from tests.engine.drive import GREEDY
 from tests.engine.test_engine import Reply
+from tests.support.eventually import eventually
 from tests.support.models import VOCAB, tiny_loaded
 
 MIB = 1 << 20
@@ -222,10 +223,7 @@ def test_damaged_blocks_are_a_miss_with_the_same_reply(tmp_path: Path) -> None:
         counters = engine.ask(lambda core: CacheApi(core).usage().counters).result(60)
         assert counters["disk_quarantined_tensor"] >= 1
         # A reader puts files aside while the answer is computed.
-        deadline = time.monotonic() + 30
-        while len([*tmp_path.rglob("*.tensor")]) < counters["disk_quarantined_tensor"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: len([*tmp_path.rglob("*.tensor")]) >= counters["disk_quarantined_tensor"], 30)
         engine.ask(lambda core: core.prefix_cache.evictor.clear(tier="hot")).result(60)
         said = why(engine, 700)
         files.go.set()
@@ -288,9 +286,7 @@ def test_archived_planes_are_restored_bit_for_bit(tmp_path: Path) -> None:
         engine.ask(
             lambda core: CacheApi(core).requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
         ).result(60)
-        until_s = time.monotonic() + 30
-        while not engine.ask(lambda core: CacheApi(core).usage().counters.get("restored_spans", 0)).result(60):
-            assert time.monotonic() < until_s
+        eventually(lambda: engine.ask_cache(lambda cache: cache.usage()).result(60).counters.get("restored_spans"), 30)
         assert engine.ask(planes).result(60) == before
 
 
@@ -298,9 +294,7 @@ def change(engine: Engine, name: str, *, dry_run: bool = False) -> ChangeResult:
     changed = engine.ask(
         lambda core: CacheApi(core).requantize(PrecisionChange(parse(name), parse(name), dry_run=dry_run))
     ).result(60)
-    until_s = time.monotonic() + 30
-    while engine.ask(lambda core: CacheApi(core).requantize_progress().is_running).result(60):
-        assert time.monotonic() < until_s
+    eventually(lambda: not engine.ask(lambda core: CacheApi(core).requantize_progress().is_running).result(60), 30)
     settle(engine)
     return changed
 

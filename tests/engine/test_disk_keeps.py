@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import shutil
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from kvstrata.tiers.write_limits import Backoff
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import MIB, cached, engine_on, flush_tier, make_computing_slow, make_prefill_fail, settle
 from tests.engine.test_engine import Reply
+from tests.support.eventually import eventually
 from tests.support.models import VOCAB, tiny_loaded
 from tests.tiers.disk.faults import FaultyFiles, fail, fail_once
 
@@ -237,9 +237,7 @@ def test_what_has_expired_is_neither_written_nor_kept(tmp_path: Path) -> None:
         assert engine.ask(flush_tier).result(60)
         assert not list(tmp_path.rglob("*.safetensors"))
         ask(engine, 2)
-        until_s = time.monotonic() + 30
-        while engine.ask(num_entries_in_time).result(60):
-            assert time.monotonic() < until_s
+        eventually(lambda: not engine.ask(num_entries_in_time).result(60), 30)
         settle(engine)
         assert engine.ask(flush_tier).result(60)
         assert disk_of(engine).usage().counters["written"] == {}

@@ -29,6 +29,7 @@ from kvstrata.tiers.disk.tier import DiskTier
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import answer, cached, engine_on, flush_tier, make_computing_slow, settle, why
 from tests.engine.test_engine import Reply
+from tests.support.eventually import eventually
 from tests.support.models import VOCAB, tiny_loaded
 
 
@@ -90,26 +91,19 @@ def test_request_continues_without_a_late_answer_of_the_disk(tmp_path: Path, mon
         assert cached(answer(engine, "two", 700)) == 699
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(0.001)
-
-
 def test_streams_continue_during_a_disk_lookup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_lookup, "LOOKUP_S", 3600.0)
     with filled(tmp_path) as engine:
         stream = Reply()
         engine.submit(Request("stream", tuple(range(40)), 3000, GREEDY), stream.sink)
-        wait_for(lambda: bool(stream.ids))
+        eventually(lambda: stream.ids, 60)
         waiting, others = Reply(), Reply()
         with Hanging(blocks_of(engine)) as disk:
             engine.ask(make_computing_slow).result(60)
             engine.submit(Request("waiting", tuple(i * 7 % VOCAB for i in range(700)), 2, GREEDY), waiting.sink)
             assert disk.was_asked.wait(60)
             before = len(stream.ids)
-            wait_for(lambda: len(stream.ids) > before + 20)
+            eventually(lambda: len(stream.ids) > before + 20, 60)
             # Memory has all of this one: it is admitted at once.
             engine.submit(Request("others", tuple(range(40)), 2, GREEDY), others.sink)
             others.wait()
@@ -168,7 +162,7 @@ def test_requests_pins_explanations_and_restores_ask_the_disk_on_another_thread(
         engine.ask(
             lambda core: CacheApi(core).requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
         ).result(60)
-        wait_for(lambda: engine.ask(is_done).result(60))
+        eventually(lambda: engine.ask(is_done).result(60), 60)
         assert engine.ask(lambda core: CacheApi(core).usage().counters["restored_spans"]).result(60) >= 1
         engine.ask(lambda core: core.prefix_cache.pins.pin(prompt, "")).result(60)
         engine.ask(lambda core: core.prefix_cache.pins.unpin(prompt, "")).result(60)
@@ -210,7 +204,7 @@ def test_disk_that_was_slow_once_is_read_again(tmp_path: Path, monkeypatch: pyte
     with engine_on(tmp_path, loaded, files=files) as engine:
         files.read_s = 1.0
         assert ask("slow") < 699  # it was given up
-        wait_for(lambda: disk_rates(engine).under_way_s == 0 and disk_rates(engine).num_blocks > 0)
+        eventually(lambda: disk_rates(engine).under_way_s == 0 and disk_rates(engine).num_blocks > 0, 60)
         files.read_s = 0.0
         num_blocks = disk_rates(engine).num_blocks
         assert ask("not tried") == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +29,7 @@ from kvstrata.kv import buffers
 from kvstrata.metrics import Metrics
 from kvstrata.models.load import LoadedModel
 from kvstrata.platform.mlx_streams import MlxStreams
+from tests.support.eventually import eventually
 from tests.support.models import tiny_loaded, tiny_module
 
 GREEDY = Sampling(temperature=0)
@@ -373,10 +373,7 @@ def test_engine_that_cannot_recover_answers_all_clients(monkeypatch: pytest.Monk
         may_answer.set()
         assert asked.result(60)
         assert all(isinstance(reply.wait(), Failed) for reply in replies)
-        until_s = time.monotonic() + 60
-        while engine.alive and time.monotonic() < until_s:
-            time.sleep(0.01)
-        assert not engine.alive
+        eventually(lambda: not engine.alive, 60)
         with pytest.raises(Unavailable, match="Restart"):
             engine.submit(request("late"), Reply().sink)
         with pytest.raises(Unavailable):
@@ -423,10 +420,7 @@ def test_stopped_and_failed_engines_leave_no_threads_behind() -> None:
     for _ in range(4):
         live_and_end()
     # Threads that were just joined may not have ended in the system.
-    until_s = time.monotonic() + 10
-    while process.num_threads() > num_threads + 1 and time.monotonic() < until_s:
-        time.sleep(0.05)
-    assert process.num_threads() <= num_threads + 1
+    eventually(lambda: process.num_threads() <= num_threads + 1)
 
 
 def test_start_raises_when_no_stream_is_available(monkeypatch: pytest.MonkeyPatch) -> None:

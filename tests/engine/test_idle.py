@@ -13,6 +13,7 @@ from kvstrata.engine.engine import Engine
 from kvstrata.engine.request import Event, Finished
 from kvstrata.metrics import Metrics
 from tests.engine.test_engine import Reply, request, running
+from tests.support.eventually import eventually
 from tests.support.models import tiny_loaded
 
 
@@ -39,10 +40,7 @@ def cleared(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def wait_until_cleared(cleared: list[float], after_s: float = 0.0) -> None:
-    until_s = time.monotonic() + 30
-    while not any(time_s > after_s for time_s in cleared) and time.monotonic() < until_s:
-        time.sleep(0.01)
-    assert any(time_s > after_s for time_s in cleared)
+    eventually(lambda: any(time_s > after_s for time_s in cleared), 30)
 
 
 def test_idle_engine_frees_memory_once_and_not_between_two_turns(
@@ -76,9 +74,7 @@ def test_memory_of_expired_entries_is_freed_while_idle(monkeypatch: pytest.Monke
     engine.start()
     try:
         wait_until_cleared(cleared, answered(engine, "a"))
-        until_s = time.monotonic() + 30
-        while not expired and time.monotonic() < until_s:
-            time.sleep(0.01)
+        eventually(lambda: expired, 30)
         wait_until_cleared(cleared, expired[0])
     finally:
         engine.stop()

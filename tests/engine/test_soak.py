@@ -42,6 +42,7 @@ from kvstrata.prefix_cache.requantize import PrecisionChange
 from kvstrata.tiers.options import DiskOptions
 from tests.engine.test_disk import settle
 from tests.engine.test_engine import Reply
+from tests.support.eventually import eventually
 from tests.support.models import VOCAB, cast, tiny_loaded, tiny_module
 from tests.tiers.disk.blocks import real_bytes
 from tests.tiers.disk.faults import flip
@@ -246,13 +247,12 @@ def engine_of(loaded: LoadedModel, storage: KvConfig, disk: DiskOptions | None) 
 
 def usage_within_limits(engine: Engine) -> CacheUsage:
     """What a working disk is about to take stays in memory until then, and no longer."""
-    until_s = time.monotonic() + DISK_MAY_TAKE_S
-    while True:
+
+    def usage() -> CacheUsage | None:
         usage = engine.ask(lambda core: CacheApi(core).usage()).result(60)
-        if usage.tiers["hot"].nbytes <= HOT_BYTES:
-            return usage
-        assert time.monotonic() < until_s, f"{usage.tiers['hot'].nbytes} bytes are held"
-        time.sleep(0.05)
+        return usage if usage.tiers["hot"].nbytes <= HOT_BYTES else None
+
+    return eventually(usage, DISK_MAY_TAKE_S)
 
 
 def pretend_slow(core: EngineCore) -> None:

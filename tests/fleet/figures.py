@@ -8,14 +8,14 @@ One server, then two replicas behind our front, then two behind Ray's own router
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from tests.fleet.ray_fleet import RayFleet, cached, kill, ray_fleet
+from tests.fleet.ray_fleet import FLEET_PAUSE_S, PATIENCE_S, RayFleet, cached, kill, ray_fleet
+from tests.support.eventually import eventually
 
 TURNS, CONVERSATIONS, REPLY_TOKENS = 3, 4, 24
 SYSTEM = "You are a careful engineer. You answer in short sentences and give the reason for what you say. " * 3
@@ -92,8 +92,10 @@ def resume(fleet: RayFleet) -> None:
     answer = fleet.chat(messages, max_tokens=REPLY_TOKENS).raise_for_status()
     home = answer.headers["x-kvstrata-replica"]
     num_blocks = answer.json()["usage"]["prompt_tokens"] // 256
-    while fleet.replicas()[home]["remote"]["written_tokens"] < before[home] + 256 * num_blocks:
-        time.sleep(0.1)
+    written_tokens = before[home] + 256 * num_blocks
+    eventually(
+        lambda: fleet.replicas()[home]["remote"]["written_tokens"] >= written_tokens, PATIENCE_S, pause_s=FLEET_PAUSE_S
+    )
     kill(home)
     fleet.wait_for(2, without=home)
     messages += [{"role": "assistant", "content": answer.json()["choices"][0]["message"]["content"]}]

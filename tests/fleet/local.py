@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from kvstrata.server.build import build_server, protect_app
 from kvstrata.server.chat.prompt import PromptRenderer
 from kvstrata.server.state import ServerState
 from tests.fleet.ray_fleet import free_port
+from tests.support.eventually import eventually
 
 
 @dataclass
@@ -72,8 +72,7 @@ def serving(app: ASGIApp) -> Iterator[httpx.Client]:
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
-        while not server.started:
-            time.sleep(0.01)
+        eventually(lambda: server.started)
         yield http
         server.should_exit = True
         thread.join(10)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +15,12 @@ import pytest
 
 from kvstrata.config import load as load_settings
 from kvstrata.fleet.ray.deploy import Scale, deploy_text
+from tests.support.eventually import eventually
 
 # Ray takes a while to notice and to start what is new.
 PATIENCE_S = 240.0
+# Each question about the fleet costs every replica and Ray itself work.
+FLEET_PAUSE_S = 0.2
 
 
 class RayFleet:
@@ -52,13 +54,11 @@ class RayFleet:
         return answer.json().get("replicas", {}) if answer.status_code == 200 else {}
 
     def wait_for(self, num_replicas: int, without: str = "") -> dict[str, Any]:
-        until = time.monotonic() + PATIENCE_S
-        while time.monotonic() < until:
+        def expected() -> dict[str, Any] | None:
             found = self.replicas()
-            if len(found) == num_replicas and without not in found:
-                return found
-            time.sleep(0.2)
-        raise AssertionError(f"{num_replicas} replicas were expected within {PATIENCE_S:.0f} s: {self.replicas()}")
+            return found if len(found) == num_replicas and without not in found else None
+
+        return eventually(expected, PATIENCE_S, pause_s=FLEET_PAUSE_S)
 
     def chat(self, messages: list[dict[str, Any]], **more: Any) -> httpx.Response:
         return self.http.post("/v1/chat/completions", json={"messages": messages, "temperature": 0, **more})

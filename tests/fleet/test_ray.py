@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -12,8 +11,9 @@ import httpx
 import openai
 import pytest
 
-from tests.fleet.ray_fleet import RayFleet, cached, kill, ray_fleet
+from tests.fleet.ray_fleet import FLEET_PAUSE_S, RayFleet, cached, kill, ray_fleet
 from tests.models.conftest import write_model
+from tests.support.eventually import eventually
 from tests.support.models import tiny_config, tiny_module
 
 # Ray takes half a minute to start, and its own time limits are short for a busy machine: make test-all runs these.
@@ -137,9 +137,7 @@ def test_a_replica_that_is_killed_costs_no_more_than_its_streams(fleet: RayFleet
     reading = [threading.Thread(target=read, args=(lines, 77)), threading.Thread(target=read, args=(other_lines, 78))]
     for thread in reading:
         thread.start()
-    until = time.monotonic() + 30
-    while len(lines) < 5 and time.monotonic() < until:
-        time.sleep(0.01)
+    eventually(lambda: len(lines) >= 5, 30)
     kill(lines[0])
     for thread in reading:
         thread.join()
@@ -165,13 +163,11 @@ def stream(fleet: RayFleet, messages: list[dict[str, Any]], into: list[str], num
 
 
 def wait_until_shared(fleet: RayFleet, name: str) -> None:
-    until = time.monotonic() + 30
-    while time.monotonic() < until:
+    def is_shared() -> bool:
         remote = fleet.replicas()[name]["remote"]
-        if remote["written_tokens"] and not remote["queue_bytes"]:
-            return
-        time.sleep(0.1)
-    raise AssertionError("nothing was written to the shared tier")
+        return remote["written_tokens"] > 0 and not remote["queue_bytes"]
+
+    eventually(is_shared, 30, pause_s=FLEET_PAUSE_S)
 
 
 def test_a_stream_goes_on_while_there_come_to_be_fewer_replicas(fleet: RayFleet) -> None:
@@ -183,9 +179,7 @@ def test_a_stream_goes_on_while_there_come_to_be_fewer_replicas(fleet: RayFleet)
     threads = [threading.Thread(target=read, args=(into, 200 + n)) for n, into in enumerate(streams)]
     for thread in threads:
         thread.start()
-    until = time.monotonic() + 60
-    while not all(streams) and time.monotonic() < until:
-        time.sleep(0.01)
+    eventually(lambda: all(streams), 60)
     assert len({into[0] for into in streams}) == 2
     left = fleet.deploy(1)
     for thread in threads:

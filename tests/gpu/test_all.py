@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,10 +19,15 @@ from kvstrata.cli import load_command
 from tests.gpu import all as gpu
 from tests.gpu import step
 from tests.gpu.all import Stage, run_all, stages
+from tests.support.eventually import eventually
 
 
 def stage(name: str, text: str, limit_s: float = 60.0, *settings: tuple[str, str]) -> Stage:
     return Stage(name, limit_s, (sys.executable, "-u", "-c", text), settings)
+
+
+def has_ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_stage_that_fails_or_hangs_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,12 +58,7 @@ def test_a_stage_that_fails_or_hangs_costs_no_other(tmp_path: Path, monkeypatch:
     # What a stage has started ends with it, in whatever session.
     for name in ("hangs", "dies"):
         child = int((tmp_path / f"{name}.log").read_text())
-        for _ in range(100):
-            if not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE:
-                break
-            time.sleep(0.05)
-        else:
-            pytest.fail(f"what the stage that {name} had started still runs")
+        eventually(partial(has_ended, child))
 
 
 def test_a_stage_that_makes_a_folder_finds_none(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.tiers.interface import CALM_SHARE
 from tests.prefix_cache.disk import MIB, load, random_tokens, reachable, store_on, written
 from tests.prefix_cache.kv import TOKEN_BYTES, Clock, settle, store_tokens
+from tests.support.eventually import eventually
 from tests.tiers.disk.faults import FaultyFiles, fail, wait_for
 
 CHATS = [random_tokens(1024, seed) for seed in range(10)]  # 1 MiB each, in 4 blocks
@@ -130,8 +131,7 @@ def test_failing_disk_does_not_hold_up_reclaim(code: int, reason: str, tmp_path:
     with store_on(tmp_path, queue_bytes=BLOCK_BYTES, files=FaultyFiles(before={"sync": fail(code)})) as cache:
         fill(cache)
         cache.reclaimer.shrink_to(9 * MIB)
-        while not cache.disk.tier.usage().paused_because:
-            pass
+        eventually(lambda: cache.disk.tier.usage().paused_because)
         assert cache.reclaimer.shrink_to(MIB) == "done"
         assert cache.table.nbytes <= MIB
         assert set(dropped(cache)) == {reason}

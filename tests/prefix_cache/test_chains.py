@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 
 from kvstrata.kv.layout import Layout
-from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.transcode import MAX_SPANS
 from tests.prefix_cache.disk import chat, load, random_tokens, reachable, store_on, write_turns, written
 from tests.prefix_cache.kv import HYBRID, LAYOUT, Run, check_lease, settle, store_tokens
+from tests.support.eventually import eventually
 from tests.tiers.disk.blocks import records_of
 
 NUM_TURNS = 3 * MAX_SPANS
@@ -61,14 +60,6 @@ def test_chain_writer_diverged_chats_share_their_prefix(tmp_path: Path) -> None:
         assert written(cache) <= len(tokens) + len(other) - 400 + 256
 
 
-def await_rows(cache: PrefixCache, num_blocks: int) -> None:
-    """Wait until the tier has rebuilt its lost catalogue."""
-    deadline = time.monotonic() + 30
-    while cache.disk.tier.usage().num_blocks < num_blocks and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert cache.disk.tier.usage().num_blocks == num_blocks
-
-
 def test_chain_writer_with_several_chains_continues_the_longest(tmp_path: Path) -> None:
     """A folder may have several chains of one conversation, cut into different blocks."""
     tokens = random_tokens(900, 0)
@@ -83,7 +74,9 @@ def test_chain_writer_with_several_chains_continues_the_longest(tmp_path: Path) 
     for catalogue in (tmp_path / "a").glob("catalogue*"):
         catalogue.unlink()
     with store_on(tmp_path / "a") as cache:
-        await_rows(cache, len(list((tmp_path / "a").rglob("*.safetensors"))))
+        # The tier rebuilds its lost catalogue.
+        num_blocks = len(list((tmp_path / "a").rglob("*.safetensors")))
+        eventually(lambda: cache.disk.tier.usage().num_blocks == num_blocks, 30)
         write_turns(cache, tokens, [900])
         assert reachable(cache, tokens) == 900
         assert written(cache) == 300 + 700 + 200

@@ -8,11 +8,12 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from tests.support.eventually import eventually
 from tests.support.models import tiny_loaded
 from tests.support.raw_http import PATIENCE_S, answer, completion, connected, head, is_closed, rest, until
 from tests.support.servers import Served, running
@@ -242,7 +243,7 @@ def test_a_client_that_does_not_read_is_let_go(strict: Served, stream: bool) -> 
             completion(strict, max_tokens=400, logprobs=5, stream=True) if stream else head("/openapi.json") * 10
         )
         assert line.recv(15) == b"HTTP/1.1 200 OK"
-        wait_until(lambda: not strict.server.server_state.connections)
+        eventually(lambda: not strict.server.server_state.connections, PATIENCE_S)
         strict.wait_idle()
         # What was on its way may still come, the end does not.
         told = rest(line)
@@ -269,13 +270,6 @@ def small_buffers(served: Served) -> Iterator[None]:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     yield
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, before // 2)  # Linux tells twice what was set
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_wrong_key_is_told_before_the_body() -> None:

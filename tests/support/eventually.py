@@ -10,10 +10,11 @@ T = TypeVar("T")
 PAUSE_S = 0.005
 
 
-def eventually(condition: Callable[[], T], timeout_s: float = 20.0) -> T:
-    """Return the first true value of `condition`, which is called until then. Fails after `timeout_s`."""
+def eventually(condition: Callable[[], T | None], timeout_s: float = 20.0, *, pause_s: float = PAUSE_S) -> T:
+    """Call `condition` until its value is true, and return that value. Fail after `timeout_s`. `pause_s`: between two
+    calls; longer where a call costs the other side work."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s; last: {value!r}"
-        time.sleep(PAUSE_S)
+        time.sleep(pause_s)
     return value

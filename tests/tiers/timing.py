@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -18,14 +17,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
-
-
-def eventually(is_true: Callable[[], object], timeout_s: float = 10.0, *, interval_s: float = 0.01) -> None:
-    """Wait until a condition holds; fail after `timeout_s`."""
-    deadline_s = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < deadline_s, f"the condition did not hold within {timeout_s} s"
-        time.sleep(interval_s)
 
 
 def in_time(work: Callable[[], T], timeout_s: float = 20.0) -> T:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from kvstrata.server.anthropic import request
 from tests.agents.forced import Forced, serving
 from tests.server.anthropic.conftest import client_of, script
 from tests.server.test_ops import scrape
+from tests.support.eventually import eventually
 from tests.support.servers import Served
 
 TOKEN_BYTES = 2 * 16 * 4  # keys and values of one layer with one head of 16, in float32
@@ -135,9 +135,7 @@ def test_a_term_ends_though_nobody_asks(caller: Caller, monkeypatch: pytest.Monk
     caller.ask(user(text(LONG, {"type": "ephemeral", "ttl": "5m"})))
     pins = caller.served.server.state.engine.ask(lambda core: core.prefix_cache.pins).result(10)
     assert len(pins)
-    until_s = time.monotonic() + 10
-    while len(pins) and time.monotonic() < until_s:
-        time.sleep(0.05)  # no request wakes the engine
+    eventually(lambda: not len(pins))  # no request wakes the engine
     assert caller.pinned_bytes == 0
     evict_all(caller.served)
     assert caller.ask(user(text(LONG)))[1] == 0

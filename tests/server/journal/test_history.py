@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from kvstrata.server.request_log import MAX_REQUESTS
 from tests.server.journal.conftest import Lines
 from tests.server.test_cache import LONG, complete, get, post
 from tests.server.test_keys import As
+from tests.support.eventually import eventually
 from tests.support.models import tiny_loaded
 from tests.support.servers import Served, running
 
@@ -114,9 +114,7 @@ def test_events_have_a_label_and_a_count(fresh: Served) -> None:
     look(sampler, fresh)
     complete(fresh, LONG)
     post(fresh, "/cache/requantize", k="planes:8", v="planes:8")
-    until_s = time.monotonic() + 60
-    while not encoded_spans(fresh):  # between requests, a layer at a time
-        assert time.monotonic() < until_s
+    eventually(lambda: encoded_spans(fresh), 60)  # between requests, a layer at a time
     look(sampler, fresh)
     told = [(event["kind"], event["text"]) for event in history(fresh)["events"]]
     assert ("target", "Precision of new KV: K planes:8, V planes:8") in told

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from tests.agents.forced import forced_model
 from tests.server.page.conftest import IS_ASKED, LOADED, shown
 from tests.server.test_cache import LONG, complete, get, post, wait_done
 from tests.support.browser import Browser, Page
+from tests.support.eventually import eventually
 from tests.support.models import tiny_loaded
 from tests.support.servers import Served, running
 
@@ -270,13 +270,12 @@ def test_sessions_are_listed_with_their_divergence(page: Page, fresh: Served, tm
 
 def wait_for_history(served: Served, precision: str) -> None:
     """Wait until the history has a slot with KV in this precision."""
-    until_s = time.monotonic() + 60
-    while time.monotonic() < until_s:
+
+    def has_precision() -> bool:
         slots = get(served, "/cache/history")["slots"]
-        if any(slot["tiers"] and precision in slot["tiers"]["hot"]["by_precision"] for slot in slots[-3:]):
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"no slot has {precision}")
+        return any(slot["tiers"] and precision in slot["tiers"]["hot"]["by_precision"] for slot in slots[-3:])
+
+    eventually(has_precision, 60)
 
 
 def test_reload_keeps_history(tab: Page, fresh: Served) -> None:

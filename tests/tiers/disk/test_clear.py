@@ -15,6 +15,7 @@ from kvstrata.tiers.disk.space import NUM_DELETED_AT_ONCE
 from kvstrata.tiers.disk.tier import DiskTier
 from kvstrata.tiers.interface import Accepted
 from kvstrata.tiers.read_pool import MissingBlock, MissReason
+from tests.support.eventually import eventually
 from tests.tiers.disk.blocks import (
     OTHER_ROOT,
     ROOT,
@@ -32,7 +33,7 @@ from tests.tiers.disk.blocks import (
     write_blocks,
 )
 from tests.tiers.disk.faults import FaultyFiles, fail, flip, kill, wait_for
-from tests.tiers.timing import eventually, in_time
+from tests.tiers.timing import in_time
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 import sqlite3
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from kvstrata.tiers.disk.tier import DiskTier
 from kvstrata.tiers.interface import Accepted, Refusal, Refused
 from kvstrata.tiers.read_pool import MissingBlock
 from kvstrata.tiers.write_limits import Backoff
+from tests.support.eventually import eventually
 from tests.tiers.disk.blocks import (
     ROOT,
     block_files,
@@ -35,7 +35,6 @@ from tests.tiers.disk.blocks import (
     write_blocks,
 )
 from tests.tiers.disk.faults import FaultyFiles, fail, fail_once, faulty_catalogues, full_volume
-from tests.tiers.timing import eventually
 
 CODES = [
     (errno.ENOSPC, DiskFault.NO_SPACE),
@@ -373,13 +372,9 @@ def test_write_fails_once_chain_is_written_in_order_after_the_pause(tier: DiskTi
     blocks = make_chain(3)
     fail_once(files, "sync", errno.ENOSPC)
     for block in blocks:
-        while tier.put(block) == Refused(Refusal.PAUSED):
-            time.sleep(0.01)
+        eventually(lambda block=block: tier.put(block) != Refused(Refusal.PAUSED))
     # No caller flushes, so the writer retries by itself.
-    deadline = time.monotonic() + 10
-    while tier.usage().num_queued:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: not tier.usage().num_queued)
     assert tier.usage().counters["failed"] == {DiskFault.NO_SPACE: 1}
     assert [row.id for row in records_of(tier)] == [block.id for block in blocks]
     assert tier.write_state().num_faults == 1

@@ -12,6 +12,7 @@ from kvstrata.tiers.disk.errors import DropReason
 from kvstrata.tiers.disk.index import BlockRecord
 from kvstrata.tiers.interface import Accepted, Refusal, Refused, WriteState
 from kvstrata.tiers.write_limits import DailyWriteBudget
+from tests.support.eventually import eventually
 from tests.tiers.disk.blocks import (
     ROOT,
     block_files,
@@ -25,7 +26,6 @@ from tests.tiers.disk.blocks import (
     records_of,
 )
 from tests.tiers.disk.faults import FaultyFiles
-from tests.tiers.timing import eventually
 
 MIB = 1 << 20
 
@@ -178,7 +178,7 @@ def test_ttl_ending_before_the_planned_wait_evicts_in_time(tmp_path: Path) -> No
     assert tier.flush(10).is_empty
     tier.put(make_block(1), unused_s=3599.9)
     tier.put(make_block(2))
-    eventually(lambda: [row.id for row in records_of(tier)] == [make_block(2).id], 20)
+    eventually(lambda: [row.id for row in records_of(tier)] == [make_block(2).id])
     assert tier.usage().counters["evicted"] == {"expired": 1}
     tier.close()
 
@@ -188,7 +188,7 @@ def test_ttl_evicts_unused_entries_of_an_idle_tier(tmp_path: Path) -> None:
     for block in make_chain(3):
         tier.put(block)
     tier.flush(10)
-    eventually(lambda: not tier.usage().num_blocks, 10)
+    eventually(lambda: not tier.usage().num_blocks)
     assert not block_files(tmp_path / "cache")
     tier.close()
 

@@ -20,6 +20,7 @@ from kvstrata.tiers.disk.errors import DropReason
 from kvstrata.tiers.disk.tier import DiskTier
 from kvstrata.tiers.interface import Accepted, Refusal, Refused
 from kvstrata.tiers.read_pool import LoadedBlock, MissingBlock, MissReason
+from tests.support.eventually import eventually
 from tests.tiers.disk.blocks import (
     OTHER_ROOT,
     ROOT,
@@ -402,8 +403,8 @@ def test_close_leaves_no_thread(tmp_path: Path) -> None:
 def test_close_hanging_disk_returns_after_the_timeout(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     held = HeldTier(tmp_path / "cache")
     held.tier.put(make_block())
-    while "sync" not in held.files.steps:
-        assert held.tier.usage().num_queued == 1
+    eventually(lambda: "sync" in held.files.steps)
+    assert held.tier.usage().num_queued == 1
     started = time.monotonic()
     held.tier.close(timeout_s=0.1)
     assert time.monotonic() - started < 5

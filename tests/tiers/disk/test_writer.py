@@ -17,6 +17,7 @@ from kvstrata.tiers.disk.writer import MAX_ATTEMPTS, DiskWriter
 from kvstrata.tiers.interface import Refusal, Refused, RemovalLog, TierCounters
 from kvstrata.tiers.options import DiskOptions
 from kvstrata.tiers.write_limits import Pace
+from tests.support.eventually import eventually
 from tests.tiers.disk.blocks import make_block, make_chain
 
 
@@ -107,8 +108,7 @@ def test_writer_block_that_always_fails_is_dropped_after_max_attempts() -> None:
 
     writer = make_writer(publish, TierCounters(DISK_EVENTS), first_pause_s=1e-4)
     assert writer.offer(bad) is None
-    while writer.offer(good) is Refusal.PAUSED:
-        pass
+    eventually(lambda: writer.offer(good) is not Refusal.PAUSED)
     assert is_written.wait(10)
     assert num_attempts == MAX_ATTEMPTS
     assert writer.state(0).num_faults == MAX_ATTEMPTS

@@ -21,8 +21,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from tests.support.eventually import eventually
 from tests.tiers.remote.stores import CREDENTIAL, S3
-from tests.tiers.timing import eventually
 
 TOKEN = "a-token-of-google"
 PASSED_ON = ("Content-Type", "ETag", "Last-Modified")
@@ -104,7 +104,7 @@ class Azurite:
             stderr=subprocess.DEVNULL,
         )
         self._numbers = itertools.count()
-        eventually(lambda: _accepts_connections(port), 60, interval_s=0.1)
+        eventually(lambda: _accepts_connections(port), 60, pause_s=0.1)
 
     def use_bucket(self, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", self._account)

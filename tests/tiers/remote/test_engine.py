@@ -31,9 +31,9 @@ from tests.engine.drive import GREEDY
 from tests.engine.test_disk import answer, cached, make_computing_slow, settle
 from tests.engine.test_disk_lookups import make_computing_take_a_second
 from tests.engine.test_engine import Reply
+from tests.support.eventually import eventually
 from tests.support.models import VOCAB, tiny_loaded
 from tests.tiers.remote.stores import SLOW_S, TROUBLES, Proxy, Valkey, options_for, private_folder, secret_file
-from tests.tiers.timing import eventually
 
 MIB = 1 << 20
 ARCHITECTURES = ["llama", "gemma3_text", "qwen3_next", "mamba2", "gpt_oss"]
@@ -263,6 +263,6 @@ def test_engine_store_in_trouble_stops_no_stream(server: Valkey, trouble: str) -
         generate(engine, "another", tuple(i * 5 % VOCAB for i in range(600)), 20)
         settle(engine)
         if trouble not in ("hangs", "slow"):
-            eventually(lambda: any(name.startswith("remote_failed") for name in counters(engine)), interval_s=0.05)
+            eventually(lambda: any(name.startswith("remote_failed") for name in counters(engine)))
     if proxy is not None:
         proxy.close()

@@ -14,10 +14,10 @@ from kvstrata.tiers.lookups import run_walk
 from kvstrata.tiers.read_pool import LoadedBlock, MissingBlock
 from kvstrata.tiers.remote.tier import RemoteTier
 from kvstrata.tiers.remote.url import parse_url
+from tests.support.eventually import eventually
 from tests.tiers.disk.blocks import OTHER_ROOT, all_same
 from tests.tiers.remote.chains import block_at, longest_chain, missing_chain, put_chain, random_ids, read_all
 from tests.tiers.remote.stores import Valkey, open_remote, secret_file
-from tests.tiers.timing import eventually
 
 
 @pytest.mark.parametrize("is_sealed", [True, False])
