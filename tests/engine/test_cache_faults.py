@@ -202,6 +202,14 @@ def check_site(work: Work, faults: Faults, at: tuple[Site, int], expected: dict[
     return plan.has_raised
 
 
+def measured_calls(work: Work, faults: Faults, expected: dict[str, list[int]]) -> dict[Site, int]:
+    """Return how often each site is called in a run without faults."""
+    work.reset()
+    with faults.planned(None) as plan:
+        assert replies_of(work) == expected
+    return dict(plan.seen)
+
+
 def sweep(work: Work, monkeypatch: pytest.MonkeyPatch, num_sites: int | None) -> None:
     faults, rng = Faults(), random.Random(1)
     faults.watch(monkeypatch)
@@ -212,12 +220,16 @@ def sweep(work: Work, monkeypatch: pytest.MonkeyPatch, num_sites: int | None) ->
     expected = replies_of(work)
     work.reset()
     before_bytes = work.active_bytes()
-    with faults.planned(None) as plan:
-        assert replies_of(work) == expected
-    counts = sorted(plan.seen.items())
+    # Of two runs: what only one of them calls, because a queue was full, is no site to rely on.
+    seen = [measured_calls(work, faults, expected) for _ in range(2)]
+    counts = sorted((site, min(count, seen[1][site])) for site, count in seen[0].items() if site in seen[1])
     chosen = counts if num_sites is None else rng.sample(counts, num_sites)
     threads = {thread.name for thread in threading.enumerate()}
-    num_raised = sum(check_site(work, faults, (site, rng.randint(1, count)), expected) for site, count in chosen)
+    num_raised = 0
+    for site, count in chosen:
+        # Where the chosen call does not come, because a tier's thread was faster or slower, the first one is tried.
+        calls = (rng.randint(1, count), 1)
+        num_raised += any(check_site(work, faults, (site, call), expected) for call in calls)
     assert num_raised >= 0.8 * len(chosen)
     assert {thread.name for thread in threading.enumerate()} >= threads
     # After all of them the cache works as before, and no memory stayed behind.

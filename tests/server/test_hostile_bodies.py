@@ -23,7 +23,8 @@ from pydantic import ValidationError
 
 from kvstrata.errors import BodyTooLarge, InvalidRequest
 from kvstrata.server import tokenize
-from kvstrata.server.http import json_body as bodies
+from kvstrata.server.http import body_limit as bodies
+from kvstrata.server.http import json_body
 from kvstrata.server.http.body_limit import MAX_OBJECTS, MIN_VALUES, require_few_values
 from kvstrata.server.http.json_body import parse_json, validated
 from kvstrata.server.openai.schema import ChatCompletionRequest, CompletionRequest
@@ -156,7 +157,7 @@ def test_validation_lets_other_threads_run() -> None:
 
 def test_large_bodies_are_parsed_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the event loop waits for one of them at most."""
-    parse, running, most = bodies.from_json, threading.Semaphore(0), []
+    parse, running, most = json_body.from_json, threading.Semaphore(0), []
 
     def counted(body: bytes, **options: Any) -> Any:
         running.release()
@@ -165,8 +166,8 @@ def test_large_bodies_are_parsed_one_at_a_time(monkeypatch: pytest.MonkeyPatch) 
         running.acquire()
         return parse(body, **options)
 
-    monkeypatch.setattr(bodies, "from_json", counted)
-    body = b'{"prompt":"' + b"a" * bodies.SMALL_BYTES + b'"}'
+    monkeypatch.setattr(json_body, "from_json", counted)
+    body = b'{"prompt":"' + b"a" * json_body.SMALL_BYTES + b'"}'
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda _: parse_json(CompletionRequest, body), range(8)))
     assert most == [1] * 8

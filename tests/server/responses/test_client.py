@@ -52,7 +52,7 @@ def script(prompt: Prompt) -> str:
 
 @pytest.fixture(scope="module")
 def forced() -> Iterator[Forced]:
-    with serving(script, context_tokens=4096) as one:
+    with serving(script, max_model_len=4096) as one:
         yield one
 
 
