@@ -34,7 +34,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport) and report.when == "call":
-                seconds = dict(report.user_properties).get(PROPERTY, 0.0)
+                seconds = next((float(str(each)) for name, each in report.user_properties if name == PROPERTY), 0.0)
                 total_s += seconds
                 if seconds > LIMIT_S and not {"slow", "perf"} & set(report.keywords):
                     costly.append((seconds, report.nodeid))
