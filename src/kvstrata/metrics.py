@@ -28,23 +28,23 @@ STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5,
 # Counters of the cache since the start; exported as 0 until the first event.
 CACHE_COUNTERS = {
     "queried_tokens": "Prompt tokens that were looked up",
-    "hit_tokens": "Of those, found and really not computed",
-    "stored_spans": "Spans that were stored",
-    "stored_tokens": "Tokens of those",
-    "encoded_spans": "Spans that were put under a codec in fewer bits",
-    "encoded_freed_bytes": "Bytes of memory that they no longer take",
-    "stepped_down_spans": "Spans that were put under fewer bits to make room",
-    "evicted_tokens": "Tokens that had to go",
-    "ttl_pins": "Prompts pinned for some time because their request asked for it",
-    "ttl_pins_over_quota": "Prompts that were not, because their key's quota is used up",
+    "hit_tokens": "Cached prompt tokens, which were not computed",
+    "stored_spans": "Spans inserted into the cache",
+    "stored_tokens": "Tokens inserted into the cache",
+    "encoded_spans": "Spans quantized",
+    "encoded_freed_bytes": "Bytes of memory that quantization freed",
+    "stepped_down_spans": "Spans stepped down in precision to reclaim memory",
+    "evicted_tokens": "Tokens evicted from memory",
+    "ttl_pins": "Prompts pinned for a time by their request",
+    "ttl_pins_over_quota": "Pins refused because the key's quota is used up",
 }
 # Gauges among the cache's counters.
 CACHE_LEVELS = {
     "disk_queue_bytes": "Bytes that wait to be written to the disk",
-    "disk_limit_bytes": "Most that the disk tier may take",
-    "disk_allowed_bytes": "Most that the disk tier can come to: its limit, or less where its volume is full",
-    "remote_queue_bytes": "Bytes that wait to be written to the store that servers share",
-    "remote_is_paused": "Whether that store is left alone after a fault",
+    "disk_limit_bytes": "Limit of the disk tier",
+    "disk_allowed_bytes": "Effective limit of the disk tier: less where its volume is full",
+    "remote_queue_bytes": "Bytes that wait to be written to the shared store",
+    "remote_is_paused": "Whether the shared store is paused after a fault",
     "disk_leaving_bytes": "Bytes of blocks that were cleared and whose files are being deleted",
 }
 EVENT_KINDS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
@@ -77,7 +77,7 @@ class CacheCollector(Collector):
             tokens.add_metric([name], tier["tokens"])
         yield from (held, kinds, spans, tokens)
         yield GaugeMetricFamily(
-            "kvstrata_cache_hot_budget_bytes", "Most that stored KV takes in memory", self.hot_budget_bytes
+            "kvstrata_cache_hot_budget_bytes", "Most that cached KV takes in memory", self.hot_budget_bytes
         )
         yield from self._counters()
 
@@ -130,7 +130,7 @@ class PromptMetrics:
         self._hygiene = Counter("kvstrata_prompt_hygiene", what, ["rule"], registry=registry)
         what = "Earlier replies that were put into prompts as they were sampled"
         self._replayed_turns = Counter("kvstrata_replayed_turns", what, registry=registry)
-        self._replayed_tokens = Counter("kvstrata_replayed_tokens", "Tokens of those", registry=registry)
+        self._replayed_tokens = Counter("kvstrata_replayed_tokens", "Tokens inserted into the cache", registry=registry)
 
     def count(self, hygiene: Mapping[str, int], *, replayed_turns: int, replayed_tokens: int) -> None:
         """Count one prompt. `hygiene` maps a rule to the number of times it was applied."""

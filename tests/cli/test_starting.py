@@ -54,7 +54,7 @@ def test_stages_are_timed_one_after_the_other(
         starting.end()
         begin("late", "Nobody listens any more")
     assert starting.seconds == pytest.approx({"weights": 3.99, "probe": 0.01})
-    assert starting.words() == "ready after 4.0 s: weights 4.0"
+    assert starting.summary() == "ready after 4.0 s: weights 4.0"
     said = [record.getMessage() for record in caplog.records if record.name == "kvstrata.serve"]
     assert said == [
         "start: Reading the weights (after 0.0 s)",

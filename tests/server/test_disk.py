@@ -168,7 +168,7 @@ def test_a_volume_without_room_is_told_at_the_start_and_in_usage(
     assert 4 << 20 <= counters["disk_allowed_bytes"] < 5 << 20
     assert counters["disk_limit_bytes"] == 50 << 30
     (line,) = (line for line in lines if line.startswith("disk "))
-    assert "MiB of 50GiB, because the volume has no room for more; each reply is" in line
+    assert "MiB of 50GiB, because the volume is nearly full; each reply is" in line
     assert "has room for 4.1 MiB, not for 50.0 GiB" in shown
 
 

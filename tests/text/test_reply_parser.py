@@ -62,7 +62,7 @@ def form_of(
         (FUNCTOOLS, "", "json in functools", ('functools[{"name": "look_up", "arguments": ', "}]")),
         (CODER, "qwen3_coder", "xml in <tool_call>", None),
         (WITH_TOOLS, "", "bare json", None),
-        (PLAIN, "", "told in the system text", ('{"name": "look_up", "arguments": ', "}")),
+        (PLAIN, "", "described in the system text", ('{"name": "look_up", "arguments": ', "}")),
     ],
 )
 def test_how_calls_are_written(

@@ -105,7 +105,7 @@ def test_prompts_of_one_chat_begin_alike(wrap_byte_level) -> None:
 def test_what_was_told_is_read(wrap_byte_level) -> None:
     template = chat_template(wrap_byte_level, ALTERNATING)
     form = ReplyFormat(template._tokenizer, template, None)
-    assert form.calls == "told in the system text"
+    assert form.calls == "described in the system text"
     assert not form.shows_tools
     around = form.call_text("look_up")
     assert around is not None

@@ -176,7 +176,7 @@ def compare(
     """Run all scenarios. `keep` is called with all results so far after each of them; `logs` is a folder for server
     logs."""
     about = [_about(side, model) for side in sides]
-    present = [side for side, told in zip(sides, about, strict=True) if not told.missing]
+    present = [side for side, figure in zip(sides, about, strict=True) if not figure.missing]
     outcomes: list[Outcome] = []
     keep(about, outcomes)
     with _side_servers(present, model, plan, logs) as servers:
@@ -188,7 +188,7 @@ def compare(
         for number, scenario, each in in_turns(servers, plan):
             watch.under(f"round {number + 1}").say(f"{each.side.name}, {scenario.number}. {scenario.title}")
             outcomes.append(watch.passed(_outcome(each, scenario, plan, number, clock.left_s(each, number))))
-            about = [_with_news(told, servers) for told in about]
+            about = [_with_news(figure, servers) for figure in about]
             keep(about, outcomes)
 
 
@@ -203,13 +203,13 @@ def _about(side: Side, model: ComparedModel) -> SideFigure:
     return SideFigure(side.name, version, missing, peer.known_by, peer.known_note, side.as_it_comes)
 
 
-def _with_news(told: SideFigure, servers: Sequence[SideServer]) -> SideFigure:
+def _with_news(figure: SideFigure, servers: Sequence[SideServer]) -> SideFigure:
     for each in servers:
-        if each.side.name == told.name:
+        if each.side.name == figure.name:
             plain, limited = each.commands.get(False, ""), each.commands.get(True, "")
-            known = each.prefill_time or told.prefill_time
-            return replace(told, command=plain, limited_command=limited, prefill_time=known)
-    return told
+            known = each.prefill_time or figure.prefill_time
+            return replace(figure, command=plain, limited_command=limited, prefill_time=known)
+    return figure
 
 
 @contextmanager

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Watch:
-    told: Callable[[str], None] = lambda _: None  # called with the name of the next step
+    on_step: Callable[[str], None] = lambda _: None  # called with the name of the next step
     advanced: Callable[[], None] = lambda: None  # called after each pass
     title: str = ""
 
@@ -33,7 +33,7 @@ class Watch:
         return replace(self, title=title)
 
     def say(self, what: str) -> None:
-        self.told(f"{self.title}: {what}" if self.title else what)
+        self.on_step(f"{self.title}: {what}" if self.title else what)
 
     def passed(self, result: T) -> T:
         self.advanced()

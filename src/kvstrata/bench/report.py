@@ -181,16 +181,16 @@ def verdicts(data: Data) -> list[str]:
 
 def _verdict(scenario: Scenario, ours: Sequence[Data], name: str, theirs: Sequence[Data]) -> str:
     if scenario.metric == "throughput":
-        told = [_beside("throughput", middle(ours, rate), middle(theirs, rate), larger_is_better=True)]
+        parts = [_beside("throughput", middle(ours, rate), middle(theirs, rate), larger_is_better=True)]
     elif scenario.metric == "pause":
         gap = (middle(rows, lambda row: row["slowest_gap_s"]) for rows in (ours, theirs))
         first = (middle(rows, first_token) for rows in (ours, theirs))
-        told = [_beside("longest pause", *gap), _beside("first token", *first)]
+        parts = [_beside("longest pause", *gap), _beside("first token", *first)]
     else:
         tokens = (middle(rows, prefilled) for rows in (ours, theirs))
         first = (middle(rows, first_token) for rows in (ours, theirs))
-        told = [_beside("computed tokens", *tokens), _beside("first token", *first)]
-    return f"{name}: {', '.join(told)}"
+        parts = [_beside("computed tokens", *tokens), _beside("first token", *first)]
+    return f"{name}: {', '.join(parts)}"
 
 
 def _beside(what: str, ours: float | None, theirs: float | None, *, larger_is_better: bool = False) -> str:

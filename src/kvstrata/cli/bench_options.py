@@ -56,7 +56,7 @@ def watched(num_passes: int) -> Iterator[Watch]:
     from kvstrata.bench.load import Watch
 
     if not sys.stderr.isatty():
-        yield Watch(told=lambda what: typer.echo(f"measuring {what} ...", err=True))
+        yield Watch(on_step=lambda what: typer.echo(f"measuring {what} ...", err=True))
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -66,6 +66,6 @@ def watched(num_passes: int) -> Iterator[Watch]:
     with Progress(*columns, console=Console(stderr=True), redirect_stdout=sys.stdout.isatty()) as progress:
         task = progress.add_task("loading", total=num_passes)
         yield Watch(
-            told=lambda what: progress.update(task, description=what),
+            on_step=lambda what: progress.update(task, description=what),
             advanced=lambda: progress.advance(task),
         )

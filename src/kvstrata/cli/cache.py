@@ -151,7 +151,7 @@ def requantize(
     api_key: AdminKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Change the precision of cached KV, while the server goes on."""
+    """Change the precision of cached KV while the server runs."""
     with connect(url, api_key) as server:
         if progress or cancel:
             answer = server.ask("DELETE" if cancel else "GET", "/cache/requantize")

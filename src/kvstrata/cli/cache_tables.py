@@ -79,7 +79,7 @@ def totals(answer: Answer) -> RichTable:
 
 def remote_state(remote: Answer) -> str:
     """Describe whether the shared store is used, and the tokens read and written."""
-    state = f"left alone: {remote['paused_because']}" if remote["paused_because"] else "works"
+    state = f"paused: {remote['paused_because']}" if remote["paused_because"] else "works"
     return f"{remote['url']} {state}, {remote['read_tokens']:,} tokens read, {remote['written_tokens']:,} written"
 
 

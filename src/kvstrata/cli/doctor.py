@@ -153,7 +153,7 @@ def _write_report(file: Path, report: MachineReport, findings: list[Finding]) ->
         for check in tried
         if not check.passed
     ]
-    told = {
+    contents = {
         **_plain(report, [*findings, *failed]),
         "system": platform.platform(),
         "kernels": kernels(),
@@ -162,7 +162,7 @@ def _write_report(file: Path, report: MachineReport, findings: list[Finding]) ->
     }
     # Users publish reports: remove whatever identifies the machine's owner.
     home = Path.home()
-    text = json.dumps(told, indent=2)
+    text = json.dumps(contents, indent=2)
     file.write_text((text.replace(str(home), "~") if home != home.parent else text) + "\n")
     typer.echo(f"{file} has {len(tried)} checks, {len(failed)} of them failed.", err=True)
     return failed
@@ -233,7 +233,7 @@ def _judge_room(report: MachineReport) -> list[Finding]:
         findings.append(Finding("Little memory", why, "end other programs, or serve a smaller model"))
     if report.disk_free_bytes < LOW_DISK_BYTES:
         why = f"{format_bytes(report.disk_free_bytes, 1)} free in {report.cache_folder}"
-        findings.append(Finding("Little disk space", why, "make room, or set KVSTRATA_HOME to another folder"))
+        findings.append(Finding("Little disk space", why, "free some, or set KVSTRATA_HOME to another folder"))
     if report.open_files.hard < LOW_OPEN_FILES:
         why = f"this process may have {report.open_files.hard} files open, connections included"
         next_step = f"raise the hard limit to {LOW_OPEN_FILES} or more (ulimit -Hn; LimitNOFILE= of systemd)"

@@ -52,8 +52,8 @@ def _folder(model: str | None) -> str:
     from kvstrata.platform.device import missing_backend
 
     if model is None or model == default_model.NAME:
-        if not default_model.has_default_model() and (told := missing_backend()) is not None:
-            raise ModelError(told)  # before the download: without MLX nothing can be converted
+        if not default_model.has_default_model() and (missing := missing_backend()) is not None:
+            raise ModelError(missing)  # before the download: without MLX nothing can be converted
         return str(default_model.ensure_default_model())
     from kvstrata.models.find import find_model
     from kvstrata.models.folder import check_folder

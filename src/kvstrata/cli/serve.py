@@ -69,8 +69,8 @@ class StartProgress(logging.Handler):
         self._end_stage()
         self._stage, self._doing = getattr(record, "stage", ""), record.getMessage()
         if self._live is None:
-            told = {"stage": self._stage, "elapsed_s": round(self.elapsed_s, 3)}
-            logger.info("start: %s (after %.1f s)", self._doing, self.elapsed_s, extra={"fields": told})
+            fields = {"stage": self._stage, "elapsed_s": round(self.elapsed_s, 3)}
+            logger.info("start: %s (after %.1f s)", self._doing, self.elapsed_s, extra={"fields": fields})
 
     def end(self) -> None:
         if self not in self._source.handlers:
@@ -80,7 +80,7 @@ class StartProgress(logging.Handler):
         if self._live is not None:
             self._live.stop()
 
-    def words(self) -> str:
+    def summary(self) -> str:
         """Return the total time of the start and the time of each stage."""
         parts = [f"{stage} {seconds:.1f}" for stage, seconds in self.seconds.items() if seconds >= LEAST_SHOWN_S]
         return f"ready after {sum(self.seconds.values()):.1f} s: {', '.join(parts)}"
@@ -192,13 +192,13 @@ def _started(settings: Settings, listener: socket.socket, starting: StartProgres
 
     def on_ready() -> None:
         if is_json:
-            told = {"url": url_of(listener), "model": state.name, "stages": starting.seconds}
+            fields = {"url": url_of(listener), "model": state.name, "stages": starting.seconds}
             if _has_disk(settings):
-                told["disk"] = _disk_text(settings, state)
-            logger.info("serving, %s", starting.words(), extra={"fields": told})
+                fields["disk"] = _disk_text(settings, state)
+            logger.info("serving, %s", starting.summary(), extra={"fields": fields})
             return
         lines = start_lines(settings, state, machine, url_of(listener))
-        typer.echo("\n".join([*lines[:1], f"start     {starting.words()}", *lines[1:]]))
+        typer.echo("\n".join([*lines[:1], f"start     {starting.summary()}", *lines[1:]]))
 
     return Server(
         state,
@@ -226,7 +226,7 @@ def start_lines(settings: Settings, state: ServerState, machine: Device, url: st
         *([f"BLAS      {_blas_line()}"] if machine.backend == "cpu" else []),
         f"memory    at most {format_bytes(limit)} ({settings.memory_limit}) of {format_bytes(machine.memory_bytes)}, "
         f"{format_bytes(engine['kv_budget_bytes'])} of it for KV",
-        f"cache     stored as K {engine['kv']['k']}, V {engine['kv']['v']}{_where_text(settings)}",
+        f"cache     K {engine['kv']['k']}, V {engine['kv']['v']}{_where_text(settings)}",
         *([f"disk      {_disk_text(settings, state)}"] if _has_disk(settings) else []),
         *([f"events    {_events_text(state)}"] if state.publisher else []),
         f"serving   {url}/v1   (Ctrl-C to stop), the page is {url}/",
@@ -262,7 +262,7 @@ def _disk_text(settings: Settings, state: ServerState) -> str:
     allowed_bytes = counters.get("disk_allowed_bytes", 0)
     most = str(settings.disk_cache_size)
     if allowed_bytes < counters.get("disk_limit_bytes", 0):
-        most = f"{format_bytes(allowed_bytes)} of {most}, because the volume has no room for more"
+        most = f"{format_bytes(allowed_bytes)} of {most}, because the volume is nearly full"
     when = {
         "after_reply": "each reply is written seconds after its end",
         "on_evict": "written when memory runs short and when the server ends, so a crash loses what is in memory",

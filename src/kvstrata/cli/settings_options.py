@@ -18,6 +18,20 @@ from pydantic.fields import FieldInfo
 from kvstrata.config import Settings, default_text, env_name, flag_name
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+USAGE = "Usage: kvstrata serve [OPTIONS] [MODEL]"
+ABOUT = (
+    "Serve a model to OpenAI's and Anthropic's clients. The first Ctrl-C lets running replies finish, the second ends "
+    "at once."
+)
+MORE = "  --help-all               Show every setting, with its environment name."
+CONFIG = (
+    "--config FILE",
+    "TOML file with settings (max_num_seqs = 8). Flags win over the environment, and the environment over the file",
+    "config.toml in the user's configuration folder, if there is one",
+    "KVSTRATA_CONFIG",
+)
+MOST_COLUMNS, LEAST_COLUMNS = 110, 60
+FLAG_COLUMNS = 27
 
 
 def with_settings(*, without: Iterable[str] = ()) -> Callable[[Command], Command]:
@@ -58,24 +72,6 @@ def given(context: typer.Context, flags: dict[str, Any]) -> dict[str, Any]:
     """Return the flags given on the command line. Settings reads the environment itself and splits lists at commas."""
     sources = {name: context.get_parameter_source(name) for name in flags}
     return {name: flags[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
-
-
-USAGE = "Usage: kvstrata serve [OPTIONS] [MODEL]"
-ABOUT = (
-    "Serve a model to OpenAI's and Anthropic's clients. The first Ctrl-C lets running replies finish, the second ends "
-    "at once."
-)
-
-MORE = "  --help-all               Show every setting, with its environment name."
-CONFIG = (
-    "--config FILE",
-    "TOML file with settings (max_num_seqs = 8). Flags win over the environment, and the environment over the file",
-    "config.toml in the user's configuration folder, if there is one",
-    "KVSTRATA_CONFIG",
-)
-
-MOST_COLUMNS, LEAST_COLUMNS = 110, 60
-FLAG_COLUMNS = 27
 
 
 def short_help() -> str:

@@ -115,7 +115,7 @@ class Settings(BaseSettings):
         None, "File with admin keys, one on each line; # begins a comment", panel="Address and keys", unit="file"
     )
     pin_quota: SizeSetting = setting(
-        Size(percent=25.0), "Most that each API key may pin; % is of the memory for stored KV. Admin keys, and servers "
+        Size(percent=25.0), "Most that each API key may pin; % is of the memory for cached KV. Admin keys, and servers "
         "without keys, are held to it only for pins by a ttl of cache_control", panel="Address and keys", unit="size",
     )  # fmt: skip
     allow_public: bool = setting(
@@ -153,11 +153,11 @@ class Settings(BaseSettings):
     )  # fmt: skip
 
     hot_cache_size: SizeSetting | None = setting(
-        None, "Most memory for stored KV; % is of the machine's memory. Without a size: what running requests leave",
+        None, "Most memory for cached KV; % is of the machine's memory. Without a size: what running requests leave",
         panel="KV cache", unit="size",
     )  # fmt: skip
     cache_ttl_s: float | None = setting(
-        CacheConfig.ttl_s, "Seconds after which stored KV expires that no request has used, and what is remembered of "
+        CacheConfig.ttl_s, "Seconds after which cached KV expires that no request has used, and what is remembered of "
         "its texts. Without a number both stay while there is room", panel="KV cache", unit="seconds", gt=0,
     )  # fmt: skip
     disk_cache_dir: Path | None = setting(

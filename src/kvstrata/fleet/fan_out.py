@@ -36,6 +36,12 @@ SUMMED = {
 DEFAULT_SESSIONS = 100
 # Timeout for the response of one replica, so that a slow one does not hold back the others' responses.
 ANSWER_S = 30.0
+# Fields merged by their maximum: concurrent times, and estimates.
+LARGEST = frozenset({
+    "latency_s", "seconds", "expected_error", "next_before", "p50", "p95", "p99", "first_token_p50_s",
+    "first_token_p95_s", "time", "slot_s",
+})  # fmt: skip
+MIXED = "mixed"
 
 
 @dataclass(frozen=True)
@@ -174,15 +180,6 @@ def _conversations(answers: Mapping[str, Any]) -> dict[str, Any]:
     shown = [{**each, "replica": name} for name, answer in answers.items() for each in answer["conversations"]]
     has_more = any(answer["has_more"] for answer in answers.values())
     return {"under": first["under"], "has_more": has_more, "conversations": shown}
-
-
-# Fields merged by their maximum: concurrent times, and estimates.
-LARGEST = frozenset({
-    "latency_s", "seconds", "expected_error", "next_before", "p50", "p95", "p99", "first_token_p50_s",
-    "first_token_p95_s", "time", "slot_s",
-})  # fmt: skip
-
-MIXED = "mixed"
 
 
 def sum_answers(answers: Sequence[Any], name: str = "") -> Any:

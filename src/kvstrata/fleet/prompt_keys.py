@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 MAX_KEYS = 1 << 14
 SHORT_BYTES = 8
+# Larger bodies are routed without keys: tokenizing them takes too long.
+MAX_BODY_BYTES = 16 << 20
 
 
 def short_key(key: bytes) -> int:
@@ -85,10 +87,6 @@ class ReplicaSummary:
 
 def keys_from_bytes(packed: bytes) -> frozenset[int]:
     return frozenset(np.frombuffer(packed, dtype="<u8").tolist())
-
-
-# Larger bodies are routed without keys: tokenizing them takes too long.
-MAX_BODY_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)

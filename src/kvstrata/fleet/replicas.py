@@ -13,6 +13,9 @@ from typing import Any, Protocol
 
 from starlette.types import ASGIApp, Message, Scope
 
+# Messages buffered between the app and its reader.
+AHEAD = 16
+
 
 class ReplicaLost(Exception):
     """The replica has ended or cannot be reached; its unfinished responses are lost."""
@@ -29,10 +32,6 @@ class Replicas(Protocol):
         `name` None means any replica. With `only` no other replica may take the place of the named one.
         """
         ...
-
-
-# Messages buffered between the app and its reader.
-AHEAD = 16
 
 
 def plain_scope(scope: Scope) -> dict[str, Any]:

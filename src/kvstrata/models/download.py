@@ -181,18 +181,18 @@ def sources(environment: Mapping[str, str] = os.environ) -> Sources:
     """Return the sources that pip and uv are configured to use."""
     configured = _pip_configuration(environment)
 
-    def told(*names: str, option: str = "") -> list[str]:
+    def values_of(*names: str, option: str = "") -> list[str]:
         values = [environment[name] for name in names if environment.get(name)]
         return (values or [configured.get(option, "")])[0].split()
 
-    certificates = told("PIP_CERT", "REQUESTS_CA_BUNDLE", option="cert")
+    certificates = values_of("PIP_CERT", "REQUESTS_CA_BUNDLE", option="cert")
     indexes: list[str] = []
-    if told("PIP_NO_INDEX", option="no-index")[:1] in ([], ["0"], ["false"]):
-        indexes += told("PIP_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL", option="index-url") or [PUBLIC_INDEX]
-        indexes += told("PIP_EXTRA_INDEX_URL", "UV_INDEX", "UV_EXTRA_INDEX_URL", option="extra-index-url")
+    if values_of("PIP_NO_INDEX", option="no-index")[:1] in ([], ["0"], ["false"]):
+        indexes += values_of("PIP_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL", option="index-url") or [PUBLIC_INDEX]
+        indexes += values_of("PIP_EXTRA_INDEX_URL", "UV_INDEX", "UV_EXTRA_INDEX_URL", option="extra-index-url")
     # uv may put a name before an address.
     urls = [url.partition("=")[2] if "=" in url.partition("://")[0] else url for url in indexes]
-    links = [Path(text).expanduser() for text in told("PIP_FIND_LINKS", "UV_FIND_LINKS", option="find-links")]
+    links = [Path(text).expanduser() for text in values_of("PIP_FIND_LINKS", "UV_FIND_LINKS", option="find-links")]
     return Sources(
         tuple(folder for folder in links if folder.is_dir()),
         tuple(dict.fromkeys(url for url in urls if url.startswith(("http://", "https://")))),

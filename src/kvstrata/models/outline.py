@@ -1,7 +1,7 @@
 """Outline of a model: its layers and memory, from headers and config alone. No weight is read, nothing is computed.
 
 mlx-lm builds the model over arrays that are not read yet, and a short prompt is run through it that is never evaluated:
-shapes and dtypes of the caches are known all the same. So what is told here is what `probe` will measure.
+shapes and dtypes of the caches are known all the same. So the outline says what `probe` will measure.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ModelOutline:
     """Sizes and layers of a model for one back-end."""
 
     name: str
-    backend: MlxBackend  # that it is told for
+    backend: MlxBackend  # that the outline is made for
     layout: Layout
     weight_bytes: int  # in memory
     file_bytes: int

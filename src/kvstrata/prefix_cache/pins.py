@@ -193,7 +193,7 @@ class Pins:
         if pinned_bytes + new_bytes > self._available_bytes(owner, limit_bytes):
             raise Forbidden(
                 f"All keys together have {self._bytes.total() / MIB:.1f} MiB pinned. This prompt takes "
-                f"{new_bytes / MIB:.1f} MiB more, and half of the memory for stored KV is kept for what is not pinned. "
+                f"{new_bytes / MIB:.1f} MiB more, and half of the memory for cached KV is kept for what is not pinned. "
                 "Unpin something (POST /cache/unpin), or start the server with more memory (--memory-limit).",
                 code="pin_quota_exceeded",
             )

@@ -253,13 +253,13 @@ class ConversationImport:
         if nbytes > table.max_bytes:
             raise NeverFits(
                 f"This conversation takes {format_bytes(nbytes)}, and this server has {format_bytes(table.max_bytes)} "
-                "for stored KV. Give it more (--memory-limit, --hot-cache-size), or export fewer tokens. Nothing was "
+                "for cached KV. Give it more (--memory-limit, --hot-cache-size), or export fewer tokens. Nothing was "
                 "changed."
             )
         in_use_bytes = table.nbytes - table.evictable_bytes
         if nbytes > limit_bytes - in_use_bytes:
             raise MemoryPinned(
-                f"This conversation takes {format_bytes(nbytes)}. Of the {format_bytes(limit_bytes)} for stored KV, "
+                f"This conversation takes {format_bytes(nbytes)}. Of the {format_bytes(limit_bytes)} for cached KV, "
                 f"{format_bytes(in_use_bytes)} are in use or pinned. Try again when requests have ended, or unpin "
                 "something (POST /cache/unpin). Nothing was changed."
             )

@@ -29,6 +29,43 @@ from kvstrata.sizes import format_bytes
 KEPT_S = 3600.0
 MAX_EVENTS = 500
 MAX_TIMES = 200  # first-token times per slot, for its percentiles
+# Counters that every request changes, and gauges: no events.
+QUIET = re.compile(
+    r"(?:queried|hit|stored)_(?:tokens|spans)|encoded_freed_bytes|refused_(?:present|empty)|(?:disk|remote)_(?:read|missed|queue|limit|leaving)_.*"
+    r"|(?:disk|remote)_written_(?!bytes).*|remote_is_paused"
+)
+# The first pattern that matches a counter's name gives the kind and the label; {reason} is the pattern's group.
+LABELS = (
+    ("evicted", r"evicted_tokens", "Tokens evicted from memory"),
+    ("evicted", r"disk_evicted_(.+)", "Blocks deleted from the disk ({reason})"),
+    ("evicted", r"remote_evicted_(.+)", "Blocks deleted from the shared store ({reason})"),
+    ("pressure", r"stepped_down_spans", "Spans stepped down in precision"),
+    ("pressure", r"preempted", "Requests preempted"),
+    ("dropped", r"dropped_tokens_(.+)", "Tokens dropped that are on no disk ({reason})"),
+    ("encoded", r"encoded_spans", "Spans quantized"),
+    ("spilled", r"spilled_spans", "Spans offloaded to the disk to free memory"),
+    ("spilled", r"disk_written_bytes", "Written to the disk"),
+    ("spilled", r"remote_written_bytes", "Written to the shared store"),
+    ("loaded", r"promoted_tokens", "Tokens loaded from a lower tier"),
+    ("loaded", r"restored_spans", "Spans restored to their earlier precision"),
+    ("loaded", r"imported_tokens", "Tokens imported with a session"),
+    ("pinned", r"ttl_pins", "Prompts pinned for a time"),
+    ("refused", r"ttl_pins_over_quota", "Pins refused by the key's quota"),
+    ("refused", r"restores_without_room", "Restores refused for lack of memory"),
+    ("refused", r"refused_promotions", "Loads refused for lack of memory"),
+    ("refused", r"refused_restores", "Archived planes not restored for lack of memory"),
+    ("refused", r"refused_spills", "Spans that could not be offloaded to the disk"),
+    ("refused", r"(?:(?:disk|remote)_)?refused_(.+)", "Writes refused ({reason})"),
+    ("failed", r"unreadable_blocks", "Unreadable blocks on the disk, recomputed"),
+    ("failed", r"(?:disk|remote)_quarantined_(.+)", "Damaged blocks quarantined ({reason})"),
+    ("failed", r"disk_failed_(.+)", "Disk failures ({reason})"),
+    ("failed", r"remote_failed_(.+)", "Failures of the shared store ({reason})"),
+    ("failed", r"failed_(.+)", "Spans left unchanged after a failure ({reason})"),
+)
+ENCODED, FREED = "encoded_spans", "encoded_freed_bytes"
+COMPILED = tuple((kind, re.compile(pattern), label) for kind, pattern, label in LABELS)
+# Unchanged samples before the engine is left asleep: the disk may still be writing after requests have ended.
+SETTLED_AFTER = 6
 
 
 @dataclass(frozen=True)
@@ -116,43 +153,6 @@ def percentile(times: Collection[float], share: float) -> float | None:
 
 _size = partial(format_bytes, digits=1, whole_from=100)  # as the dashboard formats sizes
 
-# Counters that every request changes, and gauges: no events.
-QUIET = re.compile(
-    r"(?:queried|hit|stored)_(?:tokens|spans)|encoded_freed_bytes|refused_(?:present|empty)|(?:disk|remote)_(?:read|missed|queue|limit|leaving)_.*"
-    r"|(?:disk|remote)_written_(?!bytes).*|remote_is_paused"
-)
-
-# The first pattern that matches a counter's name gives the kind and the label; {reason} is the pattern's group.
-LABELS = (
-    ("evicted", r"evicted_tokens", "Tokens evicted from memory"),
-    ("evicted", r"disk_evicted_(.+)", "Blocks deleted from the disk ({reason})"),
-    ("evicted", r"remote_evicted_(.+)", "Blocks deleted from the shared store ({reason})"),
-    ("pressure", r"stepped_down_spans", "Spans stepped down in precision"),
-    ("pressure", r"preempted", "Requests preempted"),
-    ("dropped", r"dropped_tokens_(.+)", "Tokens dropped that are on no disk ({reason})"),
-    ("encoded", r"encoded_spans", "Spans quantized"),
-    ("spilled", r"spilled_spans", "Spans offloaded to the disk to free memory"),
-    ("spilled", r"disk_written_bytes", "Written to the disk"),
-    ("spilled", r"remote_written_bytes", "Written to the shared store"),
-    ("loaded", r"promoted_tokens", "Tokens loaded from a lower tier"),
-    ("loaded", r"restored_spans", "Spans restored to their earlier precision"),
-    ("loaded", r"imported_tokens", "Tokens imported with a session"),
-    ("pinned", r"ttl_pins", "Prompts pinned for a time"),
-    ("refused", r"ttl_pins_over_quota", "Pins refused by the key's quota"),
-    ("refused", r"restores_without_room", "Restores refused for lack of memory"),
-    ("refused", r"refused_promotions", "Loads refused for lack of memory"),
-    ("refused", r"refused_restores", "Archived planes not restored for lack of memory"),
-    ("refused", r"refused_spills", "Spans that could not be offloaded to the disk"),
-    ("refused", r"(?:(?:disk|remote)_)?refused_(.+)", "Writes refused ({reason})"),
-    ("failed", r"unreadable_blocks", "Unreadable blocks on the disk, recomputed"),
-    ("failed", r"(?:disk|remote)_quarantined_(.+)", "Damaged blocks quarantined ({reason})"),
-    ("failed", r"disk_failed_(.+)", "Disk failures ({reason})"),
-    ("failed", r"remote_failed_(.+)", "Failures of the shared store ({reason})"),
-    ("failed", r"failed_(.+)", "Spans left unchanged after a failure ({reason})"),
-)
-ENCODED, FREED = "encoded_spans", "encoded_freed_bytes"
-COMPILED = tuple((kind, re.compile(pattern), label) for kind, pattern, label in LABELS)
-
 
 @dataclass(frozen=True)
 class CacheEvent:
@@ -199,10 +199,6 @@ def _kind_and_text(name: str, count: int, detail: str = "") -> tuple[str, str]:
             text = f"{label.format(reason=reason)}: {amount}"
             return kind, f"{text} ({detail})" if detail else text
     return "counted", f"{name.replace('_', ' ').capitalize()}: {count:,}"
-
-
-# Unchanged samples before the engine is left asleep: the disk may still be writing after requests have ended.
-SETTLED_AFTER = 6
 
 
 class HistorySampler:

@@ -27,6 +27,19 @@ from kvstrata.server.http.access import owner_salt
 from kvstrata.server.http.errors import CLIENT_GONE, SCOPE_TRACE
 from kvstrata.server.sessions import SessionDivergence
 
+REQUEST_ID = b"x-request-id"
+ANTHROPIC_ID = b"request-id"  # the header that Anthropic's clients read
+SANE_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:+/=-]{0,127}")
+MAX_PATH_CHARS = 200
+MAX_REQUESTS = 500
+MODEL_PATHS = "/v1/"
+COUNT_TOKENS = "/count_tokens"
+# Paths that monitoring polls, logged only at level debug.
+QUIET_PATHS = dashboard.OPEN_PATHS | {
+    "/health", "/metrics", "/props", "/cache/usage", "/cache/sessions", "/cache/history", "/cache/requantize",
+    "/cache/conversations",
+}  # fmt: skip
+
 
 @dataclass
 class TracedGeneration:
@@ -125,12 +138,6 @@ class RequestTrace:
 def trace_of(scope: Scope) -> RequestTrace:
     """Return the request's trace, or a temporary one outside of the middleware."""
     return scope.get(SCOPE_TRACE) or RequestTrace("")
-
-
-REQUEST_ID = b"x-request-id"
-ANTHROPIC_ID = b"request-id"  # the header that Anthropic's clients read
-SANE_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:+/=-]{0,127}")
-MAX_PATH_CHARS = 200
 
 
 class TraceRequests:
@@ -240,15 +247,6 @@ def _prompt_part(trace: RequestTrace) -> str:
 
 
 logger = logging.getLogger("kvstrata.requests")
-
-MAX_REQUESTS = 500
-MODEL_PATHS = "/v1/"
-COUNT_TOKENS = "/count_tokens"
-# Paths that monitoring polls, logged only at level debug.
-QUIET_PATHS = dashboard.OPEN_PATHS | {
-    "/health", "/metrics", "/props", "/cache/usage", "/cache/sessions", "/cache/history", "/cache/requantize",
-    "/cache/conversations",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)

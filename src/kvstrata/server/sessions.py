@@ -32,6 +32,20 @@ RecognisedBy = Literal[
 # prompt: text that was sent before has changed. reply: the client sends back a reply that differs from the sampled one,
 # or only its beginning.
 Where = Literal["prompt", "reply"]
+CONTEXT = "kvstrata 2026-11 session v1"
+KEY_CHARS = 40
+OWN_HEADER = b"x-kvstrata-session"
+CLAUDE_SESSION, CLAUDE_AGENT = b"x-claude-code-session-id", b"x-claude-code-agent-id"
+FIRST_TOKENS = 64
+# A client's JSON may contain half a surrogate pair.
+SAFELY = ("utf-8", "surrogatepass")
+MAX_SESSIONS = 10_000
+MAX_CHARS = 200  # for each text of a divergence
+SHOWN = re.compile(r"[A-Za-z0-9._:-]{1,80}")
+SHORT = 12  # length of a key's short form
+LIKE_A_KEY = re.compile(f"[0-9a-f]{{{SHORT}}}|[0-9a-f]{{{KEY_CHARS}}}")  # a client's name of this form is not shown
+STRIDE, REST_S = 1000, 50e-6  # sessions that take about half a millisecond to scan, and the pause after them
+APART_S = 1e-6  # least difference of two times of use
 
 
 @dataclass(frozen=True)
@@ -73,13 +87,6 @@ class Session:
     @property
     def hit_rate(self) -> float:
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
-
-
-CONTEXT = "kvstrata 2026-11 session v1"
-KEY_CHARS = 40
-OWN_HEADER = b"x-kvstrata-session"
-CLAUDE_SESSION, CLAUDE_AGENT = b"x-claude-code-session-id", b"x-claude-code-agent-id"
-FIRST_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -137,16 +144,6 @@ def _digest(fields: Iterable[bytes]) -> bytes:
         digest.update(len(field).to_bytes(8, "little") + field)
     return digest.digest()
 
-
-# A client's JSON may contain half a surrogate pair.
-SAFELY = ("utf-8", "surrogatepass")
-MAX_SESSIONS = 10_000
-MAX_CHARS = 200  # for each text of a divergence
-SHOWN = re.compile(r"[A-Za-z0-9._:-]{1,80}")
-SHORT = 12  # length of a key's short form
-LIKE_A_KEY = re.compile(f"[0-9a-f]{{{SHORT}}}|[0-9a-f]{{{KEY_CHARS}}}")  # a client's name of this form is not shown
-STRIDE, REST_S = 1000, 50e-6  # sessions that take about half a millisecond to scan, and the pause after them
-APART_S = 1e-6  # least difference of two times of use
 
 Text = Callable[[Sequence[int]], str]  # text of token ids
 

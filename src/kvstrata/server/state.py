@@ -46,6 +46,8 @@ MAX_SMALL_BODIES = 40
 MAX_LOGGED_TOOLS = 100
 
 logger = logging.getLogger("kvstrata.server")
+# Interval between expiry runs: a tenth of the time to live, within these bounds.
+LEAST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
 
 class IgnoredTools:
@@ -115,10 +117,6 @@ class ServerState:
 
 def state_of(request: Request) -> ServerState:
     return request.app.state.server
-
-
-# Interval between expiry runs: a tenth of the time to live, within these bounds.
-LEAST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
 
 async def forget_texts(state: ServerState, salt: str | None, owner: str | None, tier: Tier) -> None:

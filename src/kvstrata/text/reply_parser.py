@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 class ReplyFormat:
     """`calls`: how calls are written, in a word or some. `shows_tools`: the template itself shows tools; otherwise they
-    are told in the system text. `thinks`: the model may think before it answers. `think_end_ids`: the tokens that end
-    thinking; empty: there is no thinking, or no tokens that always end it. `has_channels`: replies are messages in
+    are described in the system text. `thinks`: the model may think before it answers. `think_end_ids`: the tokens that
+    end thinking; empty: there is no thinking, or no tokens that always end it. `has_channels`: replies are messages in
     channels (Harmony). `ending_ids` end a reply of this form, `break_ids` part its text.
     """
 
@@ -131,7 +131,7 @@ class ReplyFormat:
 
     def _word(self, template: ChatTemplate) -> str:
         if not template.has_tools:
-            return "told in the system text"
+            return "described in the system text"
         if self._harmony is not None:
             return "harmony"
         native = self._native

@@ -62,8 +62,8 @@ class TemplatePrompt:
 
 class ChatTemplate:
     """`exists`: the model has a template. `has_tools`: it shows the model which tools there are; otherwise they are
-    told in the system text. `system_in_place`: system messages in the middle of a chat stay there whatever the template
-    does with them. `allow_special_tokens`: what a client writes like a special token becomes that token.
+    described in the system text. `system_in_place`: system messages in the middle of a chat stay there whatever the
+    template does with them. `allow_special_tokens`: what a client writes like a special token becomes that token.
     """
 
     def __init__(

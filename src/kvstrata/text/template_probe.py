@@ -104,7 +104,7 @@ def shown_of_history(render: Render, shape: MessageShape) -> ShownHistory:
 
 def reply_header(text_of: Callable[..., str]) -> str:
     """Return the text that the template writes before the assistant's turns, both at the end of a prompt and in the
-    history. Empty: it cannot be told apart from the text before it."""
+    history. Empty: it cannot be separated from the text before it."""
     try:
         before, prompt = (text_of([_USER], reply=reply) for reply in (False, True))
         history = text_of([_USER, {"role": "assistant", "content": _REPLY}, _USER], reply=False)

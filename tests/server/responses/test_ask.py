@@ -13,7 +13,7 @@ from kvstrata.errors import InvalidRequest
 from kvstrata.server.chat.request import ChatRequest, ToolChoice
 from kvstrata.server.chat.writer import json_bytes
 from kvstrata.server.http.json_body import parse_json
-from kvstrata.server.responses.request import packed, parse_response
+from kvstrata.server.responses.request import pack_thinking, parse_response
 from kvstrata.server.responses.schema import ResponsesRequest
 from kvstrata.server.responses.store import ResponseStore, StoredResponse
 from kvstrata.server.responses.tools import ToolName, ignored_tools, tool_names
@@ -96,7 +96,7 @@ def test_one_reply_is_one_turn() -> None:
             {"summary": [{"type": "summary_text", "text": "S"}], "content": [{"type": "reasoning_text", "text": "C"}]},
             "C",
         ),
-        ({"summary": [{"type": "summary_text", "text": "S"}], "encrypted_content": packed("Ö")}, "Ö"),
+        ({"summary": [{"type": "summary_text", "text": "S"}], "encrypted_content": pack_thinking("Ö")}, "Ö"),
         ({"summary": [{"type": "summary_text", "text": "S"}], "encrypted_content": "gAAAA"}, "S"),
         ({"summary": [], "encrypted_content": "kvstrata1.?"}, None),
     ],

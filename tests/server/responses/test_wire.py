@@ -15,7 +15,7 @@ from kvstrata.errors import ContextTooLong, MemoryPinned, NeverFits, QueueFull, 
 from kvstrata.server.chat.writer import ChoiceEnd, JsonEvent, StreamStart, json_bytes
 from kvstrata.server.http.json_body import validated
 from kvstrata.server.responses.output_items import OutputItems
-from kvstrata.server.responses.request import packed
+from kvstrata.server.responses.request import pack_thinking
 from kvstrata.server.responses.response import ResponsesWriter
 from kvstrata.server.responses.schema import OutputLogprob, ResponsesRequest, opening
 from kvstrata.server.responses.tools import ToolName
@@ -231,7 +231,7 @@ def test_failures(error: RequestError, code: str) -> None:
 
 def test_reasoning_is_packed_for_clients_that_ask() -> None:
     events = stream([ReplyThinking("Ö"), ReplyText("x")], on=wire(packs=True))
-    assert events[-1]["response"]["output"][0]["encrypted_content"] == packed("Ö")
+    assert events[-1]["response"]["output"][0]["encrypted_content"] == pack_thinking("Ö")
     assert stream([ReplyThinking("Ö"), ReplyText("x")])[-1]["response"]["output"][0]["encrypted_content"] is None
 
 

@@ -100,7 +100,7 @@ def test_server_unreachable_store_is_reported_everywhere(server: Valkey, tmp_pat
     assert usage["remote"]["counters"]["failed"] == {"unreachable": 1}
     assert "kvstrata_cache_remote_is_paused 1.0" in metrics
     assert 'kvstrata_cache_remote_events_total{event="failed",reason="unreachable"} 1.0' in metrics
-    assert "left alone: unreachable" in console.export_text()
+    assert "paused: unreachable" in console.export_text()
 
 
 def test_usage_without_a_remote_cache_is_null() -> None:

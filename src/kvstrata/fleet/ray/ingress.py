@@ -87,16 +87,16 @@ class RayReplicas:
 
     def _update(self, reports: Mapping[str, Mapping[str, Any]]) -> None:
         self.router.keep(list(reports))
-        for name, told in reports.items():
-            if told:
-                self.router.report(name, ReplicaReport(keys_from_bytes(told["keys"]), told["capacity"]))
+        for name, report in reports.items():
+            if report:
+                self.router.report(name, ReplicaReport(keys_from_bytes(report["keys"]), report["capacity"]))
 
     def names(self) -> tuple[str, ...]:
         return self.router.replicas
 
     async def identity(self) -> Identity:
-        told = await self._handle.identity.remote()
-        return Identity(**{**told, "layout": tuple(told["layout"])})
+        identity = await self._handle.identity.remote()
+        return Identity(**{**identity, "layout": tuple(identity["layout"])})
 
     async def ask(
         self, name: str | None, request: Mapping[str, Any], body: bytes, *, only: bool

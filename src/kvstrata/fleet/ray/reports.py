@@ -26,7 +26,7 @@ def listen(listener: Callable[[Reports], object]) -> None:
             listener(_last)
 
 
-def tell(reports: Reports) -> None:
+def publish_reports(reports: Reports) -> None:
     global _last
     with _lock:
         _last = reports

@@ -24,4 +24,6 @@ class RouteToNamed(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        reports.tell({replica.replica_id.unique_id: dict(replica.routing_stats or {}) for replica in replicas})
+        reports.publish_reports(
+            {replica.replica_id.unique_id: dict(replica.routing_stats or {}) for replica in replicas}
+        )

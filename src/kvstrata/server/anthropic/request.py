@@ -1,6 +1,7 @@
 """Translation of Messages API bodies to chats. Decides which of the API's fields have no effect here.
 
-The order of blocks is preserved: a cached prefix is only useful if the start of the prompt is stable.
+The order of blocks is preserved: a cached prefix is only useful if the start of the prompt is stable. `cache_control`
+without a ttl has no effect, because every prompt is cached; an unknown form is ignored and never refused.
 """
 
 from __future__ import annotations
@@ -41,6 +42,14 @@ PLACES: dict[str, tuple[type, ...]] = {
 }
 
 Placed = tuple[str, Block]  # a block and where it stands: messages.0.content.1
+TTLS_S = {"5m": 300.0, "1h": 3600.0}
+# Prefixes of the types of tools without a schema: the model would have to know them, or Anthropic would run them.
+CLIENTS_OWN = ("bash", "text_editor", "computer", "memory", "browser")
+ANTHROPICS_OWN = ("web_search", "web_fetch", "code_execution", "tool_search", "mcp_toolset", "advisor")
+OTHER = "other"
+# Chat templates know three efforts.
+EFFORTS = {"xhigh": "high", "max": "high"}
+LEAST_TOP_P = 1e-6  # greedy: only the likeliest token
 
 
 def turns(asked: MessagesPrompt) -> list[Message]:
@@ -167,9 +176,6 @@ def _call(block: ToolUseBlock) -> Message:
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
 
 
-TTLS_S = {"5m": 300.0, "1h": 3600.0}
-
-
 def pin_from_cache_control(asked: MessagesRequest) -> PinParams | None:
     """Return the pin that the last block with a ttl asks for. A ttl inside the messages pins the whole prompt: the
     token position of a block's end is unknown, and the next turn reuses the whole prompt."""
@@ -197,15 +203,6 @@ def _last_ttl(marked: Iterable[Any]) -> float:
 def _ttl_s(control: Any) -> float:
     ttl = control.get("ttl") if isinstance(control, dict) else None
     return TTLS_S.get(ttl, 0.0) if isinstance(ttl, str) else 0.0
-
-
-# Prefixes of the types of tools without a schema: the model would have to know them, or Anthropic would run them.
-CLIENTS_OWN = ("bash", "text_editor", "computer", "memory", "browser")
-ANTHROPICS_OWN = ("web_search", "web_fetch", "code_execution", "tool_search", "mcp_toolset", "advisor")
-OTHER = "other"
-# Chat templates know three efforts.
-EFFORTS = {"xhigh": "high", "max": "high"}
-LEAST_TOP_P = 1e-6  # greedy: only the likeliest token
 
 
 def parse_messages(asked: MessagesRequest) -> ChatRequest:

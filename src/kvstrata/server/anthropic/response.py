@@ -38,6 +38,9 @@ TYPES: Mapping[int, str] = {
     500: "api_error",
     503: "overloaded_error",
 }
+# Clients require a signature and send it back; it proves nothing.
+SIGNATURE = "kvstrata"
+PING = JsonEvent({"type": "ping"}, "ping")
 
 
 def messages_error(error: RequestError) -> dict[str, Any]:
@@ -61,11 +64,6 @@ def _message(error: RequestError) -> str:
     if isinstance(error, ContextTooLong | NeverFits):
         return f"prompt is too long: {error.message}"
     return error.message
-
-
-# Clients require a signature and send it back; it proves nothing.
-SIGNATURE = "kvstrata"
-PING = JsonEvent({"type": "ping"}, "ping")
 
 
 @dataclass

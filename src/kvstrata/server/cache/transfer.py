@@ -1,4 +1,8 @@
-"""/cache/sessions/{id}/export and /cache/import: conversations as files, kvstrata's own and mlx-lm prompt caches."""
+"""/cache/sessions/{id}/export and /cache/import: conversations as files, kvstrata's own and mlx-lm prompt caches.
+
+Handles HTTP, sessions and salts; the file format and the cache are the engine's (engine/bundle_transfer.py). A plain
+key exports sessions under its own salts; every import is inserted under the importing key's salt.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +31,18 @@ from kvstrata.sizes import format_bytes
 from kvstrata.text.tokenizer import encode_prompt, require_unicode
 
 REPLIES = "replies"  # section of remembered replies in an exported conversation
+IMPORT_PATH = "/cache/import"
+OCTETS = "application/octet-stream"
+RECOGNISED: tuple[RecognisedBy, ...] = (
+    "x-kvstrata-session",
+    "prompt_cache_key",
+    "x-claude-code-session-id",
+    "first message",
+    "first tokens",
+)
+DIGEST = re.compile(r"[0-9a-f]{64}")
+# Free space to keep on the volume of temporary files.
+SPARE_BYTES = 64 << 20
 
 
 def ids_of_prompt(state: ServerState, prompt: Mapping[str, Any]) -> TokenIds:
@@ -73,20 +89,6 @@ def _ids(tokens: Any) -> TokenIds:
 
 
 router = APIRouter(prefix="/cache", tags=["Cache"])
-
-IMPORT_PATH = "/cache/import"
-OCTETS = "application/octet-stream"
-RECOGNISED: tuple[RecognisedBy, ...] = (
-    "x-kvstrata-session",
-    "prompt_cache_key",
-    "x-claude-code-session-id",
-    "first message",
-    "first tokens",
-)
-
-DIGEST = re.compile(r"[0-9a-f]{64}")
-# Free space to keep on the volume of temporary files.
-SPARE_BYTES = 64 << 20
 
 
 class ImportResponse(TypedDict):

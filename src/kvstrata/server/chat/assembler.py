@@ -20,6 +20,8 @@ from kvstrata.text.reply_events import ReplyEvent, ToolCallEnd
 
 MISS = "x-kvstrata-miss"
 MAX_NOTE_CHARS = 120
+CACHED = "x-kvstrata-cached-tokens"
+CANCELLED = "The server cancelled this reply. Send the request again."
 
 
 def miss_value(miss: str, notes: Mapping[str, str]) -> str:
@@ -36,10 +38,6 @@ def _header_value(value: str) -> str:
         return value
     text = value[:MAX_NOTE_CHARS].encode("unicode_escape").decode("ascii")
     return '"' + text.replace('"', "'") + '"'
-
-
-CACHED = "x-kvstrata-cached-tokens"
-CANCELLED = "The server cancelled this reply. Send the request again."
 
 
 class ReplyAssembler:

@@ -30,6 +30,10 @@ from kvstrata.text.reply_parser import PlainParser
 from kvstrata.text.tokenizer import encode_prompt, ids_text
 from kvstrata.text.tool_calls.answer_text import OfferedTools
 
+CLAMPED = "x-kvstrata-max-tokens"
+IGNORED = "x-kvstrata-schema-ignored"
+MAX_HEADER_CHARS = 500
+
 
 def reply_grammar(
     state: ServerState, chat: ChatRequest, salt: str, *, after_thinking: bool, thinks_unseen: bool
@@ -99,11 +103,6 @@ def _bare(name: str) -> tuple[str, str]:
     """Return the plain JSON form of a call, for a template whose own form is not JSON. The reply parsers accept it
     too."""
     return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', "}"
-
-
-CLAMPED = "x-kvstrata-max-tokens"
-IGNORED = "x-kvstrata-schema-ignored"
-MAX_HEADER_CHARS = 500
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,14 @@ from kvstrata.text.sampled_reply import DIGEST_BYTES, ReplyContent, SampledReply
 CHECKSUM_BYTES = 8
 MAX_CALLS = 1024
 MAX_ID_CHARS = 256
+SUFFIX = ".replies"
+MAX_FILE_BYTES = 8 << 20
+MAX_FOLDER_BYTES = 64 << 20
+NEW_SUFFIX = ".new"  # of a file that is being rewritten
+MAX_WAITING = 1024
+OWNER_CHARS = 32
+ROOT = 0  # has access anyway
+OF_OTHERS = 0o077  # permission bits of group and others
 
 
 @dataclass(frozen=True)
@@ -146,15 +154,6 @@ def _is_sound(record: ReplyRecord, vocab_size: int) -> bool:
 
 log = logging.getLogger(__name__)
 
-SUFFIX = ".replies"
-MAX_FILE_BYTES = 8 << 20
-MAX_FOLDER_BYTES = 64 << 20
-NEW_SUFFIX = ".new"  # of a file that is being rewritten
-MAX_WAITING = 1024
-OWNER_CHARS = 32
-ROOT = 0  # has access anyway
-OF_OTHERS = 0o077  # permission bits of group and others
-
 
 class ReplyFiles:
     """The files of remembered replies. `fingerprint`: identity of the model that the ids belong to."""
@@ -184,7 +183,7 @@ class ReplyFiles:
         except FileNotFoundError:
             return []
         except OSError as error:
-            self._tell(error)
+            self._warn_once(error)
             return []
         expired_s = self._expired_s
         fresh = [line for line in lines if said_s(line) >= expired_s] if expired_s else lines
@@ -226,9 +225,9 @@ class ReplyFiles:
             try:
                 job()
             except OSError as error:
-                self._tell(error)
+                self._warn_once(error)
 
-    def _tell(self, error: OSError) -> None:
+    def _warn_once(self, error: OSError) -> None:
         if not self._has_warned:
             self._has_warned = True
             log.warning(

@@ -28,6 +28,7 @@ from kvstrata.server.request_log import TracedGeneration, trace_of
 from kvstrata.server.state import ServerState
 
 T = TypeVar("T")
+PING_S = 1.0  # shortest interval between progress pings, and longest wait for the first byte
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -49,9 +50,6 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-PING_S = 1.0  # shortest interval between progress pings, and longest wait for the first byte
 
 
 class Heartbeat:

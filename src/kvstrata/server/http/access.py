@@ -28,6 +28,12 @@ OPEN_PATHS = frozenset({"/health"}) | dashboard.OPEN_PATHS
 DIGEST_CONTEXT = "kvstrata 2026-11 api key digest v1"
 SALT_CONTEXT = "kvstrata 2026-11 api key salt v1"
 SCOPE_KEY = "kvstrata.key"
+# Names that cannot exist in the public DNS: those of this machine, the local network, containers and their host.
+PRIVATE_PATTERN = re.compile(r"[a-z0-9_-]+|[a-z0-9_.-]+\.(?:localhost|local|internal)")
+WEB_SCHEMES = ("http", "https")
+HOST_PATTERN = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]]+))(?::[0-9]*)?")  # [address] or name, and a port
+SHOWN_CHARS = 200
+ANY = "*"
 
 
 @dataclass(frozen=True)
@@ -99,14 +105,6 @@ def _presented(scope: Scope) -> bytes:
     if scheme.lower() == b"bearer":
         return key.strip()
     return headers.get(b"x-api-key", b"").strip()
-
-
-# Names that cannot exist in the public DNS: those of this machine, the local network, containers and their host.
-PRIVATE_PATTERN = re.compile(r"[a-z0-9_-]+|[a-z0-9_.-]+\.(?:localhost|local|internal)")
-WEB_SCHEMES = ("http", "https")
-HOST_PATTERN = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]]+))(?::[0-9]*)?")  # [address] or name, and a port
-SHOWN_CHARS = 200
-ANY = "*"
 
 
 class RequireKnownHost:

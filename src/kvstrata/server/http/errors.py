@@ -24,6 +24,18 @@ logger = logging.getLogger("kvstrata.server")
 SCOPE_TRACE = "kvstrata.trace"  # a request's trace in its scope (request_log.py)
 CLIENT_GONE = 499  # as in nginx's log
 UNEXPECTED = "Something went wrong inside the server; its log has the details. Please report it with the request."
+DESCRIPTIONS: Mapping[int, str] = {
+    400: "The request cannot be served as it is; `param` names the field",
+    401: "No key, or a wrong one",
+    403: "A server without keys was called by a name that is not its own, or from another site's page; or a key would "
+    "pin more than its quota",
+    404: "No such model, or no such session",
+    408: "The body did not arrive in time",
+    413: "The body is larger than the server reads",
+    415: "The body is compressed in a way that the server does not read; see Accept-Encoding",
+    429: "The queue is full; see Retry-After",
+    503: "The server is draining, or holds as many bodies as it may; see Retry-After",
+}
 
 
 class ErrorBody(BaseModel):
@@ -101,20 +113,6 @@ def documented(statuses: Collection[int]) -> list[int]:
     """Return the statuses to document: any path may answer 403 (access.py), and a path with a body limit may answer
     415."""
     return sorted({403, *statuses, *([415] if 413 in statuses else [])})
-
-
-DESCRIPTIONS: Mapping[int, str] = {
-    400: "The request cannot be served as it is; `param` names the field",
-    401: "No key, or a wrong one",
-    403: "A server without keys was called by a name that is not its own, or from another site's page; or a key would "
-    "pin more than its quota",
-    404: "No such model, or no such session",
-    408: "The body did not arrive in time",
-    413: "The body is larger than the server reads",
-    415: "The body is compressed in a way that the server does not read; see Accept-Encoding",
-    429: "The queue is full; see Retry-After",
-    503: "The server is draining, or holds as many bodies as it may; see Retry-After",
-}
 
 
 def install_handlers(app: FastAPI, error_bodies: Mapping[str, ErrorBodyFn]) -> None:

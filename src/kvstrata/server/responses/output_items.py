@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvstrata.engine.request import TokenLogprob
-from kvstrata.server.responses.request import packed
+from kvstrata.server.responses.request import pack_thinking
 from kvstrata.server.responses.schema import (
     CustomCallResponse,
     FunctionCallResponse,
@@ -28,7 +28,7 @@ from kvstrata.text.reply_events import ReplyEvent, ReplyText, ReplyThinking, Too
 
 StreamEvent = dict[str, Any]  # `type` and its fields
 
-SayLogprobs = Callable[[Sequence[TokenLogprob]], list[OutputLogprob]]
+LogprobFormat = Callable[[Sequence[TokenLogprob]], list[OutputLogprob]]
 
 
 class _OpenItem:
@@ -72,7 +72,7 @@ class _Reasoning(_OpenItem):
             "status": status,
             "summary": [],
             "content": [self._part()] if self._has_part else [],
-            "encrypted_content": packed(self._text) if self._packs and self._has_part else None,
+            "encrypted_content": pack_thinking(self._text) if self._packs and self._has_part else None,
         }
 
     def opened(self) -> list[StreamEvent]:
@@ -188,10 +188,10 @@ class _CustomCall(_OpenItem):
 class OutputItems:
     """The output of one response. `packs_thinking`: reasoning is also returned in `encrypted_content`."""
 
-    def __init__(self, names: Mapping[str, ToolName], say: SayLogprobs, *, packs_thinking: bool = False) -> None:
+    def __init__(self, names: Mapping[str, ToolName], logprobs: LogprobFormat, *, packs_thinking: bool = False) -> None:
         self.items: list[OutputItemResponse] = []  # closed items
         self._names = names
-        self._say = say
+        self._format_logprobs = logprobs
         self._packs_thinking = packs_thinking
         self._open: _Reasoning | _Message | _FunctionCall | _CustomCall | None = None
         self._blank = ""  # held-back whitespace that may begin a message
@@ -205,7 +205,7 @@ class OutputItems:
         out: list[StreamEvent] = []
         if self._open is None and not self.items:
             out += self._open_as(_Message(0))
-            out += self._say_text(self._blank) if self._blank else []
+            out += self._add_to_message(self._blank) if self._blank else []
         if cut_off and isinstance(self._open, _FunctionCall | _CustomCall):
             # No done event: clients run a call when they receive it, and this call is incomplete.
             self.items.append(self._open.item("incomplete"))
@@ -230,17 +230,17 @@ class OutputItems:
 
     def _add_text(self, text: str) -> list[StreamEvent]:
         if isinstance(self._open, _Message):
-            return self._say_text(text) if text else []
+            return self._add_to_message(text) if text else []
         # Line breaks that models write between calls do not make a message.
         self._blank += text
         if not self._blank.strip():
             return []
         text, self._blank = self._blank, ""
-        return [*self._open_as(_Message(self._next)), *self._say_text(text)]
+        return [*self._open_as(_Message(self._next)), *self._add_to_message(text)]
 
-    def _say_text(self, text: str) -> list[StreamEvent]:
+    def _add_to_message(self, text: str) -> list[StreamEvent]:
         assert isinstance(self._open, _Message)
-        logprobs = self._say(self._logprobs)
+        logprobs = self._format_logprobs(self._logprobs)
         self._logprobs.clear()
         return self._open.add(text, logprobs)
 

@@ -39,16 +39,22 @@ from kvstrata.server.responses.tools import FREE_TEXT, ToolNames, choose_tools, 
 from kvstrata.text.messages import Message
 
 OURS = "kvstrata1."
+SYSTEM = ("system", "developer")
+TEXTS = ("content", "reasoning_content")
+LOGPROBS = "message.output_text.logprobs"  # a value of `include`
+ENCRYPTED = "reasoning.encrypted_content"
 
 
-def packed(thinking: str) -> str:
+def pack_thinking(thinking: str) -> str:
+    """Return reasoning for `encrypted_content`, which clients send back even if they drop its text. It is plain text as
+    base64: the text is the client's own, and dropping it changes the prompt and loses cache hits."""
     return OURS + base64.b64encode(thinking.encode("utf-8", "replace")).decode()
 
 
-def thinking_of(item: ReasoningItem) -> str:
+def reasoning_text(item: ReasoningItem) -> str:
     """Return the reasoning text of an item. Encrypted content of other servers cannot be read; the summary is used
     instead."""
-    content = _texts(item.content) or _unpacked(item.encrypted_content or "")
+    content = _texts(item.content) or _unpack_thinking(item.encrypted_content or "")
     return content or _texts(item.summary)
 
 
@@ -56,17 +62,13 @@ def _texts(parts: list[Part] | None) -> str:
     return "\n\n".join(part.text for part in parts or () if isinstance(part, TextPart))
 
 
-def _unpacked(content: str) -> str:
+def _unpack_thinking(content: str) -> str:
     if not content.startswith(OURS):
         return ""
     try:
         return base64.b64decode(content.removeprefix(OURS), validate=True).decode("utf-8")
     except (binascii.Error, ValueError):
         return ""
-
-
-SYSTEM = ("system", "developer")
-TEXTS = ("content", "reasoning_content")
 
 
 def messages_of(instructions: str | None, items: Sequence[Any], box: ToolNames, first: int = 0) -> list[Message]:
@@ -91,7 +93,7 @@ class _Turns:
         if isinstance(item, MessageItem):
             self._add_message(item, where)
         elif isinstance(item, ReasoningItem):
-            self._join("reasoning_content", thinking_of(item))
+            self._join("reasoning_content", reasoning_text(item))
         elif isinstance(item, FunctionCallItem):
             self._add_call(item, item.arguments)
         elif isinstance(item, CustomCallItem):
@@ -180,10 +182,6 @@ def _joined_systems(messages: list[Message]) -> list[Message]:
         return messages
     text = "\n\n".join(message["content"] for message in messages[:num])
     return [{"role": "system", "content": text}, *messages[num:]]
-
-
-LOGPROBS = "message.output_text.logprobs"  # a value of `include`
-ENCRYPTED = "reasoning.encrypted_content"
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,14 @@ from kvstrata.server.responses.schema import (
 )
 
 FREE_TEXT = "input"  # the one parameter of a free-text tool
+_BEFORE = ("{", f'"{FREE_TEXT}"', ":", '"')
+_HIGH = r"[dD][89abAB][0-9a-fA-F]{2}"
+_LOW = r"[dD][c-fC-F][0-9a-fA-F]{2}"
+_ESCAPE = re.compile(rf"\\u({_HIGH})\\u({_LOW})|\\u([0-9a-fA-F]{{4}})|\\([^u])")
+# An incomplete escape at the end of the text: a part of one, or the first of a surrogate pair.
+_BEGUN = re.compile(rf"\\(u(?:[0-9a-fA-F]{{0,3}}|{_HIGH}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?)?)?\Z")
+_PLAIN = re.compile(r'[^"\\]+')
+_MEANT = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 
 
 @dataclass(frozen=True)
@@ -160,19 +168,12 @@ def _allowed(box: ToolNames, choice: AllowedTools) -> set[str]:
     return {name for name in names if name is not None}
 
 
-_BEFORE = ("{", f'"{FREE_TEXT}"', ":", '"')
-
-_HIGH = r"[dD][89abAB][0-9a-fA-F]{2}"
-_LOW = r"[dD][c-fC-F][0-9a-fA-F]{2}"
-_ESCAPE = re.compile(rf"\\u({_HIGH})\\u({_LOW})|\\u([0-9a-fA-F]{{4}})|\\([^u])")
-# An incomplete escape at the end of the text: a part of one, or the first of a surrogate pair.
-_BEGUN = re.compile(rf"\\(u(?:[0-9a-fA-F]{{0,3}}|{_HIGH}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?)?)?\Z")
-_PLAIN = re.compile(r'[^"\\]+')
-_MEANT = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
-
-
 class FreeTextInput:
-    """A parser that reads each character once. Arguments of another form are collected and returned at the end."""
+    """Incremental extraction of a free-text tool's input from the JSON arguments that the model writes.
+
+    Models call such a tool like a function, with {"input": "..."}. Each character is read once. Arguments of another
+    form are collected and returned at the end of the call.
+    """
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
