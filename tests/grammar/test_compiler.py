@@ -277,7 +277,7 @@ def test_recursive_schemas_work() -> None:
 def test_a_long_chain_of_references_ends_no_process() -> None:
     """On a thread's usual stack it does: in a process of its own, so that the others would live to tell."""
     script = (
-        "from tests.byte_level import byte_grammars\n"
+        "from tests.support.models import byte_grammars\n"
         "from tests.grammar.test_compiler import chain\n"
         "from kvstrata.errors import InvalidRequest\n"
         "from kvstrata.grammar.constraint import Constraint\n"

@@ -44,7 +44,7 @@ from kvstrata.engine import thread
 from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.request import Finished, Request, Sampling
 from kvstrata.metrics import Metrics
-from tests.tiny import tiny_loaded, tiny_module
+from tests.support.models import tiny_loaded, tiny_module
 module = tiny_module("llama", num_hidden_layers=4, num_key_value_heads=4, head_dim=128)
 loaded = dataclasses.replace(tiny_loaded("llama"), module=module)
 engine = Engine(loaded, EngineLimits(memory_bytes=4 << 30, prefill_chunk_tokens=256), Metrics())

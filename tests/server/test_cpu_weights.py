@@ -74,7 +74,7 @@ def test_blocks_on_the_disk_belong_to_a_form(folder: Path, tmp_path: Path) -> No
         assert second > 0, name
 
 
-@pytest.mark.parametrize("count", [48, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [8, pytest.param(256, marks=pytest.mark.slow)])
 def test_greedy_tokens_of_the_default_model(default_model: LoadedModel, count: int) -> None:
     """The same as those of the float32 model: exactly, and with 16 bits of activations."""
     from mlx_lm.models.cache import make_prompt_cache

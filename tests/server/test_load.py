@@ -181,11 +181,11 @@ async def leave_early(url: str, model: str, rng: random.Random) -> None:
 
 # A client that is cut off while it connects leaves its socket to the garbage collector.
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
-def test_two_hundred_clients_that_hang_up_leave_nothing_behind() -> None:
+def test_clients_that_hang_up_leave_nothing_behind() -> None:
     rng = random.Random(11)
 
     async def in_waves(served: Served) -> None:
-        for _ in range(10):
+        for _ in range(3):
             await asyncio.gather(*(leave_early(served.url, served.name, rng) for _ in range(20)))
 
     with running(tiny_loaded("qwen3_next")) as served:
@@ -198,7 +198,7 @@ def test_two_hundred_clients_that_hang_up_leave_nothing_behind() -> None:
         assert served.server.state.engine.idle()
         cancelled = scrape(served)[CANCELLED]
     # The others left before their request was read.
-    assert cancelled > 50
+    assert cancelled > 15
     gc.collect()
 
 
