@@ -23,7 +23,7 @@ from kvstrata.sizes import format_bytes
 MIN_BYTES_S = 1024
 # Concurrent imports: each file is kept until it has been verified.
 MAX_IMPORTS = 4
-# JSON values allowed in a body for any context size: about 0.1 s of parsing, in which nobody else is served.
+# JSON values allowed in a body for any context size: about 0.1 s of parsing, which holds the interpreter lock.
 MIN_VALUES = 1 << 18
 # Most JSON objects in a body for any context size: an object takes 6 us to validate, and a message 10 us to render.
 MAX_OBJECTS = 1 << 16

@@ -108,8 +108,8 @@ W = TypeVar("W", bound=ClosableConnection)
 
 
 def choose_to_close(connections: Iterable[W], now: float) -> W | None:
-    """Return the connection to close, or None: first idle ones, then those that have sent nothing, then those with slow
-    headers; among equals the one that has waited longest."""
+    """Return the connection to close, or None: idle ones first, then silent ones, then ones with slow headers; among
+    equals the one that has waited longest."""
     ranked = [(_closing_rank(each), since, each) for each in connections if (since := each.idle_since) is not None]
     able = [(rank, since, each) for rank, since, each in ranked if rank < 2 or since <= now - HEADERS_S]
     return min(able, key=lambda each: each[:2])[2] if able else None
